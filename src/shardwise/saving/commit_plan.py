@@ -117,15 +117,15 @@ def is_pending(file: str) -> bool:
 
 def get_folder_state(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
     """Return the state of a folder from its file names and its index, ignoring an index that cannot be parsed."""
-    named: set[str] = set()
+    listed: set[str] = set()
     if index is not None:
         try:
             values = json.loads(index)["weight_map"].values()
-            named = {name for name in values if isinstance(name, str)} & set(files)
+            listed = {name for name in values if isinstance(name, str)} & set(files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            named = set()
-    weights = {single_file} & set(files) or named
-    return FolderState(frozenset(files), frozenset(weights), frozenset(named))
+            listed = set()
+    weights = {single_file} & set(files) or listed
+    return FolderState(frozenset(files), frozenset(weights), frozenset(listed))
 
 
 def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, bytes] = NOTHING_BOUND) -> Commit:
@@ -226,10 +226,10 @@ class Renames:
     def from_bytes(cls, file: str, content: bytes) -> Renames | None:
         """Parse a list with this file name, or return None if it is malformed or contains unsafe names."""
         try:
-            found: Any = json.loads(content)
-            save_id, names, older = found["token"], found["names"], found["older"]
-            named = _LIST.fullmatch(file)
-            if named is None or save_id != named[1] or not isinstance(names, list) or not isinstance(older, list):
+            fields: Any = json.loads(content)
+            save_id, names, older = fields["token"], fields["names"], fields["older"]
+            match = _LIST.fullmatch(file)
+            if match is None or save_id != match[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
             if all(map(_is_safe, names)) and all(map(is_accelerate_file, older)):
                 return cls(save_id, tuple(names), tuple(older))
@@ -272,8 +272,8 @@ def temporary_name(name: str, save_id: str) -> str:
 
 def parse_temporary_name(file: str) -> str | None:
     """Return the id of the save that created this temporary name, or None for other names."""
-    found = _FRESH.fullmatch(file.rpartition("/")[2])
-    return found[2] if found else None
+    match = _FRESH.fullmatch(file.rpartition("/")[2])
+    return match[2] if match else None
 
 
 def find_journals(files: Collection[str]) -> list[str]:

@@ -50,6 +50,7 @@ class LockedFolder:
         Raises:
             StorageError: the lock cannot be removed. The save is over all the same, and the lock is stale.
         """
+        # The thread ends first: a renewal after the removal might touch the lock of the next save.
         self._ended.set()
         self._thread.join()
         saving_lock.release_lock(self.writer, self.save_id)

@@ -64,12 +64,14 @@ def execute_save(
             shares = agree_on_shares(world, held, on_differing_buffers)
             budget = options.budget_bytes
             with world.collective("plan the files"):
-                ready = prepare.prepare(request, save_id, held, places, shares, world.rank, writer.policy, budget)
-            settings = ready.digest, repr((request.names, verify)), budget
+                prepared = prepare.prepare(
+                    request, save_id, held, places, shares, world.rank, writer.policy, budget
+                )
+            settings = prepared.digest, repr((request.names, verify)), budget
             world.require_equal(
                 settings, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
             )
-        return _write_and_commit(world, writer, ready, options, clock, verify=verify)
+        return _write_and_commit(world, writer, prepared, options, clock, verify=verify)
 
 
 @dataclass
@@ -82,6 +84,7 @@ class _SaveFolder:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def begin(self, request: prepare.SaveRequest, *, creates_files: bool) -> None:
+        # Before the lock: a model whose config cannot be written fails without any trace in the folder.
         self.small_files = _config_files(request, self.plan)
         self.state = begin_save(self.writer, self.plan)
         for file in self.plan.files if creates_files else ():
@@ -100,41 +103,45 @@ class _SaveFolder:
 def _write_and_commit(
     world: World,
     writer: StorageWriter,
-    ready: prepare.PreparedSave,
+    prepared: prepare.PreparedSave,
     options: prepare.SaveOptions,
     clock: Clock,
     *,
     verify: bool,
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
-    plan, folder = ready.plan, _SaveFolder(writer, ready.plan)
+    plan, folder = prepared.plan, _SaveFolder(writer, prepared.plan)
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
+            # The first rank locks, cleans up and creates the files before any rank writes.
             with world.broadcast("begin the save"):
                 if world.rank == 0:
-                    folder.begin(ready.request, creates_files=not has_owners)
+                    folder.begin(prepared.request, creates_files=not has_owners)
+            # A rank that does not see the lock does not see the folder of the first rank.
             with world.collective("check the lock"):
                 require_lock(writer, plan.save_id)
         shows_progress = options.progress and world.rank == 0
         with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
             shard_writer = ShardWriter(
-                writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world
+                writer, plan.entries, [item.local for item in prepared.tensors], prepared.staging, bar, world
             )
             with clock.phase("write"):
                 if has_owners:
-                    _write_by_owners(world, shard_writer, ready, options, bar)
+                    _write_by_owners(world, shard_writer, prepared, options, bar)
                 else:
                     with world.collective("write files"):
-                        shard_writer.write(ready.requests)
+                        shard_writer.write(prepared.requests)
             with clock.phase("sync"):
                 if not has_owners:
+                    # The first rank syncs all files that it created, also those it wrote nothing to: their sizes.
                     created = [file.name for file in plan.files] if world.rank == 0 else []
                     with world.collective("flush files to disk"):
-                        shard_writer.finish(ready.requests, created)
+                        shard_writer.finish(prepared.requests, created)
+        # All files are durable on all ranks here. The older save is still valid.
         with clock.phase("verify"):
             if verify:
-                _require_same(world, shard_writer, ready)
+                _require_same(world, shard_writer, prepared)
             sums = _total_fingerprints(world, plan, shard_writer)
         with clock.phase("commit"):
             with world.broadcast("commit the save") as exchange:
@@ -144,32 +151,32 @@ def _write_and_commit(
     except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
         folder.undo()
         raise
-    return _report(world, shard_writer, ready, removed, clock, verify=verify)
+    return _report(world, shard_writer, prepared, removed, clock, verify=verify)
 
 
 def _report(
     world: World,
     shard_writer: ShardWriter,
-    ready: prepare.PreparedSave,
+    prepared: prepare.PreparedSave,
     removed: Sequence[str],
     clock: Clock,
     *,
     verify: bool,
 ) -> SaveReport:
-    plan = ready.plan
+    plan = prepared.plan
     return SaveReport(
         rank=world.rank,
         world_size=world.size,
         directory=shard_writer.writer.root,
         files=plan.names,
         tensors=len(plan.entries),
-        parameters=ready.parameters,
+        parameters=prepared.parameters,
         checkpoint_bytes=plan.nbytes,
         written_bytes=sum(shard_writer.written_bytes.values()),
         dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
-        cast=ready.cast,
-        tied=prepare.find_tied_names(ready),
-        differing_buffers=ready.shares.differing,
+        cast=prepared.cast,
+        tied=prepare.find_tied_names(prepared),
+        differing_buffers=prepared.shares.differing,
         removed=tuple(removed),
         is_verified=verify,
         seconds=dict(clock.seconds),
@@ -190,7 +197,7 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
 def _write_by_owners(
     world: World,
     shard_writer: ShardWriter,
-    ready: prepare.PreparedSave,
+    prepared: prepare.PreparedSave,
     options: prepare.SaveOptions,
     progress: tqdm,
 ) -> None:
@@ -198,11 +205,13 @@ def _write_by_owners(
     written = write_by_owners(
         world,
         shard_writer.writer,
-        ready.plan.files,
-        {key: output.expression for key, output in ready.outputs.items()},
-        ShardSender({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
+        prepared.plan.files,
+        {key: output.expression for key, output in prepared.outputs.items()},
+        ShardSender(
+            {name: item for item in prepared.tensors for name in item.names}, prepared.shares.by_name, world.rank
+        ),
         budget_bytes=options.budget_bytes,
-        device=compute_device(ready.held, None),
+        device=compute_device(prepared.tensors, None),
         progress=progress,
     )
     shard_writer.written_bytes.update(written.bytes_by_file)
@@ -221,14 +230,14 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, byt
             if not hasattr(tokenizer, "save_pretrained"):
                 raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained. Pass a tokenizer or processor")
             tokenizer.save_pretrained(folder)
-        found = sorted(Path(folder).iterdir())
-        folders = [path.name for path in found if path.is_dir()]
+        paths = sorted(Path(folder).iterdir())
+        folders = [path.name for path in paths if path.is_dir()]
         if folders:
             raise ConfigError(
                 f"{type(tokenizer).__name__} writes a folder, {folders[0]}, and a save writes files only. Leave "
                 "tokenizer=... out, and call its save_pretrained afterwards"
             )
-        return {path.name: path.read_bytes() for path in found}
+        return {path.name: path.read_bytes() for path in paths}
 
 
 def _choose_config_dtype(request: prepare.SaveRequest, plan: SavePlan) -> torch.dtype | None:
@@ -236,14 +245,14 @@ def _choose_config_dtype(request: prepare.SaveRequest, plan: SavePlan) -> torch.
     if packed := next((module for module in request.model.modules() if is_in_four_bits(module)), None):
         dtype: torch.dtype = packed.packing.dtype
         return dtype
-    found = prepare.find_main_dtype((entry.key, entry.dtype, entry.shape) for entry in plan.entries.values())
-    return None if found is None else to_torch(found)
+    main = prepare.find_main_dtype((entry.key, entry.dtype, entry.shape) for entry in plan.entries.values())
+    return None if main is None else to_torch(main)
 
 
-def _require_same(world: World, shard_writer: ShardWriter, ready: prepare.PreparedSave) -> None:
+def _require_same(world: World, shard_writer: ShardWriter, prepared: prepare.PreparedSave) -> None:
     """Require that what every rank wrote is read back as it is in memory. Collective: yes."""
     with world.all_gather("read back") as exchange:
-        exchange.local = _read_back(world, shard_writer, ready)
+        exchange.local = _read_back(world, shard_writer, prepared)
     for rank, (files, keys) in enumerate(exchange.result):
         if files or keys:
             what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
@@ -253,12 +262,14 @@ def _require_same(world: World, shard_writer: ShardWriter, ready: prepare.Prepar
             )
 
 
-def _read_back(world: World, shard_writer: ShardWriter, ready: prepare.PreparedSave) -> tuple[list[str], list[str]]:
+def _read_back(
+    world: World, shard_writer: ShardWriter, prepared: prepare.PreparedSave
+) -> tuple[list[str], list[str]]:
     """Return the files whose header, and the keys of tensors whose bytes differ from memory on this rank."""
-    with open_storage(ready.request.directory).reader as reader:
-        headers = ready.plan.files if world.rank == 0 else ()
+    with open_storage(prepared.request.directory).reader as reader:
+        headers = prepared.plan.files if world.rank == 0 else ()
         files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
-        return files, shard_writer.require_same(reader, ready.requests)
+        return files, shard_writer.require_same(reader, prepared.requests)
 
 
 def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter) -> dict[str, int]:
@@ -268,17 +279,18 @@ def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter)
         StorageError: not every byte was written, or some twice.
     """
     keys, files = list(plan.entries), [file.name for file in plan.files]
-    own = [shard_writer.sums.get(key, 0) for key in keys] + [
+    local = [shard_writer.sums.get(key, 0) for key in keys] + [
         shard_writer.written_bytes.get(name, 0) for name in files
     ]
-    unsigned = np.array([value % (1 << 64) for value in own], dtype=np.uint64)
+    # (tensors + files,): the fingerprints are sums modulo 2**64, which uint64 adds up as they are defined.
+    unsigned = np.array([value % (1 << 64) for value in local], dtype=np.uint64)
     total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
     for file, written in zip(plan.files, total[len(keys) :], strict=True):
-        wanted = file.nbytes - len(file.header)
-        if written != wanted:
+        expected = file.nbytes - len(file.header)
+        if written != expected:
             raise StorageError(
-                f"{file.name}: the ranks wrote {written:,} of {wanted:,} bytes between them. They hold different "
-                "models, or the mesh leaves out a rank"
+                f"{file.name}: the ranks wrote {written:,} of {expected:,} bytes: they hold different models, or a "
+                "rank is missing in the mesh. Save from the ranks that hold the model"
             )
     return dict(zip(keys, total, strict=False))
 
@@ -350,7 +362,7 @@ def save(
 
 
 def _request(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     directory: str | os.PathLike[str],
     names: prepare.WrittenNames | AdapterOnly,
     dtype: torch.dtype | str | None,
@@ -358,10 +370,10 @@ def _request(
     tokenizer: Any,
 ) -> prepare.SaveRequest:
     """Check the arguments ``given`` to a save on this rank. Return its request."""
-    check_options(get_hints(save), given)
+    check_options(get_hints(save), arguments)
     max_shard_bytes = parse_size(max_shard_size)
-    wanted = prepare.resolve_dtype(dtype)
-    return prepare.SaveRequest(given["model"], directory, names, wanted, max_shard_bytes, tokenizer)
+    saved_dtype = prepare.resolve_dtype(dtype)
+    return prepare.SaveRequest(arguments["model"], directory, names, saved_dtype, max_shard_bytes, tokenizer)
 
 
 @answer_keywords(

@@ -144,10 +144,10 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
 def _measure_size(state: Any) -> int:
     """Return the bytes of the file that ``torch.save`` writes. Memory: none, because this writes a sparse file."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        place = Path(folder, "archive")  # the name that torch gives to archives without one
+        path = Path(folder, "archive")  # the name that torch gives to archives without one
         with torch.serialization.skip_data():
-            torch.save(state, place)
-        return place.stat().st_size
+            torch.save(state, path)
+        return path.stat().st_size
 
 
 class _FileStream(io.RawIOBase):
@@ -174,11 +174,11 @@ def nest_values(values: Nest) -> object:
     if () in values:
         return values[()]
     inner: dict[str | int, dict[Levels, object]] = {}
-    for (first, *rest), value in ((list(path), value) for path, value in values.items()):
-        inner.setdefault(first, {})[tuple(rest)] = value
+    for (first, *tail), value in ((list(path), value) for path, value in values.items()):
+        inner.setdefault(first, {})[tuple(tail)] = value
     if all(isinstance(key, int) for key in inner) and sorted(inner) == list(range(len(inner))):
         return [nest_values(inner[number]) for number in range(len(inner))]
-    return {key: nest_values(found) for key, found in inner.items()}
+    return {key: nest_values(items) for key, items in inner.items()}
 
 
 def flatten_values(value: Any, path: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
@@ -234,8 +234,8 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
                 "save it in another form, or save with use_dcp=True"
             )
         file = folder / names[world.rank]
-        found = load_plain(file)
-        for path, tensor in flatten_values(found):
+        state = load_plain(file)
+        for path, tensor in flatten_values(state):
             if not isinstance(tensor, torch.Tensor):
                 continue
             name = flat_key(path)
@@ -245,7 +245,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
                     "LOCAL_STATE_DICT). Load it with FSDP1 and save it with FULL_STATE_DICT or SHARDED_STATE_DICT"
                 )
             _require_sound(tensor, f"{name} in {file}")
-        return found
+        return state
 
 
 _OTHER_TORCH = (
@@ -333,7 +333,10 @@ def write_distributed_folder(
         plan = plan_tensors(tensors, metadata, global_ranks=world.global_ranks)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
-    files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
+    files = {
+        data_file(rank, number): plan.nbytes(rank) + sum(rank_sizes.values())
+        for rank, rank_sizes in enumerate(sizes)
+    }
 
     with world.collective("write local files"):
         saving.require()
@@ -352,8 +355,8 @@ def write_distributed_folder(
                 make_file(writer, temporary_name(METADATA, saving.save_id), written)
                 writer.sync_names()
             exchange.local = len(written)
-    named = {f"{name}/{METADATA}": exchange.result}
-    return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
+    metadata_file = {f"{name}/{METADATA}": exchange.result}
+    return WrittenFiles(metadata_file, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 
 
 def _split_state(

@@ -130,12 +130,12 @@ class ShardWriter:
         return buffers
 
     def _add_fingerprints(self, request: FileRequest, buffers: Sequence[memoryview]) -> None:
-        found: list[tuple[str, int]] = []
+        values: list[tuple[str, int]] = []
         for segment, buffer in zip(request.segments, buffers, strict=True):
             key = segment.copy.leaf.key
-            found.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
+            values.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
         with self._lock:
-            for key, value in found:
+            for key, value in values:
                 self.sums[key] = (self.sums.get(key, 0) + value) % MODULUS
 
 
@@ -199,15 +199,15 @@ def write_by_owners(
     buffer_bytes = budget_bytes // _BUFFERS
     with world.collective("plan the rounds"):
         rounds = plan_rounds(streams, sender.shares, buffer_bytes)
-    own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
+    local_files = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    out = LocalFiles(world, writer, own, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
+    out = LocalFiles(world, writer, local_files, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
     exchange = ShardExchange(world, rounds, sender.share, None, dtypes, device)
     with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
-            own_blocks = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
+            local_blocks = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
             with world.collective("write files"):
-                out.write([(*block, exchange.received.pop(block)) for block in own_blocks])
+                out.write([(*block, exchange.received.pop(block)) for block in local_blocks])
     with world.collective("flush files to disk"):
         out.finish()
     return out.written
