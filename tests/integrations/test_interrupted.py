@@ -14,7 +14,7 @@ from torch import nn
 import shardwise
 from shardwise.core.errors import FormatError, StorageError
 from shardwise.saving import rename_journal
-from shardwise.saving.locked_folder import locked_here
+from shardwise.saving.locked_folder import lock_here
 
 TOKEN = "0123abcd"
 LIST = f".shardwise.{TOKEN}.renames.json"
@@ -83,7 +83,7 @@ def test_a_load_that_looks_while_another_finishes_looks_again(tmp_path, monkeypa
 
     def finish_first(*arguments):
         monkeypatch.setattr(rename_journal, "_link", link)
-        with locked_here(tmp_path) as saving:
+        with lock_here(tmp_path) as saving:
             rename_journal.clean_up(saving)
         looked.append(True)
         return link(*arguments)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardwise.core.tensors import DType
-from shardwise.saving.commit_plan import get_folder_state, obsolete
+from shardwise.saving.commit_plan import find_obsolete, get_folder_state
 from shardwise.saving.plan import plan_save
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,8 +28,8 @@ def test_a_single_file_takes_precedence_over_an_index():
     folder_state = get_folder_state([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
     assert folder_state.weights == {SINGLE}
     assert folder_state.named == {"a.safetensors"}, "what the index names may be about to count"
-    assert obsolete(ONE, folder_state) == [INDEX]
-    assert obsolete(SEVERAL, folder_state) == [SINGLE]
+    assert find_obsolete(ONE, folder_state) == [INDEX]
+    assert find_obsolete(SEVERAL, folder_state) == [SINGLE]
 
 
 LEFT = [
@@ -63,4 +63,4 @@ OTHERS = [
 
 @pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
 def test_only_remains_of_unfinished_saves_are_removed(plan):
-    assert obsolete(plan, get_folder_state([*LEFT, *OTHERS], None)) == sorted(LEFT)
+    assert find_obsolete(plan, get_folder_state([*LEFT, *OTHERS], None)) == sorted(LEFT)

@@ -137,7 +137,7 @@ def test_every_save_renews_its_mark(target, before_commit):
     def look():
         with open_writer(target) as writer:
             while len(seen) < 3:
-                seen.add(saving_lock._changed_at(writer))
+                seen.add(saving_lock._read_mtime_ns(writer))
                 time.sleep(0.005)
 
     before_commit(look)

@@ -6,13 +6,13 @@ import torch
 from shardwise.core.errors import ShardingError
 from shardwise.ranks.world import World
 from shardwise.saving.commit import commit_written
-from shardwise.saving.rename_journal import locked_and_clean
+from shardwise.saving.rename_journal import lock_and_clean_up
 from shardwise.saving.torch_saves import write_whole_file
 
 
 def write(folder, tensors, objects):
     world, device = World(0, 1), torch.device("cpu")
-    with locked_and_clean(world, folder) as saving:
+    with lock_and_clean_up(world, folder) as saving:
         nbytes, written = write_whole_file(
             world, saving, "file.bin", tensors, objects, budget_bytes=4096, device=device
         )

@@ -15,7 +15,7 @@ from shardwise.saving.merge_plan import (
     MergeTargets,
     Replaced,
     WeightForm,
-    names_of_whole_tensors,
+    find_whole_tensors,
     plan_merge,
 )
 
@@ -121,7 +121,7 @@ def test_names_of_tensors_that_are_not_factors() -> None:
         embed__modules_to_save__weight=(11, 6),
         embed__original_module__weight=(11, 6),
     )
-    names = names_of_whole_tensors(stored, adapter_name="mine")
+    names = find_whole_tensors(stored, adapter_name="mine")
     assert {key.removeprefix(PREFIX): name for key, name in names.items()} == {
         "head.modules_to_save.mine.weight": "head.weight",
         "norm.modules_to_save.weight": "norm.weight",

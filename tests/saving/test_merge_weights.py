@@ -174,7 +174,7 @@ def test_a_difference_on_reading_back_keeps_the_source(small, tmp_path: Path, mo
         write(self, file, start, damaged)
 
     monkeypatch.setattr(LocalWriter, "write", lossy)
-    with pytest.raises(StorageError, match="differ when they are read back"):
+    with pytest.raises(StorageError, match="differ from what was written"):
         merge_weights(step / inner, tmp_path / "out", remove_source=True)
     assert (step / inner / ".metadata").exists()
 
@@ -201,7 +201,7 @@ def test_never_onto_its_own_source(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
     (tmp_path / "link").symlink_to(step / "pytorch_model_fsdp_0")
     for out in (step, step / "pytorch_model_fsdp_0", tmp_path / "link"):
-        with pytest.raises(ConfigError, match="itself"):
+        with pytest.raises(ConfigError, match="is the folder that is read"):
             merge_weights(step, out)
 
 
@@ -266,10 +266,10 @@ def test_one_file_of_torch(small, tmp_path: Path) -> None:
 
 
 def test_a_file_of_torch_is_one_and_beside_no_safetensors(small, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="in one piece"):
+    with pytest.raises(ConfigError, match="more than max_shard_size"):
         merge_weights(small[0], tmp_path / "out", file_format="bin", max_shard_size="10KB")
     merge_weights(small[0], tmp_path / "out")
-    with pytest.raises(ConfigError, match="read before any"):
+    with pytest.raises(ConfigError, match="read instead of"):
         merge_weights(small[0], tmp_path / "out", file_format="bin")
 
 

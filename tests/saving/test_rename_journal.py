@@ -14,7 +14,7 @@ from shardwise.saving import commit, rename_journal
 from shardwise.saving.commit import make_file
 from shardwise.saving.commit_plan import Renames, WrittenFiles, temporary_name
 from shardwise.saving.locked_folder import LockedFolder
-from shardwise.saving.rename_journal import as_renamed
+from shardwise.saving.rename_journal import link_as_renamed
 
 NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "unet/weights.bin")
 
@@ -22,7 +22,7 @@ NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "un
 def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
     """Files of one content, under several names."""
     content = str(seed).encode()
-    with rename_journal.locked_and_clean(World(0, 1), root, ["unet"]) as saving:
+    with rename_journal.lock_and_clean_up(World(0, 1), root, ["unet"]) as saving:
         with LocalWriter(root, folders=()) as writer:
             for name in NAMES:
                 make_file(writer, temporary_name(name, saving.save_id), content)
@@ -33,7 +33,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
 def seen(root: Path) -> int | None:
     """Whose all files are; reading changes nothing."""
     before = contents(root)
-    with as_renamed(root) as place:
+    with link_as_renamed(root) as place:
         found = {(place / name).read_text() if (place / name).is_file() else "" for name in NAMES}
     assert contents(root) == before
     (one,) = found
@@ -56,7 +56,7 @@ def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_p
         taken.append(LockedFolder(writer, "0123abcd"))
         (file,) = listed(tmp_path)
         if done == "all":
-            rename_journal.finish(str(tmp_path), file, taken[0])
+            rename_journal.finish_renames(str(tmp_path), file, taken[0])
         elif done == "some":
             (one,) = [name for name in writer.list() if name.startswith(".scheduler.bin.")]
             writer.rename(one, "scheduler.bin")

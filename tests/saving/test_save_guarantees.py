@@ -11,7 +11,7 @@ from tests.support.world import attempt, require_same_error
 from torch import nn
 
 import shardwise
-from shardwise.saving.write import Emitter
+from shardwise.saving.write import ShardWriter
 
 OPTIONS = shardwise.options.SaveOptions(progress=False)
 
@@ -60,8 +60,8 @@ def test_ranks_are_those_of_the_process_group_and_the_first_ones_tokenizer_count
 
 def save_less(folder: str) -> tuple[str, str]:
     """The last rank passes over what it writes last."""
-    write, left_out = Emitter.write, -dist.get_rank() or None
-    with mock.patch.object(Emitter, "write", lambda self, requests: write(self, requests[:left_out])):
+    write, left_out = ShardWriter.write, -dist.get_rank() or None
+    with mock.patch.object(ShardWriter, "write", lambda self, requests: write(self, requests[:left_out])):
         return attempt(lambda: shardwise.save(linear(), folder, options=OPTIONS))
 
 

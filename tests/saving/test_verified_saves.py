@@ -88,7 +88,7 @@ def require_found(end: tuple[str, str], folder: Path, words: str) -> None:
     kind, text = end
     assert kind == "StorageError", text
     assert f"{words}" in text
-    assert "read otherwise than they are in memory" in text
+    assert "differ from memory when they are read back" in text
     assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
     assert not list(folder.glob("*.incomplete"))
     assert shardwise.verify(folder).is_sound  # the older one

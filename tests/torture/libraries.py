@@ -143,10 +143,10 @@ def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
 def of_accelerate_in(folder: Path) -> Hashable:
     """The seed that all there is of a state is of, by what load_state opens."""
     import shardwise
-    from shardwise.saving.rename_journal import as_renamed
+    from shardwise.saving.rename_journal import link_as_renamed
 
     before = _contents(folder)
-    with as_renamed(folder) as seen:
+    with link_as_renamed(folder) as seen:
         if not (seen / "random_states_0.pkl").is_file():
             return None
         model = Blocks(99)

@@ -37,7 +37,7 @@ from shardwise.fsdp.named_tensors import computing_device
 from shardwise.models.selection import AdapterOnly
 from shardwise.ranks.call_arguments import check_options, comparing_arguments, get_world
 from shardwise.ranks.world import Clock, World
-from shardwise.saving.prepare import SaveOptions, SaveRequest, resolved_dtype
+from shardwise.saving.prepare import SaveOptions, SaveRequest, resolve_dtype
 from shardwise.saving.save import execute_save
 from shardwise.transfer.matching import OnFault
 
@@ -414,7 +414,7 @@ class AdapterBank:
         with self._world.collective("find the adapter"):
             tenant = self._tenant(name)
             whole = with_lent_tensors(self._model, tenant)
-            cast = resolved_dtype(dtype)
+            cast = resolve_dtype(dtype)
         training = None
         if training_state:
             base = adapter_settings.identify_base(self._world, self._model)

@@ -42,7 +42,7 @@ from shardwise.loading.prepare import LoadOptions, LoadRequest, prepare_load
 from shardwise.loading.source import OpenSource
 from shardwise.models.selection import Selection
 from shardwise.ranks.world import Clock, World
-from shardwise.saving.torch_saves import loaded
+from shardwise.saving.torch_saves import load_value
 from shardwise.state.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.state.state_values import StateOptions
 from shardwise.transfer.matching import SourceTensor
@@ -433,4 +433,4 @@ def _read_value(reader: StorageReader, opened: OpenCheckpoint, path: KeyPath) ->
     if place is None:
         raise FormatError(f"{what}: is missing. Restore another checkpoint")
     content = reader.read(place.file, place.bytes.start, place.bytes.stop)
-    return loaded(content, what)
+    return load_value(content, what)

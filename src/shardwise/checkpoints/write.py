@@ -19,7 +19,7 @@ from shardwise.files.local_writer import open_writer
 from shardwise.ranks.world import World
 from shardwise.saving.commit import publish
 from shardwise.saving.commit_plan import pending_name
-from shardwise.saving.locked_folder import LockedFolder, Saving, locked_by_first_rank
+from shardwise.saving.locked_folder import LockedFolder, Saving, lock_on_first_rank
 from shardwise.transfer.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
 
 
@@ -92,7 +92,7 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
             checkpoint is not committed then, unless the message states otherwise.
         RankLostError: a rank has been lost.
     """
-    with locked_by_first_rank(world, job.root) as saving:
+    with lock_on_first_rank(world, job.root) as saving:
         try:
             with world.broadcast("begin the save"):
                 if world.rank == 0:

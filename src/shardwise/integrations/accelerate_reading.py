@@ -25,7 +25,7 @@ from shardwise.integrations.accelerate_writing import agree_on_call, beside_trai
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
-from shardwise.saving.rename_journal import as_renamed, journal_folder, lists_in
+from shardwise.saving.rename_journal import journal_folder, link_as_renamed, read_rename_lists
 from shardwise.saving.saved_trees import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.saving.torch_saves import Levels, read_rank_file
 from shardwise.state import state_values
@@ -254,10 +254,10 @@ def _found(
     folder = journal_folder(path)
     with world.broadcast("look for a rename in progress") as exchange:
         if world.rank == 0:
-            exchange.local = lists_in(folder)
+            exchange.local = read_rename_lists(folder)
     if exchange.result:
         with world.collective("find saved files"):
-            path = stack.enter_context(as_renamed(folder)) / path.relative_to(folder)
+            path = stack.enter_context(link_as_renamed(folder)) / path.relative_to(folder)
             return accelerate_saves.find_saved(path, kind, number)
     with world.broadcast("find saved files") as exchange:
         if world.rank == 0:

@@ -14,7 +14,7 @@ from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.integrations.accelerate_writing import TemporaryFolder, find_latest, keep_latest, state_saved
 from shardwise.ranks.world import World
-from shardwise.saving.rename_journal import as_renamed, has_broken_link
+from shardwise.saving.rename_journal import has_broken_link, link_as_renamed
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -84,7 +84,7 @@ def load_state(
                 input_dir = str(newest)
             folder = Path(str(input_dir)).expanduser().resolve()
             with world.collective("open the folder"):
-                seen = stack.enter_context(as_renamed(folder))
+                seen = stack.enter_context(link_as_renamed(folder))
         if seen != folder:
             input_dir = TemporaryFolder(seen, folder)
 

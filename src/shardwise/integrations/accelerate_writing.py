@@ -32,9 +32,14 @@ from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import World
 from shardwise.saving import commit, rename_journal
 from shardwise.saving.commit_plan import WrittenFiles, temporary_name
-from shardwise.saving.locked_folder import LockedFolder, Saving, locked_here
+from shardwise.saving.locked_folder import LockedFolder, Saving, lock_here
 from shardwise.saving.saving_lock import LOCK_FILE
-from shardwise.saving.torch_saves import flattened, write_distributed_folder, write_rank_files, write_whole_file
+from shardwise.saving.torch_saves import (
+    flatten_values,
+    write_distributed_folder,
+    write_rank_files,
+    write_whole_file,
+)
 from shardwise.state.model_states import collect_model
 from shardwise.state.optimizer_states import collect_optimizers
 from shardwise.state.state_values import StateOptions, require_same_call
@@ -211,7 +216,7 @@ def _write(
         path, nbytes, written = _written(world, place.state_save.saving, place, kind, state, device, options)
         place.state_save.written.append(written)
         return path, nbytes
-    with rename_journal.locked_and_clean(world, place.folder) as saving:
+    with rename_journal.lock_and_clean_up(world, place.folder) as saving:
         path, nbytes, written = _written(world, saving, place, kind, state, device, options)
         with world.broadcast("commit the files"):
             if world.rank == 0:
@@ -233,7 +238,7 @@ def _written(
     match place.form:
         case "full":
             name = kind.file(number)
-            values = dict(flattened(state))
+            values = dict(flatten_values(state))
             tensors = {way: value for way, value in values.items() if isinstance(value, torch.Tensor)}
             objects = {way: value for way, value in values.items() if way not in tensors}
             nbytes, written = write_whole_file(
@@ -310,7 +315,7 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[tuple[S
             not new.
     """
     carried: set[str] = set()
-    with rename_journal.locked_and_clean(world, folder, carried) as saving:
+    with rename_journal.lock_and_clean_up(world, folder, carried) as saving:
         state_save = StateSave(saving)
         path = rename_journal.work_folder(saving.folder, saving.save_id)
         work = TemporaryFolder(path, Path(saving.folder), state_save)
@@ -341,7 +346,7 @@ def find_latest(place: Path) -> Path | None:
     skipped.
     """
     for _, folder in sorted(_numbered(place), reverse=True):
-        with rename_journal.as_renamed(folder) as seen:
+        with rename_journal.link_as_renamed(folder) as seen:
             if (seen / _ALWAYS_THERE).is_file():
                 return folder
     return None
@@ -356,7 +361,7 @@ def keep_latest(place: Path, newest: Path, limit: int | None) -> None:
     found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
     for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
         if folder != newest and not folder.is_symlink():  # a link leads to another folder
-            with locked_here(folder) as saving, LocalWriter(folder, folders=()) as writer:
+            with lock_here(folder) as saving, LocalWriter(folder, folders=()) as writer:
                 rename_journal.clean_up(saving)
                 writer.remove(_ALWAYS_THERE)  # a half of a state does not count as one
                 writer.sync_names()

@@ -26,7 +26,7 @@ from shardwise.loading.prepare import LoadOptions
 from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
-from shardwise.saving.rename_journal import as_renamed
+from shardwise.saving.rename_journal import link_as_renamed
 from shardwise.state.model_states import exchange_stored_experts, set_model_values, stored_values
 from shardwise.state.state_values import StateOptions, Values, require_same_call
 from shardwise.transfer.matching import OnFault
@@ -205,7 +205,7 @@ def _has(kind: SavedKind, names: tuple[str, ...]) -> bool:
 
 def _names_in(folder: Path) -> tuple[str, ...]:
     try:
-        with as_renamed(folder) as seen:
+        with link_as_renamed(folder) as seen:
             return tuple(sorted(os.listdir(seen)))
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check the path") from error

@@ -31,7 +31,7 @@ from shardwise.integrations.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.ranks.world import World
 from shardwise.saving.commit import publish, write_again
 from shardwise.saving.commit_plan import pending_name
-from shardwise.saving.locked_folder import LockedFolder, Saving, locked_by_first_rank, locked_here
+from shardwise.saving.locked_folder import LockedFolder, Saving, lock_here, lock_on_first_rank
 from shardwise.saving.rename_journal import remove_pending
 from shardwise.transfer import fingerprints
 
@@ -275,7 +275,7 @@ def locked_for(world: World, run: Path, step: int) -> Iterator[Saving]:
     Raises:
         StorageError: another save is in progress or has saved this step, or the step's folder has files of others.
     """
-    with locked_by_first_rank(world, run) as saving:
+    with lock_on_first_rank(world, run) as saving:
         try:
             with world.broadcast("begin the save"):
                 if world.rank == 0:
@@ -378,7 +378,7 @@ def remove_left(run: Path) -> None:
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
     """
-    with locked_here(run):
+    with lock_here(run):
         _remove_left(run)
 
 
@@ -388,7 +388,7 @@ def remove_but(run: Path, best: int) -> None:
     Raises:
         StorageError: another save is in progress there, or a file cannot be removed.
     """
-    with locked_here(run) as saving:
+    with lock_here(run) as saving:
         complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
         remove_under(saving.locked, run, [step for step in complete if step != best])
 

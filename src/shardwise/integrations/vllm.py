@@ -21,7 +21,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.fsdp.named_tensors import without_compile
 from shardwise.models.selection import MergedAdapter
 from shardwise.ranks.world import World
-from shardwise.saving.stream import StreamOptions, Targets, iter_hf_tensors, tensors_to_come
+from shardwise.saving.stream import StreamOptions, Targets, describe_tensors, iter_hf_tensors
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -56,7 +56,7 @@ def weight_source(
 
         @cached_property
         def metadata(self) -> list[Any]:
-            found = tensors_to_come(without_compile(model), "hub", only, dtype)
+            found = describe_tensors(without_compile(model), "hub", only, dtype)
             return [vllm.ParamMeta(name, kind, shape) for name, (kind, shape) in found.items()]
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:

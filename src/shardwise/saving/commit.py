@@ -4,11 +4,11 @@
 
 1. The folder is locked. Files with temporary names are removed before the folder's state is read.
 2. Files are written and synced, also those that the last step will rename.
-3. Check again: does this save hold the lock, and do all files have the sizes that were written?
+3. Check again that this save holds the lock, and that all files have the sizes that were written.
 4. The steps that commit. One of them renames a file that belongs to this save only. A save that has taken the
    folder over has removed that file in 1. The step fails then, and the other's files stay. A save that takes the
    folder over after the step finds this save committed.
-5. Check again: is this save committed, and no other in its place?
+5. Check again that this save is committed, and no other in its place.
 6. Only then, and while the lock is held, the older save is removed.
 
 If one of these checks fails, nothing of the older save has been removed, and this save's changes to older files are
@@ -34,7 +34,7 @@ from shardwise.saving import commit_plan
 from shardwise.saving.commit_plan import OLDER, FolderState, Rename, Renames, WrittenFiles
 from shardwise.saving.locked_folder import LockedFolder
 from shardwise.saving.plan import ADAPTER, SavePlan
-from shardwise.saving.rename_journal import finish, remove_empty, remove_pending, work_folder
+from shardwise.saving.rename_journal import finish_renames, remove_empty, remove_pending, work_folder
 from shardwise.transfer import fingerprints
 
 _BLOCK_BYTES = 8 << 20
@@ -59,26 +59,34 @@ def commit_files(
     """
     for name, content in commit.ready.items():
         make_file(writer, name, content)
+    # After the last file of this save is durable: a file that a faster save has removed is noticed here, and so is
+    # a lock that was taken over while this save wrote.
     locked.require()
     _require_files(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
-    with _restoring(writer, locked, commit, small_files):
+    with _restore_on_error(writer, locked, commit, small_files):
+        # Before the steps: the weights must never be committed without their config and their fingerprints.
         for name, content in small_files.items():
-            if writer.read(name) != content:
+            if writer.read(name) != content:  # an equal file is left alone, so a crash here changes nothing
                 writer.replace(name, content)
         if small_files:
             writer.sync_names()
             locked.require()
+        # Each rename is durable before the next begins. The last one commits.
         for step in commit.steps:
             if step in commit.aside:
-                locked.require()  # the step renames another save's file, so that save's clean-up does not fence it
+                # Most steps rename a file of this save, which a save that takes over removes, so they fail then.
+                # This one renames the older weights, which may be those of the save that has taken over.
+                locked.require()
             _execute(writer, step)
         if not is_committed(writer, commit):
             raise StorageError(
-                f"{writer.root}: another save has replaced this one while it was committed; nothing of the older "
-                "one has been removed. Save to a directory of its own"
+                f"{writer.root}: another save replaced this one during its commit, and no older file was removed. "
+                "Save to a directory that no other process writes to"
             )
+    # Only now, and only with the lock: before the commit the older files are the valid ones, and without the lock
+    # they may belong to the save that holds it, which removes what is older than itself.
     if not locked.is_held():
-        return []  # committed. The save that holds the lock now replaces this one, and removes what is older
+        return []
     aside = {step.file: step.name for step in commit.aside}
     for name in {**dict.fromkeys(commit.obsolete), **aside}:
         writer.remove(aside.get(name, name))
@@ -112,15 +120,15 @@ def publish(
 def is_committed(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
     """Return True if this save is the committed one, and complete."""
     sizes = writer.sizes()
-    return (
-        all(sizes.get(name) == nbytes for name, nbytes in commit.final_files.items())
-        and not commit.absent_files & sizes.keys()
-        and all(
-            writer.read(name) == content
-            for name, content in commit.final_contents.items()
-            if name in sizes or name not in commit.journals
-        )
-    )
+    if any(sizes.get(name) != nbytes for name, nbytes in commit.final_files.items()):
+        return False
+    if commit.absent_files & sizes.keys():
+        return False
+    for name, content in commit.final_contents.items():
+        is_finished = name in commit.journals and name not in sizes  # another save has carried its renames out
+        if not is_finished and writer.read(name) != content:
+            return False
+    return True
 
 
 def make_file(writer: StorageWriter, name: str, content: bytes) -> None:
@@ -134,10 +142,11 @@ def _require_files(writer: StorageWriter, files: Mapping[str, int]) -> None:
     sizes = writer.sizes()
     for name, nbytes in files.items():
         if sizes.get(name) != nbytes:
-            found = "is gone" if name not in sizes else f"has {sizes[name]} bytes"
+            change = "is gone" if name not in sizes else f"has {sizes[name]} bytes"
             raise StorageError(
-                f"{shown(name)} in {writer.root}: was written with {nbytes} bytes, and now it {found}. Another "
-                "save has changed it, or ranks do not see one folder. Save to a directory of its own that all share"
+                f"{shown(name)} in {writer.root}: was written with {nbytes} bytes, and now it {change}: another "
+                "save modified it, or the ranks see different directories. Save to a shared directory that no "
+                "other process writes to"
             )
 
 
@@ -148,13 +157,13 @@ def _execute(writer: StorageWriter, step: Rename) -> None:
         if step.file in writer.list():
             raise
         raise StorageError(
-            f"{shown(step.file)} in {writer.root}: another save has taken this folder over, and has removed the "
-            f"file that was to become {shown(step.name)}. Its files stay. Save to a directory of its own"
+            f"{shown(step.file)} in {writer.root}: was removed by another save that took over the directory, "
+            f"before it became {shown(step.name)}. Save to a directory that no other process writes to"
         ) from error
 
 
 @contextmanager
-def _restoring(
+def _restore_on_error(
     writer: StorageWriter, locked: LockedFolder, commit: commit_plan.Commit, small_files: Mapping[str, bytes]
 ) -> Iterator[None]:
     """If the block fails and this save is not committed, restore the files that it set aside or replaced."""
@@ -176,12 +185,13 @@ def _restore(
     before: Mapping[str, bytes | None],
 ) -> None:
     """Restore small files only while the lock is held: otherwise they may belong to another save."""
-    there = writer.list()
-    asides = [step for step in commit.aside if step.name in there]
-    if any(step.file in there for step in asides):
+    files = writer.list()
+    asides = [step for step in commit.aside if step.name in files]
+    if any(step.file in files for step in asides):
         return  # another save's weights have the name
     if any(writer.read(name) not in (content, before[name]) for name, content in commit.final_contents.items()):
         return  # another save's index, or config
+    # Small files come back before the older weights do: weights must not be read with another save's config.
     if locked.is_held():
         for name, content in {**small_files, **commit.final_contents}.items():
             old = before[name]
@@ -194,10 +204,9 @@ def _restore(
                 writer.replace(name, old)
     is_mixed = any(writer.read(name) != before[name] for name in commit.final_contents)
     for step in asides:
-        if not (
-            is_mixed and step.file in commit.final_files
-        ):  # weights must not be read with another save's config
-            writer.rename(step.name, step.file)
+        if is_mixed and step.file in commit.final_files:
+            continue
+        writer.rename(step.name, step.file)
 
 
 # Files of others
@@ -258,18 +267,20 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
     locked = LockedFolder(writer, plan.save_id)
     try:
         by_name = FolderState(frozenset(writer.list()), weights=frozenset())
-        remains = commit_plan.obsolete(plan, by_name)
+        remains = commit_plan.find_obsolete(plan, by_name)
+        # Before the folder's state is read: a save that lost its lock and is about to commit renames one of these,
+        # and its rename fails from here on.
         remove_pending(writer, remains)
         folder_state = commit_plan.get_folder_state(writer.list(), writer.read(plan.index_file), plan.single_file)
-        folder_state = replace(folder_state, named=folder_state.named | _trainings_named(writer, plan))
+        folder_state = replace(folder_state, named=folder_state.named | _find_valid_trainings(writer, plan))
         recorded = fingerprints.from_bytes(writer.read(fingerprints.fingerprint_file(plan.stem)))
         if folder_state.weights:
-            writer.sync_names()  # the committed weights must last before those that were set aside are removed
-        kept = (
-            folder_state.weights | folder_state.named | {plan.index_file}
-        )  # a save that has lost the lock may commit them
-        for name in sorted(folder_state.files.intersection(remains) - kept):
-            # Older weights that were set aside are the only ones until a save is committed.
+            writer.sync_names()  # committed weights must be durable before those that were set aside are removed
+        # Also the files that the index names while a single file is valid: a save that lost its lock may be about
+        # to set that file aside.
+        valid = folder_state.weights | folder_state.named | {plan.index_file}
+        for name in sorted(folder_state.files.intersection(remains) - valid):
+            # Without valid weights, those that were set aside are the only ones until this save is committed.
             if folder_state.weights or not name.endswith(OLDER):
                 writer.remove(name)  # its space may be needed
     except BaseException:
@@ -279,37 +290,38 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
     return CommitState(locked, folder_state, recorded)
 
 
-def undo_save(writer: StorageWriter, plan: SavePlan, begun: CommitState) -> None:
+def undo_save(writer: StorageWriter, plan: SavePlan, state: CommitState) -> None:
     """Remove the files of this save unless it is committed. The older save is unchanged."""
     with contextlib.suppress(StorageError):
         names = {name for name in writer.list() if commit_plan.is_pending(name) and plan.save_id in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
-            names |= {file.name for file in plan.files} - _trainings_named(writer, plan)
+            names |= {file.name for file in plan.files} - _find_valid_trainings(writer, plan)
         for name in names:
             writer.remove(name)
+    # Last, so that no other save begins while files of this one are removed.
     with contextlib.suppress(StorageError):
-        begun.locked.release()
+        state.locked.release()
 
 
-def _trainings_named(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:
+def _find_valid_trainings(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:
     """Return the training files of the adapter that is valid or set aside, or all of them if that is unknown."""
     files = writer.list()
-    there = frozenset(name for name in files if is_training_file(name))
-    if plan.stem != ADAPTER or not there:
+    trainings = frozenset(name for name in files if is_training_file(name))
+    if plan.stem != ADAPTER or not trainings:
         return frozenset()
     aside = [name for name in files if name.startswith(plan.stem) and name.endswith(OLDER)]
     try:
         with open_storage(writer.root).reader as reader:
             adapters = [plan.single_file] if plan.single_file in files else aside
-            return there & {get_training_file(read_header(reader, name)) for name in adapters}
+            return trainings & {get_training_file(read_header(reader, name)) for name in adapters}
     except (FormatError, StorageError):
-        return there
+        return trainings
 
 
 def commit_save(
     writer: StorageWriter,
     plan: SavePlan,
-    begun: CommitState,
+    state: CommitState,
     small_files: Mapping[str, bytes],
     sums: Mapping[str, int],
 ) -> list[str]:
@@ -318,7 +330,7 @@ def commit_save(
     Args:
         writer: of the folder.
         plan: of the save.
-        begun: the lock, and the folder's state before the save.
+        state: the lock, and the folder's state before the save.
         small_files: small files that are saved with the weights, by name.
         sums: the fingerprint of every tensor, by key.
 
@@ -329,19 +341,21 @@ def commit_save(
     digests = {name: fingerprints.digest(content) for name, content in small_files.items()}
     headers = {name: fingerprints.digest(file.header) for name, file in zip(plan.names, plan.files, strict=True)}
     recorded = fingerprints.RecordedSave(sizes, sums, digests, headers)
-    both = fingerprints.to_bytes([*begun.recorded, recorded])
+    # The record of both saves, because it is replaced before the commit, and either save may be valid after a
+    # crash.
+    both = fingerprints.to_bytes([*state.recorded, recorded])
     fingerprints_file = fingerprints.fingerprint_file(plan.stem)
-    bound = _bound(writer, plan, small_files)
+    bound = _find_bound_files(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
-    commit = commit_plan.plan_commit(plan, begun.folder_state, bound)
-    removed = commit_files(writer, begun.locked, commit, {**free, fingerprints_file: both})
-    if begun.locked.is_held():
+    commit = commit_plan.plan_commit(plan, state.folder_state, bound)
+    removed = commit_files(writer, state.locked, commit, {**free, fingerprints_file: both})
+    if state.locked.is_held():
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
-    begun.locked.release()
+    state.locked.release()
     return removed
 
 
-def _bound(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _find_bound_files(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the small files that would change the meaning of the older weights: a new config of an adapter."""
     content = small_files.get(ADAPTER_CONFIG)
     if plan.stem != ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
@@ -367,8 +381,9 @@ def commit_written(
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
     with LocalWriter(root, folders=folders) as writer:
         commit_files(writer, locked, renames.commit(written), small_files)
-    if locked.is_held():  # else another save has found the list, and finishes it
-        finish(root, renames.file, locked)
+    # The list is committed, so the save counts. Whoever holds the lock now carries the renames out.
+    if locked.is_held():
+        finish_renames(root, renames.file, locked)
     remove_empty(root, folders)
     remove_folder(work_folder(root, locked.save_id))
-    locked.release()
+    locked.release()  # last: the next save may only begin when nothing of this one is left

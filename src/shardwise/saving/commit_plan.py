@@ -117,15 +117,15 @@ def is_pending(file: str) -> bool:
 
 def get_folder_state(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
     """Return the state of a folder from its file names and its index, ignoring an index that cannot be parsed."""
-    named: set[str] = set()
+    listed: set[str] = set()
     if index is not None:
         try:
             values = json.loads(index)["weight_map"].values()
-            named = {name for name in values if isinstance(name, str)} & set(files)
+            listed = {name for name in values if isinstance(name, str)} & set(files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            named = set()
-    weights = {single_file} & set(files) or named
-    return FolderState(frozenset(files), frozenset(weights), frozenset(named))
+            listed = set()
+    weights = {single_file} & set(files) or listed
+    return FolderState(frozenset(files), frozenset(weights), frozenset(listed))
 
 
 def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, bytes] = NOTHING_BOUND) -> Commit:
@@ -138,10 +138,10 @@ def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, b
     """
     files = {file.name: file.nbytes for file in plan.files}
     final_files = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
-    removed = tuple(obsolete(plan, folder_state))
+    removed = tuple(find_obsolete(plan, folder_state))
     aside: list[Rename] = []
     if plan.single_file in folder_state.files and (bound or plan.index is not None):
-        aside = [Rename(plan.single_file, set_aside(plan))]
+        aside = [Rename(plan.single_file, aside_name(plan))]
     if plan.index is None:
         pending = {name: pending_name(name, plan.save_id) for name in bound}
         steps = [*aside, *(Rename(file, name) for name, file in pending.items())]
@@ -163,12 +163,12 @@ def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, b
     )
 
 
-def set_aside(plan: SavePlan) -> str:
+def aside_name(plan: SavePlan) -> str:
     """Return the name of older weights that are set aside during a commit."""
     return f"{plan.stem}.{plan.save_id}{OLDER}"
 
 
-def obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:
+def find_obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:
     """Return the files to remove after the commit: those of the older save, and of uncommitted saves."""
     new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
     old = {name for name in folder_state.weights if name.endswith(".safetensors")}
@@ -226,10 +226,10 @@ class Renames:
     def from_bytes(cls, file: str, content: bytes) -> Renames | None:
         """Parse a list with this file name, or return None if it is malformed or contains unsafe names."""
         try:
-            found: Any = json.loads(content)
-            save_id, names, older = found["token"], found["names"], found["older"]
-            named = _LIST.fullmatch(file)
-            if named is None or save_id != named[1] or not isinstance(names, list) or not isinstance(older, list):
+            fields: Any = json.loads(content)
+            save_id, names, older = fields["token"], fields["names"], fields["older"]
+            match = _LIST.fullmatch(file)
+            if match is None or save_id != match[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
             if all(map(_is_safe, names)) and all(map(is_accelerate_file, older)):
                 return cls(save_id, tuple(names), tuple(older))
@@ -272,8 +272,8 @@ def temporary_name(name: str, save_id: str) -> str:
 
 def parse_temporary_name(file: str) -> str | None:
     """Return the id of the save that created this temporary name, or None for other names."""
-    found = _FRESH.fullmatch(file.rpartition("/")[2])
-    return found[2] if found else None
+    match = _FRESH.fullmatch(file.rpartition("/")[2])
+    return match[2] if match else None
 
 
 def find_journals(files: Collection[str]) -> list[str]:

@@ -50,6 +50,7 @@ class LockedFolder:
         Raises:
             StorageError: the lock cannot be removed. The save is over all the same, and the lock is stale.
         """
+        # The thread ends first: a renewal after the removal might touch the lock of the next save.
         self._ended.set()
         self._thread.join()
         saving_lock.release_lock(self.writer, self.save_id)
@@ -105,7 +106,7 @@ class Saving:
 
 
 @contextmanager
-def locked_by_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Saving]:
+def lock_on_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Saving]:
     """Lock a folder on the first rank for the time of the block, which releases it at its end, if it does not fail.
 
     Collective: yes, at the beginning.
@@ -129,12 +130,12 @@ def locked_by_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[
 
 
 @contextmanager
-def locked_here(folder: str | PathLike[str]) -> Iterator[Saving]:
+def lock_here(folder: str | PathLike[str]) -> Iterator[Saving]:
     """Lock a folder for the time of the block, by one rank. Collective: no.
 
     Raises:
         StorageError: another save is writing there, or the folder cannot be written to.
     """
-    with locked_by_first_rank(World(0, 1), folder) as saving:
+    with lock_on_first_rank(World(0, 1), folder) as saving:
         yield saving
         saving.locked.release()

@@ -47,7 +47,7 @@ from shardwise.saving.offline import (
     write_templates,
 )
 from shardwise.saving.prepare import MAX_SHARD_SIZE
-from shardwise.saving.stream_out import TensorsToSave, edited
+from shardwise.saving.stream_out import TensorsToSave, apply_edits
 from shardwise.transfer.read import ReadExecutor
 
 ADAPTER = stored_prefix("merged")
@@ -71,19 +71,19 @@ class _AdapterSource:
     notes: Sequence[str]
 
 
-def adapter_folder(given: Path, adapter_name: str) -> Path:
+def find_adapter_folder(path: Path, adapter_name: str) -> Path:
     """The folder itself, or that of the adapter of this name in it, where PEFT puts all but the default one."""
-    if not given.is_dir():
-        raise FormatError(f"{given}: is a file. Pass the folder with {ADAPTER_CONFIG}")
+    if not path.is_dir():
+        raise FormatError(f"{path}: is a file. Pass the folder with {ADAPTER_CONFIG}")
     fault = unsafe_name_reason(adapter_name)
     if fault is not None or "/" in adapter_name:
         raise FormatError(f"{shown(adapter_name)}: is not the name of an adapter. Pass the name it was saved under")
-    for folder in (given / adapter_name, given):
+    for folder in (path / adapter_name, path):
         if (folder / ADAPTER_CONFIG).is_file():
             return folder
-    inside = sorted(place.parent.name for place in given.glob(f"*/{ADAPTER_CONFIG}"))
+    inside = sorted(config.parent.name for config in path.glob(f"*/{ADAPTER_CONFIG}"))
     remedy = f"Choose one by adapter_name: {', '.join(map(shown, inside))}" if inside else "Check the path"
-    raise FormatError(f"{given}: has no {ADAPTER_CONFIG}. {remedy}")
+    raise FormatError(f"{path}: has no {ADAPTER_CONFIG}. {remedy}")
 
 
 def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
@@ -107,11 +107,16 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
 
 def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str) -> int | None:
     """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
-    by_name, rows, renamed = built.layout.by_name, {}, model_names(built)
-    for key, bare in merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
-        name = renamed(bare) or bare
-        shape, own = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
-        if own and len(shape) == len(own) and shape[1:] == own[1:] and shape[0] not in (0, own[0]):
+    by_name, rows, renamed = built.layout.by_name, {}, make_renamer(built)
+    for key, whole_name in merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
+        name = renamed(whole_name) or whole_name
+        shape, base_shape = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
+        if (
+            base_shape
+            and len(shape) == len(base_shape)
+            and shape[1:] == base_shape[1:]
+            and shape[0] not in (0, base_shape[0])
+        ):
             rows[name] = shape[0]
     try:
         vocabulary = vocabulary_tensors(built.model, collect_tensors(built.model)) if rows else set()
@@ -126,8 +131,8 @@ def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str
 
     None if it has none. The adapter's config names the task, or the class.
     """
-    renamed = model_names(built)
-    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
+    renamed = make_renamer(built)
+    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
     if all(renamed(name) is not None for name in names):
         return None
     name = _TASKS.get(lora.config.task_type or "") or lora.config.auto_mapping.get("base_model_class")
@@ -136,7 +141,7 @@ def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str
 
 def find_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> dict[str, str]:
     """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
-    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
+    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
     ties = pretrained.declared_ties(built.model)
     stored = {*built.bindings.matched, *ties, *ties.values()}
     absent = {name for tensor in built.layout.saved() for name in tensor.names} - stored
@@ -154,11 +159,13 @@ def find_num_labels(lora: _AdapterSource, built: Outline, head: Mapping[str, str
     return rows.pop() if len(rows) == 1 and rows != {expected} else None
 
 
-def config_fields(model: PreTrainedModel, overrides: Collection[str], *, has_new_head: bool) -> dict[str, object]:
+def get_config_fields(
+    model: PreTrainedModel, overrides: Collection[str], *, has_new_head: bool
+) -> dict[str, object]:
     """Return the fields of a model's config that the base's does not have: overrides, class and labels."""
     content = json.loads(model.config.to_json_string(use_diff=False))
-    wanted = [*overrides, *(("id2label", "label2id") if has_new_head else ())]
-    fields = {name: content[name] for name in wanted if name in content}
+    names = [*overrides, *(("id2label", "label2id") if has_new_head else ())]
+    fields = {name: content[name] for name in names if name in content}
     return fields | ({"architectures": [type(model).__name__]} if has_new_head else {})
 
 
@@ -169,7 +176,7 @@ def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
         KeyMismatchError: they differ. The message has both names.
     """
     stored = stored_tensors(lora.executor.index)
-    for key, other in merge_plan.repeated_copies(lora.tensors, adapter_name=adapter_name).items():
+    for key, other in merge_plan.find_repeated_copies(lora.tensors, adapter_name=adapter_name).items():
         if not are_equal(stored[key], stored[other], lora.tensors[other].dtype, lora.executor, rank=0, size=1):
             raise KeyMismatchError(
                 f"{lora.executor.reader.root}: {shown(key)} and {shown(other)} are the same tensor, and differ. "
@@ -193,17 +200,17 @@ def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, w
             )
 
 
-def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[set[str], dict[str, str]]:
+def find_untied(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[set[str], dict[str, str]]:
     """Return the declared ties that are not tied in the output, and those of them that were tied in training.
 
     The latter are targets with their sources. PEFT adapts modules: with a LoRA on one of two tied modules, the
     other one has the tensor without it. An adapter also unties a tensor if it has values for one of its names only,
     or two values. A config can only untie all at once (``tie_word_embeddings``).
     """
-    renamed = model_names(built)
-    names = merge_plan.names_of_whole_tensors(lora.tensors, adapter_name=adapter_name)
+    renamed = make_renamer(built)
+    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
     whole = {renamed(name) or name: key for key, name in names.items()}
-    modules = merge_plan.adapted_modules(lora.tensors, adapter_name=adapter_name)
+    modules = merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name)
     adapted = {renamed(f"{module}.weight") for module in modules}
     expressions = stored_tensors(lora.executor.index)
     ties = {
@@ -213,13 +220,13 @@ def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[
     }
     separate: set[str] = set()
     for target, origin in ties.items():
-        ours = [name for name in (target, origin) if name in whole]
-        if not ours or lora.config.ensure_weight_tying:
+        stored_names = [name for name in (target, origin) if name in whole]
+        if not stored_names or lora.config.ensure_weight_tying:
             continue
-        if len(ours) == 1:
-            is_tied = not lora.config.saves_module(ours[0].rpartition(".")[0])
+        if len(stored_names) == 1:
+            is_tied = not lora.config.saves_module(stored_names[0].rpartition(".")[0])
         else:
-            one, other = (expressions[whole[name]] for name in ours)
+            one, other = (expressions[whole[name]] for name in stored_names)
             is_tied = are_equal(one, other, built.layout.by_name[target].dtype, lora.executor, rank=0, size=1)
         if not is_tied:
             separate.add(target)
@@ -228,7 +235,7 @@ def untied_by(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[
     return set(ties), {target: origin for target, origin in ties.items() if target not in separate}
 
 
-def model_names(built: Outline) -> Callable[[str], str | None]:
+def make_renamer(built: Outline) -> Callable[[str], str | None]:
     """Return a function from a tensor's name in a checkpoint to the model's, or to None if the model has none."""
     names = {name: tensor for tensor in built.layout.saved() for name in tensor.names}
     # Transforms record that they are used, which decides how files are written.
@@ -241,14 +248,14 @@ def model_names(built: Outline) -> Callable[[str], str | None]:
     return renamed
 
 
-def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
+def find_merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
     return merge_plan.MergeTargets(
         tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
         keys={key: output.shape for key, output in outputs.items()},
         parameters=parameters_by_module(source.built.model),
         columns=find_transposed_modules(source.built.model),
-        renamed=model_names(source.built),
+        renamed=make_renamer(source.built),
     )
 
 
@@ -266,7 +273,7 @@ def fuse_single_experts(
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     keys = {
         f"{module}.weight": {key.rpartition(".lora_")[2].partition(".")[0]: key for key in found}
-        for module, found in merge_plan.adapted_modules(lora.tensors, adapter_name=adapter_name).items()
+        for module, found in merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name).items()
     }
     plain = [name for name, found in keys.items() if name not in outputs and found.keys() == {"A", "B"}]
     matched = match_former_names(source.built.model, plain, names, source.built.transforms)
@@ -284,7 +291,7 @@ def fuse_single_experts(
     return edits, {key for name in pairs for key in keys[name].values()}
 
 
-def merged_tensors(
+def merge_tensors(
     source: offline.OfflineModel,
     outputs: Mapping[str, Output],
     plan: merge_plan.MergePlan,
@@ -297,15 +304,18 @@ def merged_tensors(
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
         if edits and tensor.fqn in source.expressions:
             base = source.expressions[tensor.fqn]
-            merged = edited(
+            merged = apply_edits(
                 tensor.fqn, base, [_with_unique_keys(edit, joined) for edit in edits], tensor.dtype, changed
             )
             expressions |= dict.fromkeys(tensor.names, merged)
-    made = offline.merged_outputs(source, outputs, expressions)
+    tensors = offline.substitute_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
-        dtype, base = made[key]
-        made[key] = dtype, edited(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed)
-    return made
+        dtype, base = tensors[key]
+        tensors[key] = (
+            dtype,
+            apply_edits(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed),
+        )
+    return tensors
 
 
 def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
@@ -358,18 +368,18 @@ def merge_adapter(
     start = time.perf_counter()
     options = check_keywords("merge_adapter", options, ModelOptions)
     max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
-    found = resolve(base, in_cache, download=False)
-    lora_folder = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
-    folder, out = found if found.is_dir() else found.parent, Path(out).expanduser()
-    offline.require_other_folder(out, [found, lora_folder])
+    base_path = resolve(base, in_cache, download=False)
+    lora_folder = find_adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
+    folder, out = base_path if base_path.is_dir() else base_path.parent, Path(out).expanduser()
+    offline.require_other_folder(out, [base_path, lora_folder])
     with ExitStack() as stack:
-        merge = _plan(found, folder, lora_folder, adapter_name, options, stack)
+        merge = _plan_edits(base_path, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
         companions = read_companions(folder, lora_folder)
         companions["config.json"] = merge.config_content(folder, options.get("dtype", "auto"))
         tensors = source.layout.tensors
         with LocalWriter(out) as writer:
-            streamed, names = offline.write_out(
+            written, names = offline.write_out(
                 writer,
                 merge.to_save,
                 sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
@@ -379,15 +389,15 @@ def merge_adapter(
             )
         write_templates(out, read_templates([lora_folder, folder]))
     return MergeAdapterReport(
-        base=str(found),
+        base=str(base_path),
         adapter=str(lora_folder),
         out=str(out),
         model_class=type(source.built.model).__name__,
         dtype=str(source.config.dtype).removeprefix("torch."),
         modules=len(plan.modules),
         unchanged=tuple(name for name in plan.modules if name not in merge.changed),
-        tensors=len(streamed.fingerprints),
-        nbytes=streamed.nbytes,
+        tensors=len(written.fingerprints),
+        nbytes=written.nbytes,
         files=names,
         companions=tuple(sorted(companions)),
         notes=(*source.notes, *merge.notes()),
@@ -410,10 +420,10 @@ class _PlannedEdits:
 
     def config_content(self, folder: Path, dtype: object) -> bytes:
         """Return the output's ``config.json``, made of the base's in ``folder``."""
-        named = None if dtype == "auto" else str(dtype).removeprefix("torch.")
+        dtype_name = None if dtype == "auto" else str(dtype).removeprefix("torch.")
         return config_content(
             folder,
-            dtype=named,
+            dtype=dtype_name,
             untied=bool(self.source.untied),
             vocab_size=self.vocab_size,
             fields=self.fields,
@@ -434,12 +444,12 @@ class _PlannedEdits:
             )
 
 
-def _plan(
-    found: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
+def _plan_edits(
+    base_path: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
 ) -> _PlannedEdits:
     """Open both, read headers and configs, and plan the edits."""
     lora = open_for_merging(lora_folder, stack)
-    opened, config = open_storage(found), load_config(folder, options)
+    opened, config = open_storage(base_path), load_config(folder, options)
     reader = stack.enter_context(opened.reader)
     index = offline.read_index(opened, config)
     executor = offline.create_executor(reader, index)
@@ -460,23 +470,23 @@ def _plan(
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:
         built = outline(folder, config, index, options, ResizeVocab(vocab_size))
-    untied, tied_in_training = untied_by(lora, built, adapter_name)
+    untied, tied_in_training = find_untied(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied, provided=head)
     joined = merge_indexes(index, lora.executor.index, ADAPTER)
     expressions = stored_tensors(joined)
     source.expressions.update({name: expressions[f"{ADAPTER}/{key}"] for name, key in head.items()})
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
-    targets, what = merge_targets(source, outputs), f"{lora_folder} and {found}"
-    require_quick_patterns(lora.config.patterns(), merge_plan.adapted_names(lora.config, lora.tensors))
+    targets, what = find_merge_targets(source, outputs), f"{lora_folder} and {base_path}"
+    require_quick_patterns(lora.config.patterns(), merge_plan.find_adapted_names(lora.config, lora.tensors))
     of_experts, used = fuse_single_experts(source, outputs, lora, adapter_name)
     others = {key: leaf for key, leaf in lora.tensors.items() if key not in used}
     plan = merge_plan.plan_merge(lora.config, others, targets, adapter_name=adapter_name, what=what)
     plan = plan.with_edits(of_experts).with_tied(tied_in_training)
     require_all_rows(source, plan, what)
-    both = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
+    joined_executor = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}
-    fields = config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
-    to_save = TensorsToSave(merged_tensors(source, outputs, plan, expressions, changed), both)
+    fields = get_config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
+    to_save = TensorsToSave(merge_tensors(source, outputs, plan, expressions, changed), joined_executor)
     source.notes += lora.notes
     return _PlannedEdits(source, plan, to_save, changed, vocab_size, fields)

@@ -51,11 +51,11 @@ class WeightForm(enum.Enum):
     def factors(self, shape: Shape, rank: int) -> tuple[Shape, Shape]:
         """Return the shapes of (lora_A, lora_B) for a weight of this shape."""
         match self:
-            case WeightForm.ROWS:
+            case WeightForm.ROWS:  # (8, 16), r=2: A (2, 16), B (8, 2). A convolution (8, 16, 3, 3): A (2, 16, 3, 3)
                 return (rank, *shape[1:]), (shape[0], rank, *(1 for _ in shape[2:]))
             case WeightForm.COLUMNS:
                 return (rank, shape[0]), (shape[1], rank)
-            case WeightForm.EXPERTS:
+            case WeightForm.EXPERTS:  # 4 experts (4, 8, 16), r=2: A (4 * 2, 16), B (8, 4 * 2)
                 return (shape[0] * rank, shape[2]), (shape[1], shape[0] * rank)
             case WeightForm.EXPERT_COLUMNS:
                 return (shape[0] * rank, shape[1]), (shape[2], shape[0] * rank)
@@ -166,23 +166,23 @@ def plan_merge(
     return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
 
-def adapted_names(config: LoraConfig, stored: Mapping[str, Stored]) -> set[str]:
+def find_adapted_names(config: LoraConfig, stored: Mapping[str, Stored]) -> set[str]:
     """Return names of modules with factors, and of their targeted parameters: the config's patterns match these."""
-    factors = [found for key in stored if (found := _FACTOR.fullmatch(key.removeprefix(_PREFIX)))]
-    modules = {_unwrapped(found["module"])[0] for found in factors}
+    factors = [match for key in stored if (match := _FACTOR.fullmatch(key.removeprefix(_PREFIX)))]
+    modules = {_unwrap(match["module"])[0] for match in factors}
     targets = [item.rpartition(".") for item in config.target_parameters]
     parameters = {f"{module}.{name}" for module in modules for owner, _, name in targets if module.endswith(owner)}
     return modules | parameters
 
 
-def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+def find_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
     """Return the model's names of tensors that are not factors, by their keys.
 
     With ``save_embedding_layers``, PEFT stores a copied embedding three times: as ``embed_tokens.weight``, which is
     what it loads, and as ``modules_to_save`` and ``original_module`` of its wrapper, which are left out here.
     """
     whole = [key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))]
-    names = {key: _bare(key, adapter_name) for key in whole}
+    names = {key: _strip_wrappers(key, adapter_name) for key in whole}
     return {
         key: name
         for key, name in names.items()
@@ -190,23 +190,23 @@ def names_of_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -
     }
 
 
-def adapted_modules(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, list[str]]:
+def group_factor_keys(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, list[str]]:
     """Return the keys of the factors of each module, under the adapter's names."""
     keys: dict[str, list[str]] = {}
     for key in stored:
-        found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
-        if found and found["adapter"] in (None, adapter_name):
-            keys.setdefault(_unwrapped(found["module"])[0], []).append(key)
+        match = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
+        if match and match["adapter"] in (None, adapter_name):
+            keys.setdefault(_unwrap(match["module"])[0], []).append(key)
     return keys
 
 
-def repeated_copies(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+def find_repeated_copies(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
     """Return the keys of trained copies that are left out, with the key of the same tensor that is used."""
-    copies = {key: _PREFIX + _bare(key, adapter_name) for key in stored if _OF_A_COPY[0] in key}
+    copies = {key: _PREFIX + _strip_wrappers(key, adapter_name) for key in stored if _OF_A_COPY[0] in key}
     return {key: other for key, other in copies.items() if other in stored}
 
 
-def _bare(key: str, adapter_name: str) -> str:
+def _strip_wrappers(key: str, adapter_name: str) -> str:
     """Return the name in the model of an adapter tensor that is not a factor."""
     name = key.removeprefix(_PREFIX)
     for wrapper in (f".modules_to_save.{adapter_name}.", *_OF_A_COPY, ".base_layer."):
@@ -230,11 +230,13 @@ class _MergePlanner:
     """Whether factors of stacked experts are those of an earlier PEFT. See [Note: Exchanged factors]."""
 
     def plan(self, what: str) -> MergePlan:
+        # Factors are sorted before any is planned: whether their experts are exchanged shows in all of them
+        # together.
         factors: dict[str, _Matrices] = {}
-        names = names_of_whole_tensors(self.stored, adapter_name=self.adapter_name)
+        names = find_whole_tensors(self.stored, adapter_name=self.adapter_name)
         for key, leaf in self.stored.items():
-            if found := _FACTOR.fullmatch(key.removeprefix(_PREFIX)):
-                self.sort_factor(factors, key, leaf, found)
+            if match := _FACTOR.fullmatch(key.removeprefix(_PREFIX)):
+                self.sort_factor(factors, key, leaf, match)
             elif key in names:
                 self.replace(key, names[key], leaf)
         self.are_exchanged = are_exchanged(self.expert_factors(factors), self.config.peft_version, what)
@@ -264,55 +266,55 @@ class _MergePlanner:
     def belongs_to(self, adapter: str | None) -> bool:
         return adapter is None or adapter == self.adapter_name
 
-    def sort_factor(self, factors: dict[str, _Matrices], key: str, leaf: Stored, found: re.Match[str]) -> None:
-        name = found["matrix"]
-        if not self.belongs_to(found["adapter"]):
-            self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}")
+    def sort_factor(self, factors: dict[str, _Matrices], key: str, leaf: Stored, match: re.Match[str]) -> None:
+        name = match["matrix"]
+        if not self.belongs_to(match["adapter"]):
+            self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(match['adapter'])}")
             return
-        if found["kind"] == "bias":
+        if match["kind"] == "bias":
             self.fault("tensors that are not used", f"{shown(key)}: lora_bias is not set")
             return
-        matrices = factors.setdefault(found["module"], {})
+        matrices = factors.setdefault(match["module"], {})
         if name in matrices:
             self.fault("tensors that are stored twice", f"{shown(key)} and {shown(matrices[name].key)}")
         matrices[name] = leaf
 
-    def replace(self, key: str, bare: str, leaf: Stored) -> None:
+    def replace(self, key: str, name: str, leaf: Stored) -> None:
         """Plan the edit of a tensor that is not a factor: a copied tensor of ``modules_to_save``, or a bias."""
-        module = bare.rpartition(".")[0]
-        place = self.find(bare)
-        if place is None:
-            self.fault("tensors that are not used", f"{shown(key)}: the base has no {shown(bare)}")
-        elif leaf.shape != place[2]:
+        module = name.rpartition(".")[0]
+        target = self.find(name)
+        if target is None:
+            self.fault("tensors that are not used", f"{shown(key)}: the base has no {shown(name)}")
+        elif leaf.shape != target[2]:
             self.fault(
-                "shapes that do not fit", f"{shown(key)}: {leaf.shape}, the base has {shown(bare)} as {place[2]}"
+                "shapes that do not fit", f"{shown(key)}: {leaf.shape}, the base has {shown(name)} as {target[2]}"
             )
         else:
-            self.add(place, module, Replaced(module, leaf), key)
+            self.add(target, module, Replaced(module, leaf), key)
 
     def expert_factors(self, factors: Mapping[str, _Matrices]) -> list[ExpertFactors]:
         """Return the shapes of all pairs of factors of stacked experts."""
         pairs: list[ExpertFactors] = []
         for name, matrices in factors.items():
             weight = self.parameter(name)
-            place = self.find(weight) if weight is not None and {"lora_A", "lora_B"} <= matrices.keys() else None
-            if weight is None or place is None or len(place[2]) != 3:
+            target = self.find(weight) if weight is not None and {"lora_A", "lora_B"} <= matrices.keys() else None
+            if weight is None or target is None or len(target[2]) != 3:
                 continue
-            form = self.find_weight_form(place, is_parameter=True, is_embedding=False)
-            expected = form.factors(place[2], self.config.rank(weight))
+            form = self.find_weight_form(target, is_parameter=True, is_embedding=False)
+            expected = form.factors(target[2], self.config.rank(weight))
             stored = matrices["lora_A"].shape, matrices["lora_B"].shape
-            pairs.append(ExpertFactors(stored, expected, place[2][0], form is WeightForm.EXPERT_COLUMNS))
+            pairs.append(ExpertFactors(stored, expected, target[2][0], form is WeightForm.EXPERT_COLUMNS))
         return pairs
 
     def parameter(self, name: str) -> str | None:
         """Return the parameter that factors under this PEFT name belong to, or None for those of a module."""
-        module, depth = _unwrapped(name)
+        module, depth = _unwrap(name)
         parameters = self.targeted(module)
         return f"{module}.{parameters[-1 - depth]}" if depth < len(parameters) else None
 
     def fold(self, name: str, matrices: _Matrices) -> None:
         """Plan the edits for the factors under this PEFT name."""
-        module, depth = _unwrapped(name)
+        module, depth = _unwrap(name)
         parameter = self.parameter(name)
         if parameter is not None:
             self.fold_low_rank(module, parameter, matrices, is_parameter=True)
@@ -327,13 +329,13 @@ class _MergePlanner:
 
     def targeted(self, module: str) -> list[str]:
         """Return the parameters of a module that ``target_parameters`` selects, in the order of the module."""
-        wanted = self.config.target_parameters
-        renamed = self.module_in_base(module, wanted)
+        patterns = self.config.target_parameters
+        renamed = self.module_in_base(module, patterns)
         names = self.targets.parameters.get(renamed, ()) if renamed is not None else ()
         return [
             name
             for name in names
-            if any(f"{module}.{name}" == item or f".{module}.{name}".endswith(f".{item}") for item in wanted)
+            if any(f"{module}.{name}" == item or f".{module}.{name}".endswith(f".{item}") for item in patterns)
         ]
 
     def module_in_base(self, module: str, parameters: Sequence[str]) -> str | None:
@@ -341,9 +343,9 @@ class _MergePlanner:
         if module in self.targets.parameters:
             return module
         for short in dict.fromkeys(item.rpartition(".")[2] for item in parameters):
-            found = self.targets.renamed(f"{module}.{short}")
-            if found is not None:
-                return found.rpartition(".")[0]
+            name = self.targets.renamed(f"{module}.{short}")
+            if name is not None:
+                return name.rpartition(".")[0]
         return None
 
     def find(self, name: str) -> tuple[dict[str, list[Edit]], str, Shape] | None:
@@ -356,8 +358,8 @@ class _MergePlanner:
             return self.keys, name, targets.keys[name]
         return None
 
-    def add(self, place: tuple[dict[str, list[Edit]], str, Shape], module: str, edit: Edit, key: str) -> None:
-        edits, name, _ = place
+    def add(self, target: tuple[dict[str, list[Edit]], str, Shape], module: str, edit: Edit, key: str) -> None:
+        edits, name, _ = target
         first = self.sources.setdefault((type(edit), name), key)
         if first != key:
             self.fault("tensors that are stored twice", f"{shown(first)} and {shown(key)}")
@@ -379,14 +381,14 @@ class _MergePlanner:
                 self.fault(
                     "tensors that are stored twice", f"{shown(matrices[one].key)} and {shown(matrices[other].key)}"
                 )
-        place = self.find(weight)
-        if place is None:
+        target = self.find(weight)
+        if target is None:
             self.fault("modules that the base does not have", f"{shown(weight)}, wanted by {listed}")
             return
-        named = weight if is_parameter else module
-        rank = self.config.rank(named)
-        form = self.find_weight_form(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in matrices)
-        shape = place[2]
+        pattern_name = weight if is_parameter else module
+        rank = self.config.rank(pattern_name)
+        form = self.find_weight_form(target, is_parameter=is_parameter, is_embedding="lora_embedding_A" in matrices)
+        shape = target[2]
         if self.are_exchanged and form.is_stacked:
             form = form.exchanged
         if (
@@ -396,25 +398,26 @@ class _MergePlanner:
         ):
             self.fault("shapes that do not fit", f"{listed}: the base has {shown(weight)} as {shape}")
             return
-        wanted = form.factors(shape, rank)
-        for leaf, right in zip((a, b), wanted, strict=True):
+        expected = form.factors(shape, rank)
+        for leaf, expected_shape in zip((a, b), expected, strict=True):
             if leaf.dtype.kind != "float":
                 self.fault("factors that are not floating-point", f"{shown(leaf.key)}: {leaf.dtype.label}")
                 return
-            if leaf.shape != right:
+            if leaf.shape != expected_shape:
                 self.fault(
                     "shapes that do not fit",
-                    f"{shown(leaf.key)}: {leaf.shape}, but {right} fits r={rank} and the base's {shown(weight)} of "
-                    f"shape {shape}",
+                    f"{shown(leaf.key)}: {leaf.shape}, but {expected_shape} fits r={rank} and the base's "
+                    f"{shown(weight)} of shape {shape}",
                 )
                 return
         magnitude = self.magnitude(module, shape[1 if form is WeightForm.COLUMNS else 0], matrices)
-        self.add(place, named, LowRank(named, form, rank, self.config.scaling(named), a, b, magnitude), a.key)
+        scaling = self.config.scaling(pattern_name)
+        self.add(target, pattern_name, LowRank(pattern_name, form, rank, scaling, a, b, magnitude), a.key)
 
     def find_weight_form(
-        self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool
+        self, target: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool
     ) -> WeightForm:
-        _, name, shape = place
+        _, name, shape = target
         keeps_columns = name.rpartition(".")[0] in self.targets.columns
         if is_parameter:
             if len(shape) != 3:
@@ -423,21 +426,21 @@ class _MergePlanner:
         return WeightForm.COLUMNS if is_embedding or keeps_columns else WeightForm.ROWS
 
     def magnitude(self, module: str, size: int, matrices: _Matrices) -> Stored | None:
-        found = matrices.get("lora_magnitude_vector")
-        if found is None:
+        vector = matrices.get("lora_magnitude_vector")
+        if vector is None:
             if self.config.use_dora:
                 self.fault(
                     "tensors that are missing in the adapter",
                     f"lora_magnitude_vector of {shown(module)}, which use_dora promises",
                 )
         elif not self.config.use_dora:
-            self.fault("tensors that are not used", f"{shown(found.key)}: use_dora is not set")
-        elif sorted(found.shape)[-1:] != [size] or any(other != 1 for other in sorted(found.shape)[:-1]):
-            self.fault("shapes that do not fit", f"{shown(found.key)}: {found.shape}, but ({size},) is wanted")
-        return found
+            self.fault("tensors that are not used", f"{shown(vector.key)}: use_dora is not set")
+        elif sorted(vector.shape)[-1:] != [size] or any(other != 1 for other in sorted(vector.shape)[:-1]):
+            self.fault("shapes that do not fit", f"{shown(vector.key)}: {vector.shape}, but ({size},) is wanted")
+        return vector
 
 
-def _unwrapped(name: str) -> tuple[str, int]:
+def _unwrap(name: str) -> tuple[str, int]:
     """Return a module's name without wrappers, and the number of wrappers."""
     depth = 0
     while name.endswith(".base_layer"):

@@ -42,10 +42,10 @@ from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, tempora
 from shardwise.saving.offline import config_content, read_companions, read_templates, write_templates
 from shardwise.saving.plan import INDEX_FILE, Saved
 from shardwise.saving.prepare import MAX_SHARD_SIZE
-from shardwise.saving.rename_journal import journal_folder, lists_in, locked_and_clean
+from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_rename_lists
 from shardwise.saving.saved_trees import read_objects
 from shardwise.saving.stream_out import TensorsToSave
-from shardwise.saving.torch_saves import Levels, flattened, load_plain, nested
+from shardwise.saving.torch_saves import Levels, flatten_values, load_plain, nest_values
 from shardwise.saving.verify import verify_files
 from shardwise.saving.write import WrittenTensors
 from shardwise.transfer.read import ReadExecutor, storage_bytes
@@ -142,29 +142,32 @@ def merge_weights(
             )
         executor = offline.create_executor(reader, index)
         if is_optimizer:
-            named, file_format = optimizer_outputs(reader, index, executor, (base, dtype, key_mapping)), "bin"
+            outputs = name_optimizer_outputs(reader, index, executor, (base, dtype, key_mapping))
+            file_format = "bin"
         else:
-            named = named_outputs(folder, index, executor, base=base, dtype=dtype, key_mapping=key_mapping or {})
-        companions = _companions(named, folder, dtype)
-        streamed, files = _write(named, companions, file_format, out, limit)
-        if named.folder is not None:
-            write_templates(out, read_templates([folder, named.folder]))
+            outputs = name_outputs(folder, index, executor, base=base, dtype=dtype, key_mapping=key_mapping or {})
+        companions = _companions(outputs, folder, dtype)
+        written, files = _write(outputs, companions, file_format, out, limit)
+        if outputs.folder is not None:
+            write_templates(out, read_templates([folder, outputs.folder]))
     removed = ""
     if remove_source:
-        _read_back(out, streamed, named, file_format)
+        # After the readers are closed, and from the files: a comparison with memory would miss a disk that loses
+        # data.
+        _read_back(out, written, outputs, file_format)
         removed = _remove(folder, index)
     return MergeWeightsReport(
         checkpoint=str(checkpoint),
         out=str(out),
         layout=index.layout,
-        names=named.names,
-        tensors=len(streamed.fingerprints),
-        nbytes=streamed.nbytes,
+        names=outputs.names,
+        tensors=len(written.fingerprints),
+        nbytes=written.nbytes,
         files=files,
         companions=tuple(sorted(companions)),
-        verified=len(streamed.fingerprints) if removed else 0,
+        verified=len(written.fingerprints) if removed else 0,
         removed=removed,
-        notes=named.notes,
+        notes=outputs.notes,
         seconds=time.perf_counter() - start,
     )
 
@@ -173,7 +176,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     """Open a checkpoint. The last value is True for the state of an optimizer."""
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
-    if lists_in(folder := journal_folder(checkpoint)):
+    if read_rename_lists(folder := journal_folder(checkpoint)):
         raise StorageError(
             f"{folder}: its last save was interrupted between its commit and its renames. Load it with "
             "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"
@@ -185,84 +188,86 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     return reader, index, is_optimizer
 
 
-def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
+def _companions(outputs: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
     """Return the small files of the output. Empty if the model is unknown."""
-    if named.folder is None:
+    if outputs.folder is None:
         return {}
-    config = config_content(named.folder, dtype=offline.written_dtype(named.to_save, dtype), untied=False)
-    return {**read_companions(named.folder, folder), "config.json": config}
+    config = config_content(outputs.folder, dtype=offline.choose_config_dtype(outputs.to_save, dtype), untied=False)
+    return {**read_companions(outputs.folder, folder), "config.json": config}
 
 
 def _write(
-    named: NamedOutputs, companions: Mapping[str, bytes], file_format: Format, out: Path, max_shard_bytes: int
+    outputs: NamedOutputs, companions: Mapping[str, bytes], file_format: Format, out: Path, max_shard_bytes: int
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
     """Write and commit the files. Return also their names."""
     with LocalWriter(out) as writer:
         if file_format == "bin":
-            return _write_torch_file(writer, named, max_shard_bytes, companions), (named.torch_file,)
+            return _write_torch_file(writer, outputs, max_shard_bytes, companions), (outputs.torch_file,)
         return offline.write_out(
             writer,
-            named.to_save,
-            named.parameters,
+            outputs.to_save,
+            outputs.parameters,
             max_shard_bytes=max_shard_bytes,
             companions=companions,
         )
 
 
 def _write_torch_file(
-    writer: LocalWriter, named: NamedOutputs, max_shard_bytes: int, companions: Mapping[str, bytes]
+    writer: LocalWriter, outputs: NamedOutputs, max_shard_bytes: int, companions: Mapping[str, bytes]
 ) -> WrittenTensors:
-    places = named.places()
-    nbytes = sum(numel(shape) * dtype.itemsize for _, dtype, shape in places.values())
+    tensors = outputs.places()
+    nbytes = sum(numel(shape) * dtype.itemsize for _, dtype, shape in tensors.values())
     if nbytes > max_shard_bytes:
         raise ConfigError(
-            f"{named.torch_file} would have {in_bytes(nbytes)}, and max_shard_size is {in_bytes(max_shard_bytes)}. "
-            "A file of torch.save is written in one piece: raise max_shard_size, or write safetensors files"
+            f"{outputs.torch_file}: would have {in_bytes(nbytes)}, more than max_shard_size="
+            f"{in_bytes(max_shard_bytes)}. Pass a larger max_shard_size, or write safetensors files"
         )
-    if named.torch_file != OPTIMIZER_FILE and (
+    if outputs.torch_file != OPTIMIZER_FILE and (
         others := get_folder_state(writer.list(), writer.read(INDEX_FILE)).weights
     ):
         raise ConfigError(
-            f"{writer.root} has {sorted(others)[0]}, which is read before any {named.torch_file}. Name "
-            "another folder"
+            f"{writer.root}: has {sorted(others)[0]}, which is read instead of {outputs.torch_file}. Pass another "
+            "output folder"
         )
-    named.to_save.require_bounded()
-    written = WrittenTensors(bytes_by_file={named.torch_file: nbytes})
+    outputs.to_save.require_bounded()
+    written = WrittenTensors(bytes_by_file={outputs.torch_file: nbytes})
     with (
         progress_bar("Merging", nbytes, enabled=True) as bar,
-        locked_and_clean(World(0, 1), writer.root) as saving,
+        lock_and_clean_up(World(0, 1), writer.root) as saving,
     ):
-        file = temporary_name(named.torch_file, saving.save_id)
-        contents = _write_around_tensors(writer, file, named)
+        file = temporary_name(outputs.torch_file, saving.save_id)
+        # The archive's own bytes come first, because its layout says where the elements of each tensor go.
+        contents = _write_around_tensors(writer, file, outputs)
         starts = {item.path: item.chunks[0].view.range.start for item in contents.tensors}
-        for way, (key, _, shape) in places.items():
-            at = 0
+        for path, (key, _, shape) in tensors.items():
+            position = 0
             written.fingerprints[key] = 0
             for box in row_blocks(shape, _BLOCK_ELEMENTS):
-                content = storage_bytes(named.to_save.values([(key, box)])[0])
-                writer.write(file, starts[tuple(map(str, way))] + at, [content])
-                written.add(key, at, content)
-                at += content.nbytes
+                content = storage_bytes(outputs.to_save.values([(key, box)])[0])
+                writer.write(file, starts[tuple(map(str, path))] + position, [content])
+                written.add(key, position, content)
+                position += content.nbytes
                 bar.update(content.nbytes)
+        # Durable under its temporary name before the rename commits it.
         writer.sync(file)
         writer.sync_names()
-        commit_written(saving.locked, WrittenFiles({named.torch_file: contents.file_nbytes}), [], companions)
+        commit_written(saving.locked, WrittenFiles({outputs.torch_file: contents.file_nbytes}), [], companions)
     return written
 
 
-def _write_around_tensors(writer: LocalWriter, file: str, named: NamedOutputs) -> TorchFileContents:
+def _write_around_tensors(writer: LocalWriter, file: str, outputs: NamedOutputs) -> TorchFileContents:
     """Create the file with all of ``torch.save``'s content except for the elements of tensors. Return their places.
 
     ``torch.save`` writes a sparse file of untouched memory in a temporary folder.
     """
-    places = named.places()
-    empty = {way: torch.empty(shape, dtype=to_torch(dtype)) for way, (_, dtype, shape) in places.items()}
+    tensors = outputs.places()
+    empty = {path: torch.empty(shape, dtype=to_torch(dtype)) for path, (_, dtype, shape) in tensors.items()}
     with tempfile.TemporaryDirectory() as folder:
-        sparse = Path(folder, named.torch_file)
+        sparse = Path(folder, outputs.torch_file)
         with torch.serialization.skip_data():
-            torch.save(nested({**empty, **named.objects}), sparse)
+            torch.save(nest_values({**empty, **outputs.objects}), sparse)
         with LocalReader(folder) as reader:
-            contents = read_torch_file(reader, named.torch_file)
+            contents = read_torch_file(reader, outputs.torch_file)
         writer.create(file, contents.file_nbytes)
         ranges = [chunk.view.range for item in contents.tensors for chunk in item.chunks]
         ends = ByteRange(contents.file_nbytes, contents.file_nbytes)
@@ -286,55 +291,55 @@ def _remove(folder: Path, index: CheckpointIndex) -> str:
     folders = _checkpoint_folders(folder, index)
     files = [folder / file for file in index.files]
     if index.layout == LAYOUT:  # otherwise it is of another checkpoint
-        files += [place / METADATA for place in folders if (place / METADATA).is_file()]
+        files += [inner / METADATA for inner in folders if (inner / METADATA).is_file()]
     try:
-        # The metadata goes first, so that an interrupted removal leaves no folder that looks complete.
+        # .metadata first, so that an interrupted removal leaves no folder that looks complete.
         for file in sorted(files, key=lambda file: file.name != METADATA):
             file.unlink()
-        for place in folders:
-            if not any(place.iterdir()):
-                place.rmdir()
+        for inner in folders:
+            if not any(inner.iterdir()):
+                inner.rmdir()
     except OSError as error:
         raise StorageError(
-            f"{folder}: the outcome is whole, but removing the checkpoint failed, {error.strerror}. Remove it "
-            "yourself"
+            f"{folder}: the merge is complete, but removing the checkpoint failed, {error.strerror}. Remove it by "
+            "hand"
         ) from error
     return f"{len(files)} files of {', '.join(map(str, folders))}"
 
 
-def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_format: Format) -> None:
+def _read_back(out: Path, written: WrittenTensors, outputs: NamedOutputs, file_format: Format) -> None:
     """Read everything that was written, and compare it.
 
     Raises:
         StorageError: bytes differ from those written. The message names the tensor.
     """
     if file_format == "bin":
-        damaged = _damaged_in(out / named.torch_file, streamed, named)
-        compared = len(streamed.fingerprints)
+        damaged = _find_damaged(out / outputs.torch_file, written, outputs)
+        compared = len(written.fingerprints)
     else:
         report = verify_files(out)
         damaged, compared = [*report.damaged, *report.damaged_files], report.compared
-    if damaged or compared != len(streamed.fingerprints):
+    if damaged or compared != len(written.fingerprints):
         raise StorageError(
-            f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} differ when they are read back, "
-            "so the checkpoint they come from was not removed. Check the disk"
+            f"{out}: {', '.join(map(shown, damaged[:5])) or 'tensors'} differ from what was written, so the "
+            "checkpoint was not removed. Check the disk"
         )
 
 
-def _damaged_in(file: Path, streamed: WrittenTensors, named: NamedOutputs) -> list[str]:
+def _find_damaged(file: Path, written: WrittenTensors, outputs: NamedOutputs) -> list[str]:
     """Return the keys of tensors in a file of ``torch.save`` that differ from what was written."""
     try:
-        tree = dict(flattened(load_plain(file)))
+        tree = dict(flatten_values(load_plain(file)))
     except FormatError:
-        return list(streamed.fingerprints)
+        return list(written.fingerprints)
     read = WrittenTensors()
-    for way, (key, _, _) in named.places().items():
-        if isinstance(tree.get(way), torch.Tensor):
-            read.add(key, 0, storage_bytes(tree[way]))
-    return [key for key, value in streamed.fingerprints.items() if read.fingerprints.get(key) != value]
+    for path, (key, _, _) in outputs.places().items():
+        if isinstance(tree.get(path), torch.Tensor):
+            read.add(key, 0, storage_bytes(tree[path]))
+    return [key for key, value in written.fingerprints.items() if read.fingerprints.get(key) != value]
 
 
-def named_outputs(
+def name_outputs(
     folder: Path,
     index: CheckpointIndex,
     executor: ReadExecutor,
@@ -348,18 +353,18 @@ def named_outputs(
     config_folder = _config_folder(folder, base)
     if config_folder is None:
         why = f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's"
-        return _as_named(*_with_plain_keys(index, key_mapping), executor, dtype, why)
+        return _keep_names(*_rename_keys(index, key_mapping), executor, dtype, why)
     try:
         config = load_config(config_folder, options)
         get_model_class(config_folder, config, options)
     except ConfigError as error:
         if base is not None:
             raise
-        return _as_named(*_with_plain_keys(index, key_mapping), executor, dtype, str(error))
-    return _as_on_hub(config_folder, config, index, executor, has_base=base is not None, options=options)
+        return _keep_names(*_rename_keys(index, key_mapping), executor, dtype, str(error))
+    return _name_as_on_hub(config_folder, config, index, executor, has_base=base is not None, options=options)
 
 
-def _with_plain_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> tuple[CheckpointIndex, list[str]]:
+def _rename_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> tuple[CheckpointIndex, list[str]]:
     """Return a checkpoint of an unknown model with renamed keys, and notes."""
     if key_mapping:
         keys = rename_keys((item.key for item in index.tensors()), key_mapping)
@@ -372,17 +377,17 @@ def _with_plain_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> 
 def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | None:
     """Return the folder of the model's config, or None."""
     if base is not None:
-        found = resolve(base, HubOptions(local_files_only=True), download=False)
-        found = found if found.is_dir() else found.parent
-        if not (found / "config.json").is_file():
-            raise ConfigError(f"{found}: there is no config.json. Pass a folder with the model's config")
-        return found
+        path = resolve(base, HubOptions(local_files_only=True), download=False)
+        path = path if path.is_dir() else path.parent
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path}: there is no config.json. Pass a folder with the model's config")
+        return path
     absolute = folder.absolute()
-    places = [absolute, *absolute.parents[:2]]
-    return next((place for place in places if (place / "config.json").is_file()), None)
+    folders = [absolute, *absolute.parents[:2]]
+    return next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)
 
 
-def _as_named(
+def _keep_names(
     index: CheckpointIndex, notes: list[str], executor: ReadExecutor, dtype: str | None, why: str
 ) -> NamedOutputs:
     """Return every tensor unchanged, under its own name."""
@@ -400,7 +405,7 @@ def _as_named(
     return NamedOutputs(to_save, f"the checkpoint's own ({why})", notes=tuple(notes))
 
 
-def optimizer_outputs(
+def name_optimizer_outputs(
     reader: StorageReader, index: CheckpointIndex, executor: ReadExecutor, others: tuple[object, ...]
 ) -> NamedOutputs:
     """Return the state of an optimizer in dicts and lists, as it was saved.
@@ -409,25 +414,23 @@ def optimizer_outputs(
         ConfigError: another output is requested.
     """
     if any(others):
-        raise ConfigError(
-            "the state of an optimizer is written as it is stored. Leave out base, dtype and key_mapping"
-        )
+        raise ConfigError("base, dtype, key_mapping: an optimizer's state is written unchanged. Leave them out")
     metadata = read_metadata(reader)
     skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
     nest = {".".join(path): metadata.levels[path][skipped:] for path in metadata.tensors}
-    objects = {way[skipped:]: value for way, value in read_objects(reader, metadata).items()}
-    named = _as_named(index, [], executor, None, "an optimizer's state")
-    return replace(named, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
+    objects = {levels[skipped:]: value for levels, value in read_objects(reader, metadata).items()}
+    outputs = _keep_names(index, [], executor, None, "an optimizer's state")
+    return replace(outputs, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
 
 
 def _is_wrapped(paths: Iterable[Levels]) -> bool:
     """Return whether all is in one dict, as accelerate saves it: ``{"optimizer": {"state": ...}}``."""
-    found = list(paths)
-    inner = {path[1] for path in found if len(path) > 1}
+    all_paths = list(paths)
+    inner = {path[1] for path in all_paths if len(path) > 1}
     return (
-        len({path[0] for path in found}) == 1
+        len({path[0] for path in all_paths}) == 1
         and inner <= {"state", "param_groups"}
-        and all(len(path) > 1 for path in found)
+        and all(len(path) > 1 for path in all_paths)
     )
 
 
@@ -436,7 +439,7 @@ def _options(dtype: str | None, key_mapping: Mapping[str, str]) -> ModelOptions:
     return options if dtype is None else ModelOptions(**options, dtype=dtype)
 
 
-def _as_on_hub(
+def _name_as_on_hub(
     folder: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
@@ -451,17 +454,17 @@ def _as_on_hub(
     if "dtype" not in options:
         source = source.as_stored()
     of_model = built.transforms[len(options["key_mapping"]) :]  # renames by the caller are not undone
-    if has_base and (transforms := _used_for(folder, config, source)):
+    if has_base and (transforms := _find_conversions(folder, config, source)):
         pretrained.record_conversions(source.built.model, transforms)
     elif any(item.was_used() for item in of_model):
         pretrained.record_conversions(source.built.model, of_model)
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    to_save = TensorsToSave(offline.merged_outputs(source, outputs, source.by_every_name()), executor)
+    to_save = TensorsToSave(offline.substitute_outputs(source, outputs, source.by_every_name()), executor)
     return NamedOutputs(to_save, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes))
 
 
-def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
+def _find_conversions(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
     """Return the conversions used for the base's own weights. Empty if it has no weights under such names."""
     try:
         with LocalReader(folder) as reader:

@@ -37,7 +37,7 @@ from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
 from shardwise.saving.plan import plan_save
-from shardwise.saving.prepare import main_dtype
+from shardwise.saving.prepare import find_main_dtype
 from shardwise.saving.stream_out import TensorsToSave, stream_out
 from shardwise.saving.write import WrittenTensors
 from shardwise.transfer.read import ReadExecutor
@@ -70,30 +70,28 @@ class OfflineModel:
 
     def as_stored(self) -> OfflineModel:
         """Return the model with the stored dtype for every tensor that is not computed."""
-        moved = {fqn: item.dtype for fqn, item in self.expressions.items() if not computes(item)}
-        tensors = (replace(item, dtype=moved.get(item.fqn, item.dtype)) for item in self.layout.tensors)
+        stored_dtypes = {fqn: item.dtype for fqn, item in self.expressions.items() if not computes(item)}
+        tensors = (replace(item, dtype=stored_dtypes.get(item.fqn, item.dtype)) for item in self.layout.tensors)
         return replace(self, layout=ModelLayout(tuple(tensors)))
 
     def revert(self) -> dict[str, Output]:
         """Return the model's tensors in the checkpoint's form, without those that need absent tensors."""
-        found = revert(self.built.model, self.layout)
-        absent = {name for tensor in self.layout.saved() for name in tensor.names} - {
-            name for tensor in self.layout.saved() for name in tensor.names if tensor.fqn in self.expressions
-        }
+        outputs = revert(self.built.model, self.layout)
+        names = {name for tensor in self.layout.saved() for name in tensor.names}
+        absent = names - self.by_every_name().keys()
         return {
             key: output
-            for key, output in found.items()
-            if not any(leaf.key in absent for leaf in iter_stored_leaves(output.expression))
+            for key, output in outputs.items()
+            if absent.isdisjoint(leaf.key for leaf in iter_stored_leaves(output.expression))
         }
 
     def by_every_name(self) -> dict[str, Expression]:
         """Return ``expressions`` under all names of each tensor."""
-        return {
-            name: self.expressions[tensor.fqn]
-            for tensor in self.layout.saved()
-            if tensor.fqn in self.expressions
-            for name in tensor.names
-        }
+        expressions: dict[str, Expression] = {}
+        for tensor in self.layout.saved():
+            if tensor.fqn in self.expressions:
+                expressions |= dict.fromkeys(tensor.names, self.expressions[tensor.fqn])
+        return expressions
 
 
 def create_executor(reader: StorageReader, index: CheckpointIndex) -> ReadExecutor:
@@ -118,6 +116,7 @@ def bind_offline(
         KeyMismatchError: with every tensor that is missing or does not fit. Tensors that the model does not have
             are carried along.
     """
+    # Ties come before the layout: a name that loses its tie is a tensor of its own in it.
     separate = tuple(sorted(_resolve_ties(built, executor, untied)))
     layout = build_layout(collect_tensors(built.model), Origin.INIT_WEIGHTS)
     missing: OnMissing = Initialize(only=tuple(provided)) if provided else "error"
@@ -136,13 +135,16 @@ def bind_offline(
 def _resolve_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
     matched, twice = built.bindings.matched, built.ties_stored_twice()
+    # Only values tell whether a tie that is stored under both names is one: fine-tuning may have separated them.
     differing = set(compare_ties(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
     separate = differing | set(untied)
     sources = pretrained.declared_ties(built.model)
     # A name that loses its tie starts as a copy of the tensor that it was tied to.
-    begun = {name: matched.get(name) or matched.get(sources.get(name, name)) for name in separate}
-    copies = {name: offered for name, offered in begun.items() if offered}
+    copies = {}
+    for name in separate:
+        if offered := matched.get(name) or matched.get(sources.get(name, name)):
+            copies[name] = offered
     built.bindings = replace(built.bindings, matched={**matched, **copies})
     built.equal_ties -= separate
     built.tie(separate)
@@ -177,9 +179,7 @@ def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
         folder = source if source.is_dir() else source.parent
         same = os.path.realpath(out) == os.path.realpath(folder)
         if same or (out.exists() and os.path.samefile(out, folder)):
-            raise ConfigError(
-                f"{out} is {folder} itself, which would be overwritten while it is read. Name another"
-            )
+            raise ConfigError(f"{out}: is the folder that is read ({folder}). Pass another output folder")
 
 
 def write_out(
@@ -197,8 +197,8 @@ def write_out(
         to_save.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
     )
     with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
-        streamed = stream_out(writer, plan, to_save, companions=companions, check=check, advance=bar.update)
-    return streamed, plan.names
+        written = stream_out(writer, plan, to_save, companions=companions, check=check, advance=bar.update)
+    return written, plan.names
 
 
 def read_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
@@ -211,17 +211,18 @@ def read_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex
     return dequantize_index(opened.reader, index)
 
 
-def merged_outputs(
+def substitute_outputs(
     source: OfflineModel, outputs: Mapping[str, Output], expressions: Mapping[str, Expression]
 ) -> dict[str, tuple[DType, Expression]]:
     """Return a save's tensors: the model's, with ``expressions`` substituted by name, and those carried along."""
-    made = {key: (output.dtype, substitute(output.expression, expressions)) for key, output in outputs.items()}
-    tensors = {item.key: item for item in source.index.tensors()}
-    return made | {
-        key: (tensors[key].dtype, source.stored[key])
-        for key in source.carried
-        if key not in outputs and key in tensors
-    }
+    tensors: dict[str, tuple[DType, Expression]] = {}
+    for key, output in outputs.items():
+        tensors[key] = output.dtype, substitute(output.expression, expressions)
+    stored = {item.key: item for item in source.index.tensors()}
+    for key in source.carried:
+        if key not in outputs and key in stored:
+            tensors[key] = stored[key].dtype, source.stored[key]
+    return tensors
 
 
 _CONFIG = "config.json"
@@ -249,19 +250,19 @@ def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
     If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
     """
-    found, code = _files(base, _COMPANIONS), _read_code(base)
-    if own is not None and _files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
-        found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
-        found |= _files(own, _TOKENIZER)
+    companions, code = _read_files(base, _COMPANIONS), _read_code(base)
+    if own is not None and _read_files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
+        companions = {name: content for name, content in companions.items() if not _is_any(name, _TOKENIZER)}
+        companions |= _read_files(own, _TOKENIZER)
         code |= _read_code(own)
-    return found | code
+    return companions | code
 
 
 def _read_code(folder: Path) -> dict[str, bytes]:
     """Return the Python files of a folder if its model, tokenizer or processor has code of its own."""
-    configs = _files(folder, (_CONFIG, "tokenizer_config.json", "*processor_config.json"))
+    configs = _read_files(folder, (_CONFIG, "tokenizer_config.json", "*processor_config.json"))
     refers_to_code = any(b'"auto_map"' in content for content in configs.values())
-    return _files(folder, ("*.py",)) if refers_to_code else {}
+    return _read_files(folder, ("*.py",)) if refers_to_code else {}
 
 
 def config_content(
@@ -276,7 +277,7 @@ def config_content(
 
     It has ``fields`` in place of the folder's, and names no other files of weights (``transformers_weights``).
     """
-    content = _parsed_config(folder) | dict(fields)
+    content = _parse_config(folder) | dict(fields)
     content.pop("transformers_weights", None)
     sections = [content, *(value for value in content.values() if isinstance(value, dict))]
     for section in sections:
@@ -302,9 +303,9 @@ def config_content(
 def read_templates(folders: Sequence[Path]) -> dict[str, bytes]:
     """Return additional chat templates, from the first folder that has any."""
     for folder in folders:
-        found = _files(folder / _TEMPLATES, ("*.jinja",))
-        if found:
-            return found
+        templates = _read_files(folder / _TEMPLATES, ("*.jinja",))
+        if templates:
+            return templates
     return {}
 
 
@@ -316,8 +317,8 @@ def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
                 writer.replace(name, content)
 
 
-def _parsed_config(folder: Path) -> dict[str, object]:
-    content = _files(folder, (_CONFIG,)).get(_CONFIG)
+def _parse_config(folder: Path) -> dict[str, object]:
+    content = _read_files(folder, (_CONFIG,)).get(_CONFIG)
     return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
 
 
@@ -325,33 +326,33 @@ def _is_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     """Return the content of files in a folder with matching names. Links are followed, as in the hub's cache."""
     if not folder.is_dir():
         return {}
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     try:
-        for place in sorted(folder.iterdir()):
-            if _is_any(place.name, patterns) and place.is_file():
-                if place.stat().st_size > _MAX_COMPANION_BYTES:
-                    raise FormatError(f"{place}: is larger than any config or tokenizer. Move it away")
-                found[place.name] = place.read_bytes()
+        for path in sorted(folder.iterdir()):
+            if _is_any(path.name, patterns) and path.is_file():
+                if path.stat().st_size > _MAX_COMPANION_BYTES:
+                    raise FormatError(f"{path}: is larger than any config or tokenizer. Move it away")
+                contents[path.name] = path.read_bytes()
     except OSError as error:
         raise StorageError(f"{folder}: reading it failed, {error.strerror}. Make it readable") from error
-    return found
+    return contents
 
 
 def read_config_file(path: Path) -> bytes:
     """Return the content of a small file, such as a config."""
-    found = _files(path.parent, (path.name,))
-    if path.name not in found:
+    contents = _read_files(path.parent, (path.name,))
+    if path.name not in contents:
         raise StorageError(f"{path}: no such file. Check the path")
-    return found[path.name]
+    return contents[path.name]
 
 
-def written_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
+def choose_config_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
     """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
     if dtype is not None:
         return dtype.removeprefix("torch.")
-    found = main_dtype(to_save.tensors())
-    return None if found is None else str(to_torch(found)).removeprefix("torch.")
+    main = find_main_dtype(to_save.tensors())
+    return None if main is None else str(to_torch(main)).removeprefix("torch.")

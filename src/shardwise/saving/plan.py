@@ -92,7 +92,7 @@ def plan_save(
     Raises:
         FormatError: a tensor cannot be stored in a safetensors file.
     """
-    groups = _grouped(tensors, max_shard_bytes)
+    groups = _group_by_file(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
     if len(groups) == 1:
         files: tuple[NewFile, ...] = ()
@@ -111,7 +111,7 @@ def plan_save(
     return SavePlan(save_id, files, tuple(names), index, stem)
 
 
-def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:
+def _group_by_file(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:
     """Group tensors like huggingface_hub's ``split_state_dict_into_shards_factory``, assuming no shared storage."""
     groups: list[list[Saved]] = []
     current: list[Saved] = []
@@ -141,7 +141,7 @@ WrittenBoxes: TypeAlias = Mapping[str, Sequence[tuple[Box, Strided]]]
 
 def arrange_writes(
     saved: Iterable[tuple[TensorEntry, Expression]],
-    held: WrittenBoxes,
+    local_boxes: WrittenBoxes,
     indices: Mapping[str, int],
     staged: Collection[str],
     policy: WritePolicy,
@@ -154,13 +154,13 @@ def arrange_writes(
 
     Args:
         saved: the location of each tensor in the files, and its expression.
-        held: the boxes that this rank writes.
+        local_boxes: the boxes that this rank writes.
         indices: indices of the tensors in memory, by name.
         staged: names of tensors that need staging, because they are cast or on an accelerator.
         policy: write policy of the storage.
         staging_bytes: staging memory of one worker.
     """
-    like_reads = ReadPolicy(
+    read_policy = ReadPolicy(
         max_gap_bytes=0,
         request_bytes=policy.request_bytes,
         concurrency=policy.concurrency,
@@ -170,19 +170,19 @@ def arrange_writes(
     segments: list[tuple[str, Segment]] = []
     for entry, expression in saved:
         leaf = Stored(entry.key, entry.shape, entry.dtype)
-        for piece in copies_from_shards(expression, held):
+        for piece in copies_from_shards(expression, local_boxes):
             name = piece.leaf.key
-            back = Copy(leaf, piece.target, piece.source)
-            found = iter_segments(
-                back,
+            copy = Copy(leaf, piece.target, piece.source)
+            pieces = iter_segments(
+                copy,
                 indices[name],
                 entry,
                 needs_staging=name in staged,
-                policy=like_reads,
+                policy=read_policy,
                 block_bytes=staging_bytes,
             )
-            segments += ((entry.file, segment) for segment in found)
-    return plan_requests(segments, like_reads, staging_bytes=staging_bytes)
+            segments += ((entry.file, segment) for segment in pieces)
+    return plan_requests(segments, read_policy, staging_bytes=staging_bytes)
 
 
 def assign_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
@@ -191,6 +191,7 @@ def assign_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
     The largest files are assigned first, each to the rank with the fewest bytes so far. If there are fewer files
     than ranks, the owners are spread over all ranks, and so over machines.
     """
+    # 3 files on 8 ranks: the owners are ranks 0, 2 and 5, which are on different machines of 4 ranks.
     count = min(len(files), size)
     load = {number * size // count: 0 for number in range(count)}
     owners = [0] * len(files)
@@ -201,16 +202,13 @@ def assign_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def moves_to_owners(
+def plan_moves_to_owners(
     files: Sequence[NewFile], owners: Sequence[int], expressions: Mapping[str, Expression], size: int
 ) -> list[list[Move]]:
     """Return for every rank the tensors of its files, in file order."""
-    return [
-        [
-            Move(entry.key, expressions[entry.key], entry.dtype.itemsize, full_on_ranks((rank,), entry.shape, size))
-            for file, owner in zip(files, owners, strict=True)
-            if owner == rank
-            for entry in file.entries
-        ]
-        for rank in range(size)
-    ]
+    moves: list[list[Move]] = [[] for _ in range(size)]
+    for file, owner in zip(files, owners, strict=True):
+        for entry in file.entries:
+            ranks = full_on_ranks((owner,), entry.shape, size)
+            moves[owner].append(Move(entry.key, expressions[entry.key], entry.dtype.itemsize, ranks))
+    return moves

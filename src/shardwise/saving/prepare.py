@@ -81,7 +81,7 @@ class PreparedSave:
     """All that is decided before anything is written. ``requests`` are this rank's own."""
 
     request: SaveRequest
-    held: Sequence[TensorRef]
+    tensors: Sequence[TensorRef]
     shares: Shares
     layout: ModelLayout
     outputs: Mapping[str, Output]
@@ -93,20 +93,20 @@ class PreparedSave:
     digest: str
 
 
-def tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
+def collect_tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
     """Return the tensors to save, and for an adapter a map of names in its file to names in the model.
 
     The tensors of an adapter are those that belong to it, followed by the state of its training. Collective: yes.
     """
     with world.collective("collect the state"):
-        held = _collect(request)
+        tensors = _collect(request)
     names = request.names
     if not isinstance(names, AdapterOnly):
-        return held, {}
-    places = broadcast_names_outside(world, request.model, held, names)
-    chosen = set(places.values())
-    beside = [] if request.training is None else collect_tensors(request.training.module)
-    return [*(item for item in held if chosen.intersection(item.names)), *beside], places
+        return tensors, {}
+    fqns = broadcast_names_outside(world, request.model, tensors, names)
+    adapter = set(fqns.values())
+    training = [] if request.training is None else collect_tensors(request.training.module)
+    return [*(item for item in tensors if adapter.intersection(item.names)), *training], fqns
 
 
 def _collect(request: SaveRequest) -> list[TensorRef]:
@@ -114,7 +114,7 @@ def _collect(request: SaveRequest) -> list[TensorRef]:
         return collect_tensors(request.model)
     if request.names == "hub" and request.dtype is not None and files.has_four_bits(request.model):
         raise ConfigError(
-            f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are. Leave dtype out"
+            f"dtype={request.dtype}: 4-bit weights and their scales are saved unchanged. Leave dtype out"
         )
     return collect_for_files(request.model, request.names)
 
@@ -125,17 +125,17 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
     Raises:
         ShardingError: tensors in four bits have no scales.
     """
-    held = collect_tensors(model)
-    files.require_scales(held)
-    return files.file_tensors(held) if names == "hub" else files.checkpoint_tensors(held)
+    tensors = collect_tensors(model)
+    files.require_scales(tensors)
+    return files.file_tensors(tensors) if names == "hub" else files.checkpoint_tensors(tensors)
 
 
 @gc_disabled()
 def prepare(
     request: SaveRequest,
     save_id: str,
-    held: Sequence[TensorRef],
-    places: Mapping[str, str],
+    tensors: Sequence[TensorRef],
+    fqns: Mapping[str, str],
     shares: Shares,
     rank: int,
     policy: WritePolicy,
@@ -143,73 +143,77 @@ def prepare(
 ) -> PreparedSave:
     """Plan the save on this rank alone.
 
-    ``places`` are an adapter's names, ``shares`` the parts that each rank contributes.
+    ``fqns`` are an adapter's, by names in its file, ``shares`` the parts that each rank contributes.
     """
     _require_possible(request)
-    layout = build_layout(held)
-    outputs = files.with_file_shapes(held, build_outputs(request, layout, places))
+    layout = build_layout(tensors)
+    outputs = files.with_file_shapes(tensors, build_outputs(request, layout, fqns))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
-    beside = {} if request.training is None else _training_outputs(layout, places)
-    own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
-    parameters = sum(item.numel for item in own)
+    training = {} if request.training is None else _training_outputs(layout, fqns)
+    parameter_tensors = [
+        item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in training
+    ]
+    parameters = sum(item.numel for item in parameter_tensors)
     plan = plan_save(
         list(saved.values()),
         max_shard_bytes=request.max_shard_bytes,
         parameters=parameters,
         save_id=save_id,
         stem=request.stem,
-        training=_saved_training(request, beside),
+        training=_describe_training(request, training),
     )
-    is_on_host = all(item.local.device.type == "cpu" for item in held)
+    is_on_host = all(item.local.device.type == "cpu" for item in tensors)
     staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
     cast = {
         key: (output.dtype.label, saved[key][1].label)
         for key, output in outputs.items()
         if output.dtype != saved[key][1]
     }
-    outputs = {**outputs, **beside}
-    places_by_key = {
+    outputs = {**outputs, **training}
+    local_boxes = {
         name: [(box, locate_box(box, layout.by_name[name].boxes)) for box in boxes[rank]]
         for name, boxes in shares.by_name.items()
     }
     requests = arrange_writes(
         [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
-        places_by_key,
-        {name: number for number, item in enumerate(held) for name in item.names},
-        {name for item in held if _is_staged(item, request.dtype) for name in item.names},
+        local_boxes,
+        {name: number for number, item in enumerate(tensors) for name in item.names},
+        {name for item in tensors if _is_staged(item, request.dtype) for name in item.names},
         policy,
         staging.nbytes,
     )
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
-    return PreparedSave(request, held, shares, layout, outputs, parameters, plan, requests, staging, cast, digest)
+    return PreparedSave(
+        request, tensors, shares, layout, outputs, parameters, plan, requests, staging, cast, digest
+    )
 
 
-def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> SavedTraining | None:
+def _describe_training(request: SaveRequest, outputs: Mapping[str, Output]) -> SavedTraining | None:
     if request.training is None:
         return None
-    tensors = [(key, output.dtype, output.shape) for key, output in beside.items()]
+    tensors = [(key, output.dtype, output.shape) for key, output in outputs.items()]
     return SavedTraining(tensors, request.training.text)
 
 
 def _require_possible(request: SaveRequest) -> None:
     if request.names == "hub" and has_adapters(request.model):
         raise ConfigError(
-            f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together. "
-            "Save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
-            "merge-adapter), or pass names='internal' for all tensors as the model names them"
+            f"{type(request.model).__name__}: has PEFT adapters, and the hub has no names for base and adapter "
+            "together. Call save_adapter, merge the adapter first (merge_and_unload, shardwise merge-adapter), or "
+            "pass names='internal'"
         )
 
 
-def build_outputs(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
+def build_outputs(request: SaveRequest, layout: ModelLayout, fqns: Mapping[str, str]) -> Mapping[str, Output]:
     """Return the tensors of the files, and their expressions."""
     if isinstance(request.names, AdapterOnly):
-        return {key: Output.unchanged(key, layout.by_name[name]) for key, name in places.items()}
+        return {key: Output.unchanged(key, layout.by_name[name]) for key, name in fqns.items()}
     return revert(request.model, layout, internal_names=request.names == "internal")
 
 
-def _training_outputs(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
+def _training_outputs(layout: ModelLayout, fqns: Mapping[str, str]) -> dict[str, Output]:
     """Return the outputs of a training state, under their own names and dtypes."""
-    adapter = set(places.values())
+    adapter = set(fqns.values())
     return {
         tensor.fqn: Output.unchanged(tensor.fqn, tensor)
         for tensor in layout.tensors
@@ -223,7 +227,7 @@ def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:
     return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
 
 
-def main_dtype(tensors: Iterable[Saved]) -> DType | None:
+def find_main_dtype(tensors: Iterable[Saved]) -> DType | None:
     """Return the dtype of most floating-point numbers of 16 bits and more."""
     numels: Counter[DType] = Counter()
     for _, dtype, shape in tensors:
@@ -232,19 +236,19 @@ def main_dtype(tensors: Iterable[Saved]) -> DType | None:
     return numels.most_common(1)[0][0] if numels else None
 
 
-def tied_names(ready: PreparedSave) -> dict[str, str]:
+def find_tied_names(prepared: PreparedSave) -> dict[str, str]:
     """Names that are not saved, with the name under which their tensor is."""
-    found: dict[str, str] = {}
-    if isinstance(ready.request.names, AdapterOnly):
-        return found
-    for tensor in ready.layout.saved():
-        kept = names_in_file(ready.request.model, tensor)
-        if kept:
-            found |= {name: kept[0] for name in tensor.names if name not in kept}
-    return found
+    tied: dict[str, str] = {}
+    if isinstance(prepared.request.names, AdapterOnly):
+        return tied
+    for tensor in prepared.layout.saved():
+        saved_names = names_in_file(prepared.request.model, tensor)
+        if saved_names:
+            tied |= {name: saved_names[0] for name in tensor.names if name not in saved_names}
+    return tied
 
 
-def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None

@@ -24,7 +24,7 @@ from shardwise.files.urls import shown
 from shardwise.ranks.world import World
 from shardwise.saving import commit_plan
 from shardwise.saving.commit_plan import Renames
-from shardwise.saving.locked_folder import LockedFolder, Saving, locked_by_first_rank
+from shardwise.saving.locked_folder import LockedFolder, Saving, lock_on_first_rank
 
 
 def remove_pending(writer: StorageWriter, files: Collection[str]) -> None:
@@ -55,17 +55,20 @@ def clean_up(saving: Saving) -> None:
     root = saving.locked.writer.root
     folders = distributed_folders(root)
     with LocalWriter(root, folders=folders) as writer:
-        writer.sync_names()  # renames of a killed save must last before the replaced files are removed
+        writer.sync_names()  # renames of a killed save must be durable before the replaced files are removed
+        # Before the lists are read: a save that lost its lock commits by renaming one of these to a list. It fails
+        # now.
         remove_pending(writer, writer.list())
         for file in commit_plan.find_journals(writer.list()):
-            finish(root, file, saving.locked)
+            finish_renames(root, file, saving.locked)
+        # After the lists, whose files have temporary names until they are renamed.
         _remove_uncommitted(writer, folders)
     for entry in _entries(root):
         if entry.name.startswith(_WORK[0]) and entry.name.endswith(_WORK[1]):
             remove_folder(entry.path)
 
 
-def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
+def undo_renames(locked: LockedFolder, also: Collection[str] = ()) -> None:
     """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
     root = locked.writer.root
     folders = distributed_folders(root)
@@ -73,6 +76,7 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
     with LocalWriter(root, folders={*folders, *also}) as writer:
         names = writer.list()
         listed = Renames(locked.save_id, ()).file
+        # The pending list first: nothing can commit this save any more when its files are removed.
         writer.remove(commit_plan.pending_name(listed, locked.save_id))
         if listed not in names:
             _remove_uncommitted(writer, folders, locked.save_id)
@@ -81,16 +85,16 @@ def undo(locked: LockedFolder, also: Collection[str] = ()) -> None:
 
 
 @contextmanager
-def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
+def lock_and_clean_up(world: World, folder: str | os.PathLike[str], also: Collection[str] = ()) -> Iterator[Saving]:
     """Lock a folder for a save on the first rank, and clean it up. If the block fails, undo the save.
 
     Collective: yes, at the beginning.
 
     Raises:
-        FormatError, StorageError: as of :func:`~shardwise.saving.locked_folder.locked_by_first_rank` and
+        FormatError, StorageError: as of :func:`~shardwise.saving.locked_folder.lock_on_first_rank` and
             :func:`clean_up`.
     """
-    with locked_by_first_rank(world, folder) as saving:
+    with lock_on_first_rank(world, folder) as saving:
         try:
             with world.broadcast("complete earlier renames"):
                 if world.rank == 0:
@@ -99,7 +103,7 @@ def locked_and_clean(world: World, folder: str | os.PathLike[str], also: Collect
         except BaseException:
             with contextlib.suppress(StorageError):
                 if saving.is_locked_here:
-                    undo(saving.locked, also)
+                    undo_renames(saving.locked, also)
             raise
 
 
@@ -116,7 +120,7 @@ def distributed_folders(root: str) -> list[str]:
 def remove_temporary(writer: StorageWriter, files: Collection[str], save_id: str | None = None) -> None:
     """Remove those of these files that saves (by default all) have written and not renamed."""
     for name in files:
-        if (found := commit_plan.parse_temporary_name(name)) is not None and save_id in (None, found):
+        if (owner := commit_plan.parse_temporary_name(name)) is not None and save_id in (None, owner):
             writer.remove(name)
 
 
@@ -124,7 +128,7 @@ def _remove_uncommitted(writer: LocalWriter, folders: Collection[str], save_id: 
     """Remove the files that saves (by default all) have written and not committed, also in these folders."""
     remove_temporary(writer, writer.list(), save_id)
     for folder in folders:
-        for name in left_in(Path(writer.root, folder), save_id):
+        for name in find_uncommitted(Path(writer.root, folder), save_id):
             writer.remove(f"{folder}/{name}")
 
 
@@ -134,7 +138,7 @@ def remove_empty(root: str, folders: Collection[str]) -> None:
             os.rmdir(os.path.join(root, folder))
 
 
-def finish(root: str, file: str, locked: LockedFolder) -> None:
+def finish_renames(root: str, file: str, locked: LockedFolder) -> None:
     """Rename the listed files and remove older ones, while holding the lock.
 
     A save that has taken the folder over does the same at the same time, and may be done first. Then new files do
@@ -147,26 +151,28 @@ def finish(root: str, file: str, locked: LockedFolder) -> None:
     with LocalWriter(root, folders=()) as writer:
         for name in (*renames.names, *renames.older):
             writer.add_parent(name)
-        there = set(writer.list())
+        present = set(writer.list())
         for name in renames.names:
-            if (new := commit_plan.temporary_name(name, renames.save_id)) in there:
+            if (new := commit_plan.temporary_name(name, renames.save_id)) in present:
                 try:
                     writer.rename(new, name)
                 except StorageError:
                     if new in writer.list():
                         raise
-            elif name not in there and file in writer.list():
+            elif name not in present and file in writer.list():
                 raise FormatError(
-                    f"{file} in {root}: lists {shown(name)}, which is gone. Remove that list, and save again"
+                    f"{file} in {root}: lists {shown(name)}, which is gone. Remove the list and save again"
                 )
+        # All new files have their names now, so the older ones are removed. The list goes last: until then, the
+        # next save that finds it does the rest.
         if file not in writer.list():
             return  # the files may belong to a newer save by now
         for name in renames.older:
-            if name in there and name not in renames.names:
+            if name in present and name not in renames.names:
                 if not locked.is_held():
                     return  # the list stays until all older files are gone; the next save finishes it
                 writer.remove(name)
-        writer.sync_names()
+        writer.sync_names()  # the removals must be durable before that of the list
         writer.remove(file)
         writer.sync_names()
 
@@ -210,7 +216,7 @@ def journal_folder(path: Path) -> Path:
     return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
 
 
-def lists_in(folder: Path) -> list[Renames]:
+def read_rename_lists(folder: Path) -> list[Renames]:
     """Return the lists of renames that interrupted saves have left in a folder.
 
     Raises:
@@ -220,11 +226,13 @@ def lists_in(folder: Path) -> list[Renames]:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
-    return [found for file in commit_plan.find_journals(names) if (found := read_list(folder, file)) is not None]
+    return [
+        renames for file in commit_plan.find_journals(names) if (renames := read_list(folder, file)) is not None
+    ]
 
 
 @contextmanager
-def as_renamed(folder: Path) -> Iterator[Path]:
+def link_as_renamed(folder: Path) -> Iterator[Path]:
     """Yield a folder as it is after the renames that are listed in it. Nothing in it is changed.
 
     It is the folder itself if it has no list, otherwise a temporary folder of links. Links are broken once a save
@@ -237,35 +245,37 @@ def as_renamed(folder: Path) -> Iterator[Path]:
         StorageError: the folder cannot be read.
     """
     with ExitStack() as stack:
-        place = folder
-        while pending := lists_in(folder):
-            place = Path(stack.enter_context(TemporaryDirectory(prefix="shardwise-renamed-")))
+        view = folder
+        while pending := read_rename_lists(folder):
+            view = Path(stack.enter_context(TemporaryDirectory(prefix="shardwise-renamed-")))
             try:
-                gone = _link(folder.absolute(), pending, place)
+                gone = _link(folder.absolute(), pending, view)
             except OSError as error:
                 raise StorageError(f"{folder}: reading it failed, {error.strerror or error}") from error
-            if lists_in(folder) == pending:
+            # A save may have carried the list out while the links were made. They are right only if it is still
+            # there.
+            if read_rename_lists(folder) == pending:
                 if gone:
                     raise FormatError(
                         f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone. "
                         "The save is damaged. Use another one, or remove the list to restore the one before"
                     )
                 break
-            place = folder  # a save has finished it
-        yield place
+            view = folder  # a save has finished it
+        yield view
 
 
-def has_broken_link(place: Path) -> bool:
+def has_broken_link(view: Path) -> bool:
     """Return True if a folder of links has a broken one."""
-    return any(path.is_symlink() and not path.exists() for path in place.rglob("*"))
+    return any(path.is_symlink() and not path.exists() for path in view.rglob("*"))
 
 
-def _link(folder: Path, pending: Sequence[Renames], place: Path) -> list[str]:
+def _link(folder: Path, pending: Sequence[Renames], view: Path) -> list[str]:
     """Link the files of a folder under their final names. Return the listed names that are missing."""
     inner_folders = {inner for renames in pending for inner in _existing_folders(folder, renames)}
     links: dict[str, str] = {}
     for inner in ("", *sorted(inner_folders)):
-        (place / inner).mkdir(exist_ok=True)
+        (view / inner).mkdir(exist_ok=True)
         names = {(PurePosixPath(inner) / name).as_posix() for name in os.listdir(folder / inner)} - inner_folders
         links |= {name: name for name in names if commit_plan.parse_temporary_name(name) is None}
     for renames in pending:
@@ -274,7 +284,7 @@ def _link(folder: Path, pending: Sequence[Renames], place: Path) -> list[str]:
         for name in {renames.file, *renames.older} - {*renames.names}:
             links.pop(name, None)
     for name, source in links.items():
-        (place / name).symlink_to(folder / source)
+        (view / name).symlink_to(folder / source)
     return [name for renames in pending for name in renames.names if name not in links]
 
 
@@ -295,7 +305,7 @@ def find_older(folder: Path, files: Collection[str]) -> list[str]:
         return [name for name in writer.list() if _DATA_FILE.fullmatch(name) and name not in files]
 
 
-def left_in(folder: Path, save_id: str | None = None) -> list[str]:
+def find_uncommitted(folder: Path, save_id: str | None = None) -> list[str]:
     """Return the data files of shardwise's saves (by default all) that ``.metadata`` does not list."""
     with open_writer(folder) as writer:
         names = writer.list()

@@ -36,7 +36,7 @@ from shardwise.saving import prepare
 from shardwise.saving.commit import CommitState, begin_save, commit_save, undo_save
 from shardwise.saving.plan import SavePlan
 from shardwise.saving.saving_lock import new_save_id, require_lock
-from shardwise.saving.write import Emitter, write_by_owners
+from shardwise.saving.write import ShardWriter, write_by_owners
 from shardwise.transfer.memory import compute_device
 from shardwise.transfer.replicas import ShardSender, agree_on_shares
 
@@ -60,16 +60,18 @@ def execute_save(
             writer = open_writer(request.directory)
     with writer:
         with clock.phase("plan"):
-            held, places = prepare.tensors_to_save(world, request)
+            held, places = prepare.collect_tensors_to_save(world, request)
             shares = agree_on_shares(world, held, on_differing_buffers)
             budget = options.budget_bytes
             with world.collective("plan the files"):
-                ready = prepare.prepare(request, save_id, held, places, shares, world.rank, writer.policy, budget)
-            settings = ready.digest, repr((request.names, verify)), budget
+                prepared = prepare.prepare(
+                    request, save_id, held, places, shares, world.rank, writer.policy, budget
+                )
+            settings = prepared.digest, repr((request.names, verify)), budget
             world.require_equal(
                 settings, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
             )
-        return _write_and_commit(world, writer, ready, options, clock, verify=verify)
+        return _write_and_commit(world, writer, prepared, options, clock, verify=verify)
 
 
 @dataclass
@@ -82,6 +84,7 @@ class _SaveFolder:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def begin(self, request: prepare.SaveRequest, *, creates_files: bool) -> None:
+        # Before the lock: a model whose config cannot be written fails without any trace in the folder.
         self.small_files = _config_files(request, self.plan)
         self.state = begin_save(self.writer, self.plan)
         for file in self.plan.files if creates_files else ():
@@ -100,40 +103,46 @@ class _SaveFolder:
 def _write_and_commit(
     world: World,
     writer: StorageWriter,
-    ready: prepare.PreparedSave,
+    prepared: prepare.PreparedSave,
     options: prepare.SaveOptions,
     clock: Clock,
     *,
     verify: bool,
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
-    plan, folder = ready.plan, _SaveFolder(writer, ready.plan)
+    plan, folder = prepared.plan, _SaveFolder(writer, prepared.plan)
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
+            # The first rank locks, cleans up and creates the files before any rank writes.
             with world.broadcast("begin the save"):
                 if world.rank == 0:
-                    folder.begin(ready.request, creates_files=not has_owners)
+                    folder.begin(prepared.request, creates_files=not has_owners)
+            # A rank that does not see the lock does not see the folder of the first rank.
             with world.collective("check the lock"):
                 require_lock(writer, plan.save_id)
         shows_progress = options.progress and world.rank == 0
         with progress_bar("Saving weights", plan.nbytes // world.size, enabled=shows_progress) as bar:
-            emitter = Emitter(writer, plan.entries, [item.local for item in ready.held], ready.staging, bar, world)
+            shard_writer = ShardWriter(
+                writer, plan.entries, [item.local for item in prepared.tensors], prepared.staging, bar, world
+            )
             with clock.phase("write"):
                 if has_owners:
-                    _write_by_owners(world, emitter, ready, options, bar)
+                    _write_by_owners(world, shard_writer, prepared, options, bar)
                 else:
                     with world.collective("write files"):
-                        emitter.write(ready.requests)
+                        shard_writer.write(prepared.requests)
             with clock.phase("sync"):
                 if not has_owners:
+                    # The first rank syncs all files that it created, also those it wrote nothing to: their sizes.
                     created = [file.name for file in plan.files] if world.rank == 0 else []
                     with world.collective("flush files to disk"):
-                        emitter.finish(ready.requests, created)
+                        shard_writer.finish(prepared.requests, created)
+        # All files are durable on all ranks here. The older save is still valid.
         with clock.phase("verify"):
             if verify:
-                _require_same(world, emitter, ready)
-            sums = _total_fingerprints(world, plan, emitter)
+                _require_same(world, shard_writer, prepared)
+            sums = _total_fingerprints(world, plan, shard_writer)
         with clock.phase("commit"):
             with world.broadcast("commit the save") as exchange:
                 if world.rank == 0:
@@ -142,32 +151,32 @@ def _write_and_commit(
     except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
         folder.undo()
         raise
-    return _report(world, emitter, ready, removed, clock, verify=verify)
+    return _report(world, shard_writer, prepared, removed, clock, verify=verify)
 
 
 def _report(
     world: World,
-    emitter: Emitter,
-    ready: prepare.PreparedSave,
+    shard_writer: ShardWriter,
+    prepared: prepare.PreparedSave,
     removed: Sequence[str],
     clock: Clock,
     *,
     verify: bool,
 ) -> SaveReport:
-    plan = ready.plan
+    plan = prepared.plan
     return SaveReport(
         rank=world.rank,
         world_size=world.size,
-        directory=emitter.writer.root,
+        directory=shard_writer.writer.root,
         files=plan.names,
         tensors=len(plan.entries),
-        parameters=ready.parameters,
+        parameters=prepared.parameters,
         checkpoint_bytes=plan.nbytes,
-        written_bytes=sum(emitter.written_bytes.values()),
+        written_bytes=sum(shard_writer.written_bytes.values()),
         dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
-        cast=ready.cast,
-        tied=prepare.tied_names(ready),
-        differing_buffers=ready.shares.differing,
+        cast=prepared.cast,
+        tied=prepare.find_tied_names(prepared),
+        differing_buffers=prepared.shares.differing,
         removed=tuple(removed),
         is_verified=verify,
         seconds=dict(clock.seconds),
@@ -187,24 +196,26 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
 
 def _write_by_owners(
     world: World,
-    emitter: Emitter,
-    ready: prepare.PreparedSave,
+    shard_writer: ShardWriter,
+    prepared: prepare.PreparedSave,
     options: prepare.SaveOptions,
     progress: tqdm,
 ) -> None:
     """Write each file on the rank that owns it. Collective: yes."""
     written = write_by_owners(
         world,
-        emitter.writer,
-        ready.plan.files,
-        {key: output.expression for key, output in ready.outputs.items()},
-        ShardSender({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
+        shard_writer.writer,
+        prepared.plan.files,
+        {key: output.expression for key, output in prepared.outputs.items()},
+        ShardSender(
+            {name: item for item in prepared.tensors for name in item.names}, prepared.shares.by_name, world.rank
+        ),
         budget_bytes=options.budget_bytes,
-        device=compute_device(ready.held, None),
+        device=compute_device(prepared.tensors, None),
         progress=progress,
     )
-    emitter.written_bytes.update(written.bytes_by_file)
-    emitter.sums.update(written.fingerprints)
+    shard_writer.written_bytes.update(written.bytes_by_file)
+    shard_writer.sums.update(written.fingerprints)
 
 
 def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
@@ -213,68 +224,73 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, byt
         if isinstance(request.names, AdapterOnly):
             peft_private.save_config(request.model, request.names.adapter, folder)
         else:
-            revert.save_configs(request.model, _main_dtype(request, plan), Path(folder))
+            revert.save_configs(request.model, _choose_config_dtype(request, plan), Path(folder))
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):
                 raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained. Pass a tokenizer or processor")
             tokenizer.save_pretrained(folder)
-        found = sorted(Path(folder).iterdir())
-        folders = [path.name for path in found if path.is_dir()]
+        paths = sorted(Path(folder).iterdir())
+        folders = [path.name for path in paths if path.is_dir()]
         if folders:
             raise ConfigError(
                 f"{type(tokenizer).__name__} writes a folder, {folders[0]}, and a save writes files only. Leave "
                 "tokenizer=... out, and call its save_pretrained afterwards"
             )
-        return {path.name: path.read_bytes() for path in found}
+        return {path.name: path.read_bytes() for path in paths}
 
 
-def _main_dtype(request: prepare.SaveRequest, plan: SavePlan) -> torch.dtype | None:
+def _choose_config_dtype(request: prepare.SaveRequest, plan: SavePlan) -> torch.dtype | None:
     """Return the dtype of most saved floating-point numbers. For 4-bit weights, the dtype before quantization."""
     if packed := next((module for module in request.model.modules() if is_in_four_bits(module)), None):
         dtype: torch.dtype = packed.packing.dtype
         return dtype
-    found = prepare.main_dtype((entry.key, entry.dtype, entry.shape) for entry in plan.entries.values())
-    return None if found is None else to_torch(found)
+    main = prepare.find_main_dtype((entry.key, entry.dtype, entry.shape) for entry in plan.entries.values())
+    return None if main is None else to_torch(main)
 
 
-def _require_same(world: World, emitter: Emitter, ready: prepare.PreparedSave) -> None:
+def _require_same(world: World, shard_writer: ShardWriter, prepared: prepare.PreparedSave) -> None:
     """Require that what every rank wrote is read back as it is in memory. Collective: yes."""
     with world.all_gather("read back") as exchange:
-        exchange.local = _read_back(world, emitter, ready)
+        exchange.local = _read_back(world, shard_writer, prepared)
     for rank, (files, keys) in enumerate(exchange.result):
         if files or keys:
             what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
             raise StorageError(
-                f"{what} that rank {world.global_ranks[rank]} wrote to {emitter.writer.root} read otherwise than "
-                "they are in memory. The disk or its driver loses data: the older save has been kept"
+                f"{shard_writer.writer.root}: {what} that rank {world.global_ranks[rank]} wrote differ from memory "
+                "when they are read back. The older save is kept. Check the disk and its driver"
             )
 
 
-def _read_back(world: World, emitter: Emitter, ready: prepare.PreparedSave) -> tuple[list[str], list[str]]:
+def _read_back(
+    world: World, shard_writer: ShardWriter, prepared: prepare.PreparedSave
+) -> tuple[list[str], list[str]]:
     """Return the files whose header, and the keys of tensors whose bytes differ from memory on this rank."""
-    with open_storage(ready.request.directory).reader as reader:
-        headers = ready.plan.files if world.rank == 0 else ()
+    with open_storage(prepared.request.directory).reader as reader:
+        headers = prepared.plan.files if world.rank == 0 else ()
         files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
-        return files, emitter.require_same(reader, ready.requests)
+        return files, shard_writer.require_same(reader, prepared.requests)
 
 
-def _total_fingerprints(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
+def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter) -> dict[str, int]:
     """Return the fingerprint of every tensor, added up of the boxes that ranks wrote. Collective: yes.
 
     Raises:
         StorageError: not every byte was written, or some twice.
     """
     keys, files = list(plan.entries), [file.name for file in plan.files]
-    own = [emitter.sums.get(key, 0) for key in keys] + [emitter.written_bytes.get(name, 0) for name in files]
-    unsigned = np.array([value % (1 << 64) for value in own], dtype=np.uint64)
+    local = [shard_writer.sums.get(key, 0) for key in keys] + [
+        shard_writer.written_bytes.get(name, 0) for name in files
+    ]
+    # (tensors + files,): the fingerprints are sums modulo 2**64, which uint64 adds up as they are defined.
+    unsigned = np.array([value % (1 << 64) for value in local], dtype=np.uint64)
     total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
     for file, written in zip(plan.files, total[len(keys) :], strict=True):
-        wanted = file.nbytes - len(file.header)
-        if written != wanted:
+        expected = file.nbytes - len(file.header)
+        if written != expected:
             raise StorageError(
-                f"{file.name}: the ranks wrote {written:,} of {wanted:,} bytes between them. They hold different "
-                "models, or the mesh leaves out a rank"
+                f"{file.name}: the ranks wrote {written:,} of {expected:,} bytes: they hold different models, or a "
+                "rank is missing in the mesh. Save from the ranks that hold the model"
             )
     return dict(zip(keys, total, strict=False))
 
@@ -346,7 +362,7 @@ def save(
 
 
 def _request(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     directory: str | os.PathLike[str],
     names: prepare.WrittenNames | AdapterOnly,
     dtype: torch.dtype | str | None,
@@ -354,10 +370,10 @@ def _request(
     tokenizer: Any,
 ) -> prepare.SaveRequest:
     """Check the arguments ``given`` to a save on this rank. Return its request."""
-    check_options(get_hints(save), given)
+    check_options(get_hints(save), arguments)
     max_shard_bytes = parse_size(max_shard_size)
-    wanted = prepare.resolved_dtype(dtype)
-    return prepare.SaveRequest(given["model"], directory, names, wanted, max_shard_bytes, tokenizer)
+    saved_dtype = prepare.resolve_dtype(dtype)
+    return prepare.SaveRequest(arguments["model"], directory, names, saved_dtype, max_shard_bytes, tokenizer)
 
 
 @answer_keywords(

@@ -16,7 +16,7 @@ from shardwise.files.storage import StorageReader
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
 from shardwise.fsdp.torch_private import to_torch
-from shardwise.saving.torch_saves import Levels, load_plain, loaded, nested
+from shardwise.saving.torch_saves import Levels, load_plain, load_value, nest_values
 from shardwise.state.state_values import StoredValues
 
 _MAX_DEPTH = 16
@@ -62,7 +62,7 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
     files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
     values |= zip(scalars, files.whole(list(scalars.values())), strict=True)
     values |= read_objects(reader, metadata)
-    return SavedTree(index, nested(values), keys)
+    return SavedTree(index, nest_values(values), keys)
 
 
 def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[Levels, Any]:
@@ -71,13 +71,14 @@ def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[L
     Raises:
         FormatError, StorageError: a value is too long, holds more than data, or cannot be read.
     """
-    found: dict[Levels, Any] = {}
+    values: dict[Levels, Any] = {}
     for path, place in metadata.objects.items():
         what = f"{shown('.'.join(path))} in {shown(place.file)} in {reader.root}"
         if place.bytes.nbytes > _MAX_OBJECT_BYTES:
             raise FormatError(f"{what}: has {place.bytes.nbytes} bytes, more than any setting of an optimizer")
-        found[metadata.levels[path]] = loaded(reader.read(place.file, place.bytes.start, place.bytes.stop), what)
-    return found
+        content = reader.read(place.file, place.bytes.start, place.bytes.stop)
+        values[metadata.levels[path]] = load_value(content, what)
+    return values
 
 
 def read_file_tree(reader: StorageReader, file: str) -> SavedTree:

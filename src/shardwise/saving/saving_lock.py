@@ -67,9 +67,10 @@ def take_lock(writer: StorageWriter, save_id: str) -> None:
     Raises:
         StorageError: another save is in progress, or it cannot be determined whether its process is alive.
     """
-    _ACTIVE.add(save_id)
+    _ACTIVE.add(save_id)  # before the file is there: another thread would take a lock that is not active for stale
     try:
-        _create(writer, save_id)
+        _create_lock(writer, save_id)
+        # Read back: another save may have taken the new lock for that of a process that died while it wrote it.
         require_lock(writer, save_id)
     except BaseException:
         _ACTIVE.discard(save_id)
@@ -130,10 +131,10 @@ class _LockRecord:
     def from_bytes(cls, content: bytes | None) -> _LockRecord | None:
         """Parse a lock file. Return None if it is not one."""
         try:
-            found = json.loads(content or b"")
-            pid = int(found["process"])
-            process = ProcessId(str(found["host"]), pid, str(found["born"]), str(found["space"]))
-            return cls(process, str(found["save_id"]), min(RENEWAL_S, float(found["renewed_s"])))
+            fields = json.loads(content or b"")
+            pid = int(fields["process"])
+            process = ProcessId(str(fields["host"]), pid, str(fields["born"]), str(fields["space"]))
+            return cls(process, str(fields["save_id"]), min(RENEWAL_S, float(fields["renewed_s"])))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
@@ -162,17 +163,18 @@ def _lock_content(save_id: str) -> bytes:
     return _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
 
 
-def _create(writer: StorageWriter, save_id: str) -> None:
+def _create_lock(writer: StorageWriter, save_id: str) -> None:
     """Create the lock file, after a stale one has been removed."""
     _take_over(writer)
     content = _lock_content(save_id)
     try:
         writer.create(LOCK_FILE, len(content))
     except StorageError as error:
-        found = writer.read(LOCK_FILE)
-        if found is not None:
-            raise _refusal(writer, _LockRecord.from_bytes(found)) from error
+        existing = writer.read(LOCK_FILE)
+        if existing is not None:
+            raise _refusal(writer, _LockRecord.from_bytes(existing)) from error
         raise
+    # Between the creation and this write the file is empty. Others that read it then wait (_WRITTEN_S).
     try:
         writer.write(LOCK_FILE, 0, [memoryview(content)])
         writer.sync(LOCK_FILE)
@@ -191,6 +193,8 @@ def _take_over(writer: StorageWriter) -> None:
     content = _require_stale(writer)
     if content is None:
         return
+    # A rename, not a removal: only one of several savers that found the lock stale succeeds, and it can check what
+    # it has taken. A removal might hit the new lock of a faster saver.
     aside = f".{LOCK_FILE}.{secrets.token_hex(4)}{INCOMPLETE}"
     try:
         writer.rename(LOCK_FILE, aside)
@@ -198,7 +202,7 @@ def _take_over(writer: StorageWriter) -> None:
         if writer.read(LOCK_FILE) is not None:
             raise
         raise _refusal(writer, _LockRecord.from_bytes(content)) from error  # another save was faster
-    if writer.read(aside) != content:
+    if writer.read(aside) != content:  # the new lock of a faster saver: give it back
         writer.rename(aside, LOCK_FILE)
         raise _refusal(writer, None)
     writer.remove(aside)
@@ -217,8 +221,10 @@ def _require_stale(writer: StorageWriter) -> bytes | None:
         time.sleep(_POLL_S)
         content = writer.read(LOCK_FILE)
     record = _LockRecord.from_bytes(content)
-    is_stale = record is not None and (record.is_stale or _is_silent(writer, record))
-    if content is not None and not is_stale:
+    if content is None:
+        return None
+    # A process on this machine is checked at once. Only the lock of another machine is watched, for half a minute.
+    if record is None or not (record.is_stale or _is_silent(writer, record)):
         raise _refusal(writer, record)
     return content
 
@@ -227,15 +233,15 @@ def _is_silent(writer: StorageWriter, record: _LockRecord) -> bool:
     """Return True if a lock of another machine is not renewed during some of its intervals, and wait for these."""
     if record.renewed_s <= 0 or record.process.is_visible:
         return False
-    first, deadline = _changed_at(writer), time.monotonic() + _MAX_MISSED * record.renewed_s
+    first, deadline = _read_mtime_ns(writer), time.monotonic() + _MAX_MISSED * record.renewed_s
     while first is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        if _changed_at(writer) != first:
+        if _read_mtime_ns(writer) != first:
             return False
     return first is not None
 
 
-def _changed_at(writer: StorageWriter) -> int | None:
+def _read_mtime_ns(writer: StorageWriter) -> int | None:
     """Return the modification time of the lock file in ns, or None if there is no lock."""
     try:
         # Opened, and not only os.stat: a network file system revalidates its cached attributes at open.
@@ -250,6 +256,6 @@ def _refusal(writer: StorageWriter, record: _LockRecord | None) -> StorageError:
     if record is not None:
         holder = f"process {record.process.pid} on {record.process.host}"
     return StorageError(
-        f"{writer.root}: another save is writing here ({holder}). Wait for it, or save to another directory. If "
-        f"that process is gone, remove {LOCK_FILE} from the directory"
+        f"{writer.root}: another save is writing here ({holder}). Wait for it, or save to another directory. "
+        f"If that process is gone, remove {LOCK_FILE}"
     )

@@ -21,7 +21,7 @@ from shardwise.models.four_bit.layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
-from shardwise.saving.prepare import WrittenNames, collect_for_files, resolved_dtype
+from shardwise.saving.prepare import WrittenNames, collect_for_files, resolve_dtype
 from shardwise.transfer.memory import compute_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
@@ -83,7 +83,7 @@ def _gather_full(
     dtypes: Mapping[str, torch.dtype],
     sender: ShardSender,
     targets: range,
-    held: Sequence[TensorRef],
+    refs: Sequence[TensorRef],
     device: torch.device | None,
     bucket_bytes: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,7 +97,7 @@ def _gather_full(
     ]
     with world.collective("plan the rounds"):
         rounds = plan_rounds([moves], sender.shares, bucket_bytes)
-    staging_device = compute_device(held, held[0].local.device if held else None)
+    staging_device = compute_device(refs, refs[0].local.device if refs else None)
     shapes = {key: item.shape for key, item in outputs.items()}
     received = _ReceivedTensors(shapes, dtypes, device or staging_device)
     arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
@@ -151,47 +151,47 @@ def _prepare_sender(
     with world.collective("collect the state"):
         held = _collect(model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
-    chosen: dict[str, str] = {}
+    fqns: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
-        chosen = selection.broadcast_names_outside(world, model, held, only)
-        wanted = set(chosen.values())
-        held = [item for item in held if wanted.intersection(item.names)]
+        fqns = selection.broadcast_names_outside(world, model, held, only)
+        adapter = set(fqns.values())
+        held = [item for item in held if adapter.intersection(item.names)]
     shares = agree_on_shares(world, held, on_differing_buffers).by_name
     by_name = {name: item for item in held for name in item.names}
     sender = ShardSender(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
         layout = build_layout(held)
         outputs: Mapping[str, Output] = {
-            key: Output.unchanged(key, layout.by_name[name]) for key, name in chosen.items()
+            key: Output.unchanged(key, layout.by_name[name]) for key, name in fqns.items()
         }
     else:
         with world.collective("select outputs"):
             outputs, adapted = _select_outputs(model, held, names, only)
         if adapted is not None:
-            sender = _merging(world, held, sender, adapted, options)
+            sender = _make_merging_sender(world, held, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
     return held, outputs, sender
 
 
-def _merging(
-    world: World, held: Sequence[TensorRef], sender: ShardSender, adapted: selection.Adapted, options: StreamOptions
+def _make_merging_sender(
+    world: World, refs: Sequence[TensorRef], sender: ShardSender, adapted: selection.Adapted, options: StreamOptions
 ) -> MergingShardSender:
     """Return the sender of tensors with the adapter merged in. Every rank then holds the full adapter.
 
     Collective: yes.
     """
-    layout, shares = build_layout(held), sender.shares
+    layout, shares = build_layout(refs), sender.shares
     factors = [name for pair in adapted.factors.values() for name in (pair.lora_A, pair.lora_B)]
     outputs = {name: Output.unchanged(name, layout.by_name[name]) for name in factors}
     dtypes = {name: to_torch(output.dtype) for name, output in outputs.items()}
     every_rank = range(world.size)
-    matrices = dict(_gather_full(world, outputs, dtypes, sender, every_rank, held, None, options.bucket_bytes))
-    base_held = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
+    matrices = dict(_gather_full(world, outputs, dtypes, sender, every_rank, refs, None, options.bucket_bytes))
+    base_refs = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     with world.collective("plan packed rows"):
-        packed = packed_rows(base_held)
+        packed = find_packed_rows(base_refs)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
-    return MergingShardSender(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
+    return MergingShardSender(base_refs, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
 def _collect(
@@ -199,47 +199,46 @@ def _collect(
 ) -> list[TensorRef]:
     if only is None:
         return collect_for_files(model, names)
-    held = collect_tensors(model)
+    refs = collect_tensors(model)
     if isinstance(only, selection.MergedAdapter):
-        files.require_scales(held)
-    return held
+        files.require_scales(refs)
+    return refs
 
 
 def _select_outputs(
-    model: nn.Module, held: list[TensorRef], names: WrittenNames, only: selection.MergedAdapter | None
+    model: nn.Module, refs: list[TensorRef], names: WrittenNames, only: selection.MergedAdapter | None
 ) -> tuple[Mapping[str, Output], selection.Adapted | None]:
     """Return the outputs. For a merged adapter, return also the model without it.
 
     Raises:
         ConfigError, KeyMismatchError: they cannot be streamed.
     """
-    layout = build_layout(held)
+    layout = build_layout(refs)
     if only is None:
         if names == "hub" and selection.has_adapters(model):
             raise ConfigError(
-                f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together. Pass "
-                "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
-                "names them"
+                f"{type(model).__name__}: has PEFT adapters, and the hub has no names for base and adapter "
+                "together. Pass only=MergedAdapter(), only=AdapterOnly(), or names='internal'"
             )
-        return files.with_file_shapes(held, revert(model, layout, internal_names=names == "internal")), None
-    files.require_no_experts(held, _NOT_MERGED)
-    adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
-    layout = adapted.layout(files.dequantized_layout(layout, held))
+        return files.with_file_shapes(refs, revert(model, layout, internal_names=names == "internal")), None
+    files.require_no_experts(refs, _NOT_MERGED)
+    adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
+    layout = adapted.layout(files.dequantized_layout(layout, refs))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted
 
 
-def packed_rows(held: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
+def find_packed_rows(refs: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
     """Return weights in 4 bits by name, with their dequantization."""
-    layers = {name: item.slots[0] for name, item in held.items() if is_in_four_bits(item.slots[0].module)}
-    scales = {id(slot.module): held[name] for name, slot in layers.items() if slot.name == SCALES}
+    layers = {name: item.slots[0] for name, item in refs.items() if is_in_four_bits(item.slots[0].module)}
+    scales = {id(slot.module): refs[name] for name, slot in layers.items() if slot.name == SCALES}
     return {
-        name: PackedRows(held[name], scales[id(slot.module)], slot.module)
+        name: PackedRows(refs[name], scales[id(slot.module)], slot.module)
         for name, slot in layers.items()
         if slot.name == WEIGHT
     }
 
 
-def tensors_to_come(
+def describe_tensors(
     model: nn.Module, names: WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of the tensors that :func:`walk_tensors` yields, by key and in its order.
@@ -310,5 +309,5 @@ def iter_hf_tensors(
 
     Every error is the same on every rank.
     """
-    dtype = resolved_dtype(dtype)
+    dtype = resolve_dtype(dtype)
     return walk_tensors(without_compile(model), to, names, only, dtype, on_differing_buffers, options)

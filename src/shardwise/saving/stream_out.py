@@ -66,14 +66,17 @@ def stream_out(
         StorageError: something could not be written.
     """
     out = LocalFiles(World(0, 1), writer, plan.files, advance)
-    begun = begin_save(writer, plan)
+    # The lock comes first: from here on, no other save removes or creates files in this folder.
+    state = begin_save(writer, plan)
     try:
         _write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
+        # Only after all is written it is known whether the edits have changed a value, and before the commit the
+        # older checkpoint is still valid.
         if check is not None:
             check(out.written)
-        commit_save(writer, plan, begun, companions, out.written.fingerprints)
-    except BaseException:
-        undo_save(writer, plan, begun)
+        commit_save(writer, plan, state, companions, out.written.fingerprints)
+    except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
+        undo_save(writer, plan, state)
         raise
     return out.written
 
@@ -98,6 +101,8 @@ def _write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], to_sav
     computed: list[tuple[str, Box, torch.Tensor]] = []
     untrimmed = 0
     for block in blocks:
+        # The end of the with block waits for the write, so blocks reach the file in order, and at most two are in
+        # memory. An error of the write is raised there.
         with in_background(out.write, computed):
             tensors = to_save.values(block)
         computed = [(key, box, tensor) for (key, box), tensor in zip(block, tensors, strict=True)]
@@ -157,7 +162,7 @@ _ELEMENT_BYTES = 16
 """Memory for an element of a block while it is merged: the base, the delta, their sum, the rounded sum."""
 
 
-def edited(name: str, base: Expression, edits: Sequence[Edit], dtype: DType, changed: set[str]) -> Expression:
+def apply_edits(name: str, base: Expression, edits: Sequence[Edit], dtype: DType, changed: set[str]) -> Expression:
     """Return a tensor of the base with its edits, rounded to ``dtype``.
 
     The leaves of the edits are tensors of the adapter. Modules whose edits change a value are added to ``changed``
@@ -165,15 +170,17 @@ def edited(name: str, base: Expression, edits: Sequence[Edit], dtype: DType, cha
     """
     shape = base.shape
     computing = DType.F64 if base.dtype is DType.F64 else DType.F32
+    # The order of the inputs is that in which _Merge.evaluate takes them: the base, then for each edit its leaves,
+    # and for DoRA the norms of all edits so far and the magnitude.
     inputs: list[Expression] = [base]
     for number, edit in enumerate(edits):
         inputs += _edit_leaves(edit)
         if isinstance(edit, LowRank) and edit.magnitude is not None:
-            before = (*edits[:number], edit)
-            norms = _Norms(shape, tuple(before), to_torch(computing))
-            needs = [leaf for item in before for leaf in _edit_leaves(item)]
-            kept = shape[_kept(edit)]
-            inputs += [Computed(norms, "norms", (kept,), DType.F64, (base, *needs)), edit.magnitude]
+            edits_so_far = edits[: number + 1]
+            norms = _Norms(shape, tuple(edits_so_far), to_torch(computing))
+            leaves = [leaf for item in edits_so_far for leaf in _edit_leaves(item)]
+            size = shape[_magnitude_dim(edit)]
+            inputs += [Computed(norms, "norms", (size,), DType.F64, (base, *leaves)), edit.magnitude]
     merge = _Merge(name, shape, tuple(edits), to_torch(computing), to_torch(dtype), changed)
     return Computed(merge, "merged", shape, dtype, tuple(inputs))
 
@@ -193,14 +200,14 @@ class _Merge:
     def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (1,) * len(self.shape)
         for box in split_aligned(requested["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
-            needs = [box]
+            boxes = [box]
             for edit in self.edits:
-                needs += _needed_boxes(edit, box, self.shape)
+                boxes += _leaf_boxes(edit, box, self.shape)
                 if isinstance(edit, LowRank) and edit.magnitude is not None:
-                    kept = _kept(edit)
-                    needs += 2 * [Box((box.offsets[kept],), (box.sizes[kept],))]
-            nbytes = _ELEMENT_BYTES * box.numel + 8 * sum(need.numel for need in needs[1:])
-            yield ComputedBlock(tuple(needs), {"merged": box}, nbytes)
+                    dim = _magnitude_dim(edit)
+                    boxes += 2 * [Box((box.offsets[dim],), (box.sizes[dim],))]  # of the norms and the magnitude
+            nbytes = _ELEMENT_BYTES * box.numel + 8 * sum(item.numel for item in boxes[1:])
+            yield ComputedBlock(tuple(boxes), {"merged": box}, nbytes)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Raises :class:`FormatError` if a value is not finite where the base is."""
@@ -209,21 +216,25 @@ class _Merge:
         box = block.outputs["merged"]
         value = base
         for edit in self.edits:
-            value = _applied(edit, value, inputs, box, self.shape)
+            value = _apply_edit(edit, value, inputs, box, self.shape)
             if isinstance(edit, LowRank) and edit.magnitude is not None:
                 norms, magnitude = next(inputs), next(inputs).to(torch.float64)
-                scale = (magnitude.flatten() / norms).to(self.computing)
-                kept = _kept(edit)
-                value = value * scale.view([-1 if dim == kept else 1 for dim in range(value.ndim)])
-        rounded = value.to(self.dtype)
+                scale = (magnitude.flatten() / norms).to(self.computing)  # (rows,), or (columns,) for COLUMNS
+                shape = [1] * value.ndim
+                shape[_magnitude_dim(edit)] = -1
+                value = value * scale.view(shape)
+        rounded = value.to(self.dtype)  # the only rounding: [Note: One rounding]
         modules = {edit.module for edit in self.edits}
+        # Compared after rounding: a delta that vanishes in the dtype has changed nothing.
         if not modules <= self.changed and not torch.equal(rounded, base.to(self.dtype)):
             self.changed.update(modules)
-        is_suspect = not bool(rounded.sum(dtype=torch.float32).isfinite())  # faster than a test of each element
+        # The sum is not finite if an element is not, and faster than a test of each. It may overflow on its own, so
+        # the elements are tested then.
+        is_suspect = not bool(rounded.sum(dtype=torch.float32).isfinite())
         if is_suspect and bool((~rounded.isfinite() & base.to(self.dtype).isfinite()).any()):
             raise FormatError(
-                f"{shown(self.name)}: merging makes values that are not finite in {self.dtype}; the adapter "
-                f"({', '.join(shown(edit.module) for edit in self.edits)}) is damaged, or the dtype too narrow"
+                f"{shown(self.name)}: the merged values are not finite in {self.dtype}. Check the adapter "
+                f"({', '.join(shown(edit.module) for edit in self.edits)}) for damage, or pass a wider dtype"
             )
         return {"merged": rounded}
 
@@ -241,31 +252,33 @@ class _Norms:
     label: str = "norms of a merge"
 
     def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        kept = _kept(self.edits[-1])
-        others = numel([size for dim, size in enumerate(self.shape) if dim != kept])
-        for rows in split_aligned(
-            requested["norms"], (self.shape[kept],), (1,), most_bytes // (_ELEMENT_BYTES * others)
-        ):
-            offsets = [rows.offsets[0] if dim == kept else 0 for dim in range(len(self.shape))]
-            sizes = [rows.sizes[0] if dim == kept else size for dim, size in enumerate(self.shape)]
+        dim = _magnitude_dim(self.edits[-1])
+        # A norm needs a whole row, so a block is a number of whole rows: at least one, however long it is.
+        row_numel = numel(self.shape[:dim] + self.shape[dim + 1 :])
+        most_rows = most_bytes // (_ELEMENT_BYTES * row_numel)
+        for rows in split_aligned(requested["norms"], (self.shape[dim],), (1,), most_rows):
+            offsets, sizes = [0] * len(self.shape), list(self.shape)
+            offsets[dim], sizes[dim] = rows.offsets[0], rows.sizes[0]
             box = Box(tuple(offsets), tuple(sizes))
-            needs = [box, *(need for edit in self.edits for need in _needed_boxes(edit, box, self.shape))]
-            nbytes = _ELEMENT_BYTES * box.numel + 8 * sum(need.numel for need in needs[1:])
-            yield ComputedBlock(tuple(needs), {"norms": rows}, nbytes)
+            boxes = [box]
+            for edit in self.edits:
+                boxes += _leaf_boxes(edit, box, self.shape)
+            nbytes = _ELEMENT_BYTES * box.numel + 8 * sum(item.numel for item in boxes[1:])
+            yield ComputedBlock(tuple(boxes), {"norms": rows}, nbytes)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         inputs = iter(values)
         value = next(inputs).to(self.computing)
         box = block.inputs[0]
         for edit in self.edits:
-            value = _applied(edit, value, inputs, box, self.shape)
-        kept = _kept(self.edits[-1])
-        others = [dim for dim in range(value.ndim) if dim != kept]
+            value = _apply_edit(edit, value, inputs, box, self.shape)
+        others = [dim for dim in range(value.ndim) if dim != _magnitude_dim(self.edits[-1])]
+        # (rows,), summed in float64: a row may have many elements
         return {"norms": value.square().sum(dim=others, dtype=torch.float64).sqrt()}
 
 
-def _kept(edit: Edit) -> int:
-    """Return the dimension along which DoRA has a magnitude."""
+def _magnitude_dim(edit: Edit) -> int:
+    """Return the dimension along which DoRA has a magnitude: that of the outputs, or of an embedding's columns."""
     return 1 if isinstance(edit, LowRank) and edit.form is WeightForm.COLUMNS else 0
 
 
@@ -273,26 +286,31 @@ def _edit_leaves(edit: Edit) -> list[Expression]:
     return [edit.a, edit.b] if isinstance(edit, LowRank) else [edit.leaf]
 
 
-def _needed_boxes(edit: Edit, box: Box, shape: tuple[int, ...]) -> list[Box]:
-    """Return the boxes of an edit's leaves that a box of the weight depends on."""
+def _leaf_boxes(edit: Edit, box: Box, shape: tuple[int, ...]) -> list[Box]:
+    """Return the boxes of an edit's leaves that a box of the weight depends on.
+
+    Example: rows 4 to 6 and columns 0 to 8 of a weight (16, 8) of form ROWS, with a rank of 2, depend on all of A,
+    (2, 8), and on rows 4 to 6 of B, (16, 2).
+    """
     if not isinstance(edit, LowRank):
         return [box]
     starts, sizes, rank = box.offsets, box.sizes, edit.rank
     match edit.form:
-        case WeightForm.ROWS:
+        case WeightForm.ROWS:  # A (rank, in, ...), B (out, rank, 1, ...)
             a = Box((0, *starts[1:]), (rank, *sizes[1:]))
             return [a, Box((starts[0], *(0 for _ in shape[1:])), (sizes[0], *edit.b.shape[1:]))]
-        case WeightForm.COLUMNS:
+        case WeightForm.COLUMNS:  # A (rank, in), B (out, rank), the weight (in, out)
             return [Box((0, starts[0]), (rank, sizes[0])), Box((starts[1], 0), (sizes[1], rank))]
-        case WeightForm.EXPERTS | WeightForm.EXPERT_COLUMNS:
+        case WeightForm.EXPERTS | WeightForm.EXPERT_COLUMNS:  # A (experts * rank, in), B (out, rank * experts)
             outs, ins = (1, 2) if edit.form is WeightForm.EXPERTS else (2, 1)
             a = Box((starts[0] * rank, starts[ins]), (sizes[0] * rank, sizes[ins]))
+            # In B the experts vary fastest, so those of the box are not contiguous: all are read.
             return [a, Box((starts[outs], 0), (sizes[outs], edit.b.shape[1]))]
         case _:
             assert_never(edit.form)
 
 
-def _applied(
+def _apply_edit(
     edit: Edit, value: torch.Tensor, inputs: Iterator[torch.Tensor], box: Box, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Return a box of the weight after an edit whose leaves are the next inputs. For DoRA, before its magnitude."""
@@ -307,13 +325,15 @@ def _applied(
 
 
 def _delta(edit: LowRank, a: torch.Tensor, b: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a box of ``B @ A``, not yet scaled."""
+    """Return a box of ``B @ A``, not yet scaled, in the shape of the box."""
     rank = edit.rank
     if edit.form.is_stacked:
         first, count = box.offsets[0], box.sizes[0]
-        b = b.view(-1, rank, shape[0])[:, :, first : first + count]
+        b = b.view(-1, rank, shape[0])[:, :, first : first + count]  # (out, rank, experts of the box)
+        # (experts, out, rank) @ (experts, rank, in) -> (experts, out, in)
         delta = torch.bmm(b.permute(2, 0, 1), a.view(count, rank, -1))
         return delta if edit.form is WeightForm.EXPERTS else delta.transpose(1, 2)
     if edit.form is WeightForm.COLUMNS:
-        return a.t() @ b.t()
+        return a.t() @ b.t()  # (in, rank) @ (rank, out)
+    # (out, rank) @ (rank, in * kernel): a convolution's kernel is a part of the columns, and 1 x 1 in B.
     return (b.reshape(-1, rank) @ a.reshape(rank, -1)).view(box.sizes)

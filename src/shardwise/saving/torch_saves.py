@@ -78,18 +78,18 @@ def write_whole_file(
     first_keys: dict[int, str] = {}
     keys = {path: first_keys.setdefault(id(tensor), flat_key(path)) for path, tensor in tensors.items()}
     with world.collective("map the keys"):
-        unique = _by_key(keys, tensors)
+        unique = _sort_by_key(keys, tensors)
     full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
 
     with world.broadcast("write the file") as exchange:
         if world.rank == 0:
-            state = nested({**{path: full[key] for path, key in keys.items()}, **objects})
+            state = nest_values({**{path: full[key] for path, key in keys.items()}, **objects})
             exchange.local = WrittenFiles({name: write_torch_file(saving, name, state)})
     written = exchange.result
     return sum(tensor.nbytes for tensor in unique.values()), written if world.rank == 0 else WrittenFiles()
 
 
-def _by_key(keys: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _sort_by_key(keys: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors by key, sorted. Raises :class:`ShardingError` if two tensors have one key."""
     by_key: dict[str, torch.Tensor] = {}
     for path, key in sorted(keys.items(), key=itemgetter(1)):
@@ -144,10 +144,10 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
 def _measure_size(state: Any) -> int:
     """Return the bytes of the file that ``torch.save`` writes. Memory: none, because this writes a sparse file."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        place = Path(folder, "archive")  # the name that torch gives to archives without one
+        path = Path(folder, "archive")  # the name that torch gives to archives without one
         with torch.serialization.skip_data():
-            torch.save(state, place)
-        return place.stat().st_size
+            torch.save(state, path)
+        return path.stat().st_size
 
 
 class _FileStream(io.RawIOBase):
@@ -169,29 +169,29 @@ class _FileStream(io.RawIOBase):
         return view.nbytes
 
 
-def nested(values: Nest) -> object:
+def nest_values(values: Nest) -> object:
     """Return values in dicts and lists. A number leads into a list if all numbers from 0 on are there."""
     if () in values:
         return values[()]
     inner: dict[str | int, dict[Levels, object]] = {}
-    for (first, *rest), value in ((list(path), value) for path, value in values.items()):
-        inner.setdefault(first, {})[tuple(rest)] = value
+    for (first, *tail), value in ((list(path), value) for path, value in values.items()):
+        inner.setdefault(first, {})[tuple(tail)] = value
     if all(isinstance(key, int) for key in inner) and sorted(inner) == list(range(len(inner))):
-        return [nested(inner[number]) for number in range(len(inner))]
-    return {key: nested(found) for key, found in inner.items()}
+        return [nest_values(inner[number]) for number in range(len(inner))]
+    return {key: nest_values(items) for key, items in inner.items()}
 
 
-def flattened(value: Any, path: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
+def flatten_values(value: Any, path: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
     """Yield the values in nested dicts and lists, with their paths. Inverse of :func:`nested`.
 
     Empty dicts, and lists without tensors or dicts, are values. ``as_text`` converts keys of dicts to strings.
     """
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from flattened(item, (*path, str(key) if as_text else key), as_text=as_text)
+            yield from flatten_values(item, (*path, str(key) if as_text else key), as_text=as_text)
     elif isinstance(value, list) and _is_nest(value):
         for number, item in enumerate(value):
-            yield from flattened(item, (*path, number), as_text=as_text)
+            yield from flatten_values(item, (*path, number), as_text=as_text)
     else:
         yield path, value
 
@@ -202,7 +202,7 @@ def _is_nest(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def loaded(content: bytes, what: str) -> Any:
+def load_value(content: bytes, what: str) -> Any:
     """Return a value that ``torch.save`` wrote.
 
     Raises:
@@ -234,8 +234,8 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
                 "save it in another form, or save with use_dcp=True"
             )
         file = folder / names[world.rank]
-        found = load_plain(file)
-        for path, tensor in flattened(found):
+        state = load_plain(file)
+        for path, tensor in flatten_values(state):
             if not isinstance(tensor, torch.Tensor):
                 continue
             name = flat_key(path)
@@ -245,7 +245,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
                     "LOCAL_STATE_DICT). Load it with FSDP1 and save it with FULL_STATE_DICT or SHARDED_STATE_DICT"
                 )
             _require_sound(tensor, f"{name} in {file}")
-        return found
+        return state
 
 
 _OTHER_TORCH = (
@@ -324,7 +324,7 @@ def write_distributed_folder(
         StorageError: the folder could not be written to, or another save writes there, or has since.
     """
     with world.collective("collect tensors"):
-        tensors, packed = _tensors_and_packed(state, is_packed=world.rank == 0)
+        tensors, packed = _split_state(state, is_packed=world.rank == 0)
     by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
     with world.all_gather("describe tensors") as exchange:
         exchange.local = metadata_by_name(by_key)
@@ -333,7 +333,10 @@ def write_distributed_folder(
         plan = plan_tensors(tensors, metadata, global_ranks=world.global_ranks)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
-    files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
+    files = {
+        data_file(rank, number): plan.nbytes(rank) + sum(rank_sizes.values())
+        for rank, rank_sizes in enumerate(sizes)
+    }
 
     with world.collective("write local files"):
         saving.require()
@@ -352,11 +355,11 @@ def write_distributed_folder(
                 make_file(writer, temporary_name(METADATA, saving.save_id), written)
                 writer.sync_names()
             exchange.local = len(written)
-    named = {f"{name}/{METADATA}": exchange.result}
-    return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
+    metadata_file = {f"{name}/{METADATA}": exchange.result}
+    return WrittenFiles(metadata_file, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 
 
-def _tensors_and_packed(
+def _split_state(
     state: Mapping[str, Any], *, is_packed: bool
 ) -> tuple[dict[Levels, torch.Tensor], dict[Levels, bytes]]:
     """Split a state into tensors and other values, by path. The latter are left out unless ``is_packed``.
@@ -367,7 +370,7 @@ def _tensors_and_packed(
     tensors: dict[Levels, torch.Tensor] = {}
     packed: dict[Levels, bytes] = {}
     keys: set[str] = set()
-    for path, value in flattened(state, as_text=True):
+    for path, value in flatten_values(state, as_text=True):
         if isinstance(value, Mapping):
             continue  # an empty dict, which torch leaves out
         if (key := flat_key(path)) in keys:
@@ -376,11 +379,11 @@ def _tensors_and_packed(
         if isinstance(value, torch.Tensor):
             tensors[path] = value
         elif is_packed:
-            packed[path] = _packed(value)
+            packed[path] = _pack(value)
     return tensors, packed
 
 
-def _packed(value: object) -> bytes:
+def _pack(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

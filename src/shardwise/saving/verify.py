@@ -56,15 +56,15 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
     start = time.perf_counter()
     opened = open_storage(directory)
     with opened.reader as reader:
-        adapter = _adapter_in(reader) if opened.file is None else None
+        adapter = _find_adapter(reader) if opened.file is None else None
         training = None if adapter is None else find_training_file(reader, adapter)
         config = read_object(reader, _CONFIG_FILE) if adapter is None else {}
-        named = opened.file or adapter or config.get("transformers_weights")
-        index = open_checkpoint(reader, weights_name=named, extra_files=[training] if training else [])
+        weights_name = opened.file or adapter or config.get("transformers_weights")
+        index = open_checkpoint(reader, weights_name=weights_name, extra_files=[training] if training else [])
         coverage = _Coverage("there is no config.json")
         if adapter is None and _CONFIG_FILE in reader.list():
             coverage = _find_coverage(directory, config)
-        found = _compare_files(reader, index)
+        comparison = _compare_files(reader, index)
     return ReopenReport(
         checkpoint=index.root,
         files=len(index.files),
@@ -73,12 +73,12 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         model_class=coverage.model_class,
         unknown=coverage.unknown,
         unexpected=coverage.unexpected,
-        compared=found.compared,
-        damaged=found.damaged,
-        damaged_files=found.damaged_files,
+        compared=comparison.compared,
+        damaged=comparison.damaged,
+        damaged_files=comparison.damaged_files,
         seconds=time.perf_counter() - start,
         holds="an adapter of PEFT; a load checks whether it fits its base" if adapter else "",
-        changed=found.changed,
+        changed=comparison.changed,
     )
 
 
@@ -119,7 +119,7 @@ def _find_coverage(directory: str | os.PathLike[str], config: Mapping[str, objec
     return _Coverage("", type(built.model).__name__, tuple(map(shown, plan.unexpected_keys)))
 
 
-def _adapter_in(reader: StorageReader) -> str | None:
+def _find_adapter(reader: StorageReader) -> str | None:
     """Return the file of an adapter in a folder without weights of a model."""
     names = [name for name in reader.list() if "/" not in name]
     weights = {name for name in names if name.endswith(".safetensors") or name.startswith("pytorch_model")}
@@ -155,7 +155,7 @@ def _compare_files(
     saves: list[RecordedSave] = []
     broken: list[str] = []
     for file in map(fingerprints.fingerprint_file, stems):
-        recorded = _recorded(reader, file)
+        recorded = _read_records(reader, file)
         saves += recorded or ()
         if recorded is None:
             broken.append(f"{file}: the record of fingerprints")
@@ -164,15 +164,15 @@ def _compare_files(
         return ComparedFiles(damaged_files=tuple(broken))
     # During a commit, two saves may be on record, even of the same sizes. Small files are of either.
     files = _FilesAsRead.read(reader, index)
-    found = min(map(files.compare, candidates), key=attrgetter("faults"))
-    beside = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
+    best = min(map(files.compare, candidates), key=attrgetter("faults"))
+    small_files = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
     changed = [
         name if name in present else f"{name} (it is gone)"
-        for name in sorted(beside)
-        if name not in present or _digest(reader, name) not in {save.beside.get(name) for save in saves}
+        for name in sorted(small_files)
+        if name not in present or _compute_digest(reader, name) not in {save.beside.get(name) for save in saves}
     ]
-    return replace(found, damaged_files=(*broken, *found.damaged_files), changed=tuple(changed))
+    return replace(best, damaged_files=(*broken, *best.damaged_files), changed=tuple(changed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ class _FilesAsRead:
         for entry in index.entries.values():
             ends[entry.file] = min(ends[entry.file], entry.start)
         headers = {file: fingerprints.digest(reader.read(file, 0, end)) for file, end in ends.items()}
-        config = _digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
-        return cls(dict(index.files), _fingerprints(reader, index), headers, config)
+        config = _compute_digest(reader, ADAPTER_CONFIG) if ADAPTER_CONFIG in reader.list() else "gone"
+        return cls(dict(index.files), _compute_fingerprints(reader, index), headers, config)
 
     def compare(self, save: RecordedSave) -> ComparedFiles:
         keys = {*self.tensors, *(save.tensors if self.files == dict(save.files) else ())}
@@ -224,12 +224,12 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
         StorageError: bytes could not be read.
     """
     index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
-    found = _compare_files(reader, index, [ADAPTER])
+    comparison = _compare_files(reader, index, [ADAPTER])
     record = fingerprints.fingerprint_file(ADAPTER)
-    if found.faults:
+    if comparison.faults:
         files = {key: entry.file for key, entry in index.entries.items()}
-        damaged = (f"{files.get(key, adapter)}: {shown(key)}" for key in found.damaged)
-        faults = [*found.damaged_files, *damaged]
+        damaged = (f"{files.get(key, adapter)}: {shown(key)}" for key in comparison.damaged)
+        faults = [*comparison.damaged_files, *damaged]
         more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise FormatError(
             f"{reader.root}: is not what was saved, and nothing of it has been loaded:\n  "
@@ -237,7 +237,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
             + "\nThe disk, or what copied or edited the files, has changed them. Load another copy. To take an "
             f"adapter that was changed on purpose, remove {record}, and load it with training_state=False"
         )
-    if training is not None and not found.compared:
+    if training is not None and not comparison.compared:
         raise FormatError(
             f"{training} in {reader.root}: {record} has no checksums of it, by which damage would be found. Copy "
             "that file there, too. Of a save by an earlier version, which recorded none, take the matrices alone, "
@@ -245,7 +245,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
         )
 
 
-def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
+def _read_records(reader: StorageReader, file: str) -> list[RecordedSave] | None:
     """Return the records of saves in this file, or None if it is damaged."""
     if file not in reader.list():
         return []
@@ -255,15 +255,15 @@ def _recorded(reader: StorageReader, file: str) -> list[RecordedSave] | None:
     return fingerprints.parse(reader.read(file, 0, nbytes))
 
 
-def _digest(reader: StorageReader, file: str) -> str:
-    found, nbytes = hashlib.sha256(), reader.size(file)
+def _compute_digest(reader: StorageReader, file: str) -> str:
+    digest, nbytes = hashlib.sha256(), reader.size(file)
     for start in range(0, nbytes, _VERIFIED_BYTES):
-        found.update(reader.read(file, start, min(start + _VERIFIED_BYTES, nbytes)))
-    return found.hexdigest()
+        digest.update(reader.read(file, start, min(start + _VERIFIED_BYTES, nbytes)))
+    return digest.hexdigest()
 
 
-def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:
-    found = dict.fromkeys(index.entries, 0)
+def _compute_fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:
+    sums = dict.fromkeys(index.entries, 0)
     lock = threading.Lock()
     blocks = [
         (entry, start, min(start + _VERIFIED_BYTES, entry.stop))
@@ -277,8 +277,8 @@ def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, in
         reader.read_into(entry.file, start, view)
         value = fingerprint(view, start - entry.start)
         with lock:
-            found[entry.key] = (found[entry.key] + value) % MODULUS
+            sums[entry.key] = (sums[entry.key] + value) % MODULUS
 
     memories = [bytearray(_VERIFIED_BYTES) for _ in range(reader.policy.concurrency)]
     WorkerPool(add, memories).run(blocks)
-    return found
+    return sums

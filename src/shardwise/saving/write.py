@@ -20,7 +20,7 @@ from shardwise.files.storage import StorageReader, StorageWriter
 from shardwise.fsdp.named_tensors import raw_bytes, strided_view
 from shardwise.fsdp.torch_private import synchronize_streams, to_torch
 from shardwise.ranks.world import World
-from shardwise.saving.plan import assign_owners, moves_to_owners
+from shardwise.saving.plan import assign_owners, plan_moves_to_owners
 from shardwise.transfer.fingerprints import MODULUS, fingerprint
 from shardwise.transfer.memory import WorkerPool, in_background
 from shardwise.transfer.move import ShardExchange
@@ -34,7 +34,7 @@ _READ_BACK_BYTES = 4 << 20
 
 
 @dataclass
-class Emitter:
+class ShardWriter:
     """Writer of this rank's tensors, with fingerprints by key (see [Note: Fingerprints]).
 
     ``tensors`` are this rank's own, by the numbers that segments have. ``written_bytes`` counts by file.
@@ -130,12 +130,12 @@ class Emitter:
         return buffers
 
     def _add_fingerprints(self, request: FileRequest, buffers: Sequence[memoryview]) -> None:
-        found: list[tuple[str, int]] = []
+        values: list[tuple[str, int]] = []
         for segment, buffer in zip(request.segments, buffers, strict=True):
             key = segment.copy.leaf.key
-            found.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
+            values.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
         with self._lock:
-            for key, value in found:
+            for key, value in values:
                 self.sums[key] = (self.sums.get(key, 0) + value) % MODULUS
 
 
@@ -195,19 +195,19 @@ def write_by_owners(
     Every error is the same on every rank.
     """
     owners = assign_owners(files, world.size)
-    streams = moves_to_owners(files, owners, expressions, world.size)
+    streams = plan_moves_to_owners(files, owners, expressions, world.size)
     buffer_bytes = budget_bytes // _BUFFERS
     with world.collective("plan the rounds"):
         rounds = plan_rounds(streams, sender.shares, buffer_bytes)
-    own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
+    local_files = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    out = LocalFiles(world, writer, own, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
+    out = LocalFiles(world, writer, local_files, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
     exchange = ShardExchange(world, rounds, sender.share, None, dtypes, device)
     with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
-            own_blocks = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
+            local_blocks = [(block.key, block.box) for block in blocks if block.targets == (world.rank,)]
             with world.collective("write files"):
-                out.write([(*block, exchange.received.pop(block)) for block in own_blocks])
+                out.write([(*block, exchange.received.pop(block)) for block in local_blocks])
     with world.collective("flush files to disk"):
         out.finish()
     return out.written

@@ -17,7 +17,7 @@ from shardwise.fsdp import torch_private
 from shardwise.integrations.trainer_runs import checkpoints_in
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
 from shardwise.ranks.world import World
-from shardwise.saving.locked_folder import locked_by_first_rank
+from shardwise.saving.locked_folder import lock_on_first_rank
 from shardwise.training import trl_objects as trl_setup
 from shardwise.training.adapter_rows import tokenize
 from shardwise.training.adapters_config import read_tenants
@@ -148,7 +148,7 @@ def locked_output(
         with world.broadcast("create the folder"):
             if world.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-        with locked_by_first_rank(world, folder) as saving:
+        with lock_on_first_rank(world, folder) as saving:
             with world.broadcast("record the run"):
                 if world.rank == 0:
                     _record(output, identity, weights)
