@@ -422,7 +422,7 @@ class AdapterBank:
                 training = collect_training_state(tenant, base, cast)
         request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
         with get_world(options, "AdapterBank.save") as world:
-            return execute_save(world, request, "first_rank", options, Clock(), verify=verify)
+            return execute_save(world, request, options, Clock(), verify=verify)
 
     def load(
         self,

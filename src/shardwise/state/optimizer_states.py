@@ -65,7 +65,7 @@ def collect_optimizers(
         name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
     }
     both = {**tensors, **values}
-    equal_on_all(world, both, (), "error", budget_bytes=options.budget_bytes, device=device)
+    equal_on_all(world, both, (), budget_bytes=options.budget_bytes, device=device)
     return CollectedOptimizers(bounds, tensors, scalars, device)
 
 

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.core.consents import OnDiffering
-from shardwise.core.errors import ConfigError, RankMismatchError, ShardingError
+from shardwise.core.errors import RankMismatchError, ShardingError
 from shardwise.core.formatting import few_names, format_ranks
 from shardwise.core.layout import TensorKind, locate_box
 from shardwise.core.tensors import Box
@@ -95,7 +94,6 @@ def _stack_numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def compare_replicas(
     world: World,
     replicas: Replicas,
-    on_differing_buffers: OnDiffering,
     mismatched: Collection[ReplicaGroup] | None = None,
 ) -> tuple[str, ...]:
     """Compare replicas. Return the names of differing buffers, for which the first rank's values are used.
@@ -106,42 +104,18 @@ def compare_replicas(
     :func:`~shardwise.transfer.checksums.checksums`.
 
     Raises:
-        ConfigError: ``on_differing_buffers`` is no such mode.
-        RankMismatchError: parameters or optimizer state differ, or buffers that must not. The message names them.
+        RankMismatchError: parameters or optimizer state differ. The message names them.
     """
     if mismatched is None:
-        with world.all_reduce("compute digests", _mismatched_in_one_mode) as exchange:
-            exchange.local = _mode_and_digests(replicas, on_differing_buffers)
+        with world.all_reduce("compute digests", mismatched_groups) as exchange:
+            exchange.local = replicas.digests()
         mismatched = exchange.result
     if not mismatched:
         return ()
-    with world.all_reduce(
-        "compute checksums", partial(_find_differing_buffers, world, on_differing_buffers=on_differing_buffers)
-    ) as exchange:
+    with world.all_reduce("compute checksums", partial(_find_differing_buffers, world)) as exchange:
         exchange.local = replicas.checksums(mismatched)
     differing: tuple[str, ...] = exchange.result
     return differing
-
-
-def _mode_and_digests(
-    replicas: Replicas, on_differing_buffers: OnDiffering
-) -> tuple[str, dict[ReplicaGroup, bytes]]:
-    if on_differing_buffers not in ("first_rank", "error"):
-        raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
-    return on_differing_buffers, replicas.digests()
-
-
-def _mismatched_in_one_mode(
-    gathered: Sequence[tuple[str, Mapping[ReplicaGroup, bytes]]],
-) -> frozenset[ReplicaGroup]:
-    """Return the groups whose ranks have different values.
-
-    Raises:
-        RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
-    """
-    if len({mode for mode, _ in gathered}) > 1:
-        raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
-    return mismatched_groups([digests for _, digests in gathered])
 
 
 def mismatched_groups(gathered: Sequence[Mapping[ReplicaGroup, bytes]]) -> frozenset[ReplicaGroup]:
@@ -165,7 +139,6 @@ def _by_group(gathered: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup
 def _find_differing_buffers(
     world: World,
     gathered: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]],
-    on_differing_buffers: OnDiffering,
 ) -> tuple[str, ...]:
     """Return the names of buffers with differing checksums. Raises :class:`RankMismatchError` for other tensors."""
     parameters: dict[str, set[int]] = {}
@@ -183,11 +156,6 @@ def _find_differing_buffers(
             "fully_shard), or give all ranks one rank's values (torch.distributed.broadcast) and average its "
             "gradients. If replicas have drifted apart, resume from the last checkpoint"
         )
-    if buffers and on_differing_buffers == "error":
-        raise RankMismatchError(
-            f"{_describe_differing(world, buffers)}. These are buffers, such as running statistics: average them "
-            "over the ranks, or pass on_differing_buffers='first_rank' for those of the first rank"
-        )
     return tuple(buffers)
 
 
@@ -201,7 +169,6 @@ def equal_on_all(
     world: World,
     tensors: Mapping[str, torch.Tensor],
     buffers: Collection[str],
-    on_differing_buffers: OnDiffering,
     *,
     budget_bytes: int,
     device: torch.device,
@@ -220,7 +187,7 @@ def equal_on_all(
     held = {name: tuple(found[name].boxes if name in found else () for found in metadata) for name in tensors}
     with world.collective("group replicas"):
         replicas = Replicas.among(tensors, in_common(held, world.rank), buffers)
-    differing = compare_replicas(world, replicas, on_differing_buffers)
+    differing = compare_replicas(world, replicas)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
 
     if differing:
@@ -277,7 +244,7 @@ class Shares:
     differing: tuple[str, ...]
 
 
-def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffers: OnDiffering) -> Shares:
+def agree_on_shares(world: World, held: Sequence[TensorRef]) -> Shares:
     """Determine the part that each rank sends, and check that replicas are equal.
 
     Every rank reports the tensors that it holds, because a mesh that is a part of the world (the data-parallel
@@ -302,7 +269,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     with world.collective("group replicas"):
         replicas = Replicas.among(tensors, in_common(boxes, world.rank), buffers)
-    return Shares(shares, compare_replicas(world, replicas, on_differing_buffers))
+    return Shares(shares, compare_replicas(world, replicas))
 
 
 def _metadata_with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
