@@ -173,7 +173,6 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
     model = nn.Linear(4, 4)
     asked = [
         (lambda: shardwise.shard(model, ("Block",)), "sharding is .*, of type tuple"),
-        (lambda: shardwise.shard(model, values_from="0"), "values_from='0' is not known. Pass one of 'any', "),
         (lambda: shardwise.shard(model, options=LoadOptions()), "options is LoadOptions.*. Pass StateOptions"),
         (lambda: shardwise.shard("model"), "model is 'model', of type str. Pass Module"),
         (lambda: shardwise.load(model, qwen3, options=shardwise.options.StateOptions()), "options is StateOptions"),

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from shardwise.core.consents import Consent, OnUnexpected, allows, describe_faults
 from shardwise.core.errors import KeyMismatchError, RankMismatchError
-from shardwise.core.formatting import ALL_RANKS, abbreviate, collapse, few_names, format_ranks
+from shardwise.core.formatting import ALL_RANKS, abbreviate, collapse, format_ranks
 from shardwise.core.tensors import Box, DType, follows
 from shardwise.transfer.move_plan import covers
 
@@ -241,15 +241,6 @@ it holds, readable only by the same number of ranks with the same sharding.
 _SHOWN = 8
 
 
-ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank"]
-"""Ranks whose values are used.
-
-``"any"``: ranks that have values keep their own, and the others get those of the lowest rank that has the most of
-the model. If values differ, those of that rank replace the others', and the report names the tensors.
-``"all_ranks"``: each rank's own; an error if one has none, or values that differ. ``"first_rank"``: rank 0's; an
-error if it has none where another has some.
-"""
-
 NO_SOURCES: tuple[int, ...] = ()
 """In place of the sources of a tensor that is on meta everywhere."""
 
@@ -302,41 +293,21 @@ def require_alike(items_by_rank: Sequence[Sequence[Item]], global_ranks: Sequenc
             )
 
 
-def select_sources(
-    names: Sequence[str],
-    live_by_rank: Sequence[Sequence[bool]],
-    values_from: ValuesFrom,
-    global_ranks: Sequence[int] = ALL_RANKS,
-) -> list[tuple[int, ...]]:
+def select_sources(live_by_rank: Sequence[Sequence[bool]]) -> list[tuple[int, ...]]:
     """Return the source rank of each rank for every tensor, or ``NO_SOURCES``.
 
-    Raises:
-        RankMismatchError: ranks that ``values_from`` requires have no values.
+    A rank with values is its own source. The others get those of the lowest rank that has the most of the model.
     """
-    most = [sum(live) for live in live_by_rank]
-    lacking: dict[str, list[str]] = {}
-    chosen: list[tuple[int, ...]] = []
-    for name, live in zip(names, zip(*live_by_rank, strict=True), strict=True):
-        having = [rank for rank, has in enumerate(live) if has]
-        if having and (
-            (values_from == "first_rank" and not live[0]) or (values_from == "all_ranks" and not all(live))
-        ):
-            absent = [rank for rank, has in enumerate(live) if not has]
-            lacking.setdefault(_who(absent, global_ranks), []).append(name)
-        having = having[:1] if values_from == "first_rank" else having
-        leader = leading(having, most) if having else 0
-        chosen.append(
-            tuple(rank if rank in having else leader for rank in range(len(live))) if having else NO_SOURCES
-        )
-    if lacking:
-        lines = [f"{who}: {pattern}" for who, found in lacking.items() for pattern, _ in collapse(found)[:_SHOWN]]
-        raise RankMismatchError(
-            f"{values_from} relies on values that ranks do not have:\n  "
-            + "\n  ".join(lines)
-            + "\n'any' takes them "
-            "from the ranks that have them"
-        )
-    return chosen
+    live_counts = [sum(live) for live in live_by_rank]
+    sources: list[tuple[int, ...]] = []
+    for live in zip(*live_by_rank, strict=True):  # by tensor
+        live_ranks = [rank for rank, is_live in enumerate(live) if is_live]
+        if not live_ranks:
+            sources.append(NO_SOURCES)
+            continue
+        leader = leading(live_ranks, live_counts)
+        sources.append(tuple(rank if is_live else leader for rank, is_live in enumerate(live)))
+    return sources
 
 
 def leading(ranks: Sequence[int], most: Sequence[int]) -> int:
@@ -349,14 +320,10 @@ def resolve_differences(
     chosen: Sequence[tuple[int, ...]],
     sums_by_rank: Sequence[Mapping[str, int]],
     most: Sequence[int],
-    values_from: ValuesFrom,
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     """Return the sources with one single rank for each tensor whose values differ, and that rank by name.
 
     ``sums_by_rank`` contains each rank's checksums of the tensors that it shares with other sources.
-
-    Raises:
-        RankMismatchError: values differ, but ``values_from`` requires them to be equal.
     """
     settled: list[tuple[int, ...]] = []
     taken: dict[str, int] = {}
@@ -366,11 +333,6 @@ def resolve_differences(
             taken[name] = leading(sources, most)
             source_ranks = (taken[name],) * len(source_ranks)
         settled.append(source_ranks)
-    if taken and values_from != "any":
-        raise RankMismatchError(
-            f"{len(taken)} tensors have other values on some ranks than on others: {few_names(taken)}. Seed the "
-            "ranks alike, or pass values_from='first_rank' for those of the first"
-        )
     return settled, taken
 
 
