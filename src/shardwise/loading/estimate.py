@@ -52,7 +52,6 @@ class PlanOptions(outlines.FilledOptions, total=False):
     Attributes:
         mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: one axis of all
             ranks.
-        nodes: machines that the ranks are assigned to, in order.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.loading.prepare.LoadOptions`.
         read_policy: read policy of the storage. Default: that of the checkpoint's folder.
@@ -67,7 +66,6 @@ class PlanOptions(outlines.FilledOptions, total=False):
     """
 
     mesh: Mapping[str, int]
-    nodes: int
     device: str
     budget_bytes: int
     read_policy: ReadPolicy
@@ -153,12 +151,10 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
         checkpoint_bytes=index.nbytes,
         checkpoint_tensors=len(index.tensors()),
         bytes_per_dtype=_bytes_per_dtype(world.first),
-        file_bytes=estimate_arithmetic.file_bytes(plan, world, index),
         whole=world.whole,
         **plan_fields(plan),
         device=placement.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
-        nodes=options.get("nodes", 1),
         groups=groups,
         ranks=ranks,
         notes=tuple(notes),
@@ -176,14 +172,11 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
     """Return the requested mesh.
 
     Raises:
-        ConfigError: ranks, mesh and nodes contradict each other.
+        ConfigError: ranks and mesh contradict each other.
     """
-    nodes = options.get("nodes", 1)
     count: object = ranks
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more")
-    if nodes < 1 or ranks % nodes:
-        raise ConfigError(f"nodes={nodes}: does not divide {ranks} ranks. Use a divisor")
     if options.get("sharding", Sharding()).mesh is not None:
         raise ConfigError(
             'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead'
