@@ -47,20 +47,6 @@ def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("keyword", "answer"),
-    [
-        ("async_save", 'Pass mode="async"'),
-        ("process_group", r"Pass options=StateOptions\(process_group=...\)"),
-        ("kept", "Did you mean 'keep'?"),
-        ("other", "Keywords: directory, keep, mode, only, options"),
-    ],
-)
-def test_unknown_keywords_are_answered(tmp_path, keyword, answer):
-    with pytest.raises(shardwise.ConfigError, match=rf"Checkpointer\(\) got an unexpected .*'{keyword}'. {answer}"):
-        Checkpointer(tmp_path, **{keyword: None})
-
-
 @pytest.mark.parametrize("value", [b"", 2**3000])
 def test_values_that_torch_does_not_load_are_refused(value):
     with pytest.raises(shardwise.ConfigError, match="x: holds something other than plain data"):

@@ -49,28 +49,6 @@ def one_rank_loads_otherwise(directory: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("call", "keyword", "said"),
-    [
-        (shardwise.load, "strict", r"load\(\) got an unexpected keyword argument 'strict'. Pass on_missing=Init"),
-        (shardwise.load, "hubs", "Did you mean 'hub'"),
-        (shardwise.save, "safe_serialization", "Leave it out: files are always safetensors"),
-        (shardwise.save, "push", "Keywords: model, directory, tokenizer"),
-        (shardwise.save_adapter, "adapter_name", "Pass adapter="),
-        (shardwise.save_adapter, "verifying", "Did you mean 'verify'"),
-        (shardwise.shard, "mesh", r"Pass sharding=Sharding\(mesh=\.\.\.\)"),
-        (shardwise.get_model_state_dict, "full_state_dict", "Pass form="),
-        (shardwise.set_model_state_dict, "strict", "on_missing=Ignore"),
-        (shardwise.iter_hf_tensors, "bucket_bytes", r"Pass options=StreamOptions\(bucket_bytes="),
-        (shardwise.merge_weights, "save_path", "Pass out="),
-    ],
-)
-def test_calls_answer_unknown_keywords(call, keyword, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
-        call(nn.Linear(2, 2), tmp_path / "out", **{keyword: 1})
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     ("keywords", "said"),
     [
         ({"shardin": 1}, r"from_pretrained\(\) got an unexpected keyword argument 'shardin'. Did you mean 'shardi"),
@@ -98,8 +76,6 @@ def test_unsupported_keywords_of_transformers_name_the_alternative(qwen3, keywor
 @pytest.mark.parametrize(
     ("keyword", "said"),
     [
-        ("mesh", r"Pass sharding=Sharding\(mesh=\.\.\.\)"),
-        ("process_group", r"Pass options=LoadOptions\(process_group=\.\.\.\)"),
         ("gradient_checkpointing", r"Pass sharding=Sharding\(activation_checkpointing=True\)"),
         ("peft_config", r"Pass tuning=Lora\(config\)"),
     ],

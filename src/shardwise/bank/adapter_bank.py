@@ -169,7 +169,7 @@ class AdapterBank:
         for keyword in keywords:
             if keyword not in known:
                 call = "add_adapter" if is_new else "load"
-                raise unknown_keyword(call, keyword, known, {}, tenants.TenantOptions)
+                raise unknown_keyword(call, keyword, known, {})
         return self._build(name, config, tenants.TenantOptions(**keywords), is_new=is_new)
 
     def _build(

@@ -29,7 +29,7 @@ from shardwise.checkpoints.train_state import (
     describe_selection,
 )
 from shardwise.core.consents import Consent
-from shardwise.core.errors import ConfigError, StorageError, answer_keywords
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.save_reports import CheckpointReport, RestoreReport
 from shardwise.fsdp.optimizer_states_by_name import class_name
 from shardwise.models.selection import AdapterOnly, Selection
@@ -47,12 +47,6 @@ _BACKGROUND = "/checkpoint"
 """Purpose of the world in which the ranks' threads meet."""
 
 
-@answer_keywords(
-    adapter_only="Pass only=AdapterOnly() to store an adapter without its base",
-    async_save='Pass mode="async" to write in the background',
-    process_group="Pass options=StateOptions(process_group=...)",
-    save_total_limit="Pass keep=, the number of checkpoints",
-)
 class Checkpointer:
     """Keeps the state of a training in a folder, in the format of ``torch.distributed.checkpoint``.
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.consents import Consent, Ignore, OnMissing
-from shardwise.core.errors import answer_keywords
 from shardwise.core.reports import StateReport
 from shardwise.files import accelerate_saves
 from shardwise.files.join_entries import METADATA
@@ -66,7 +65,6 @@ class FilesSource:
         check_options({**get_hints(load_accelerate_model), **get_hints(load_accelerate_optimizer)}, given)
 
 
-@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
 @torch.no_grad()
 def load_accelerate_model(
     model: nn.Module,
@@ -118,7 +116,6 @@ def load_accelerate_model(
         return read_model(world, model, source, only, clock)
 
 
-@answer_keywords(optimizer_index="Pass number=...")
 @torch.no_grad()
 def load_accelerate_optimizer(
     model: nn.Module,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.core.errors import ConfigError, StorageError, answer_keywords
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.save_reports import FilesReport
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_accelerate_file
 from shardwise.files.folders import FoldersWriter, folders_in, remove_folder
@@ -77,7 +77,6 @@ def require_number(number: object) -> None:
         raise ConfigError(f"number={number!r}: is not an index. Pass the position in the folder, from 0")
 
 
-@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
 def save_accelerate_model(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -116,7 +115,6 @@ def save_accelerate_model(
     return save_model(model, FilesPlace(Path(directory), number, form), only, options)
 
 
-@answer_keywords(optimizer_index="Pass number=...")
 def save_accelerate_optimizer(
     model: nn.Module,
     optimizer: Optimizer,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.core.consents import Consent
-from shardwise.core.errors import FormatError, KeyMismatchError, StorageError, answer_keywords
+from shardwise.core.errors import FormatError, KeyMismatchError, StorageError
 from shardwise.core.reports import LoadReport, StateReport
 from shardwise.core.save_reports import TrainerReport
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind
@@ -41,7 +41,6 @@ _NOT_READ = {
 }
 
 
-@answer_keywords()
 @torch.no_grad()
 def load_trainer_checkpoint(
     model: nn.Module,

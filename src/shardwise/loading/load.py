@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.core.consents import Consent, OnMissing, OnUnexpected
-from shardwise.core.errors import KeyMismatchError, ShardingError, answer_keywords
+from shardwise.core.errors import KeyMismatchError, ShardingError
 from shardwise.core.expression import rows_stored
 from shardwise.core.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
 from shardwise.core.lazy_exports import found_at
@@ -363,19 +363,6 @@ def load_checkpoint(
     return report
 
 
-_ON_DEVICE = (
-    "Tensors are loaded on the device of the model's mesh. For an unsharded one, pass LoadOptions(device=...)"
-)
-
-
-@answer_keywords(
-    strict="Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
-    map_location=_ON_DEVICE,
-    device=_ON_DEVICE,
-    assign="Leave it out: tensors on meta get memory, and real ones keep theirs",
-    weights_only="Leave it out: no code of a file is run",
-    dtype="Values are cast to the dtype of the model's tensors. Build the model in this dtype",
-)
 def load(
     model: nn.Module,
     checkpoint: Source,

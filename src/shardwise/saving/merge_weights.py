@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
-from shardwise.core.errors import ConfigError, FormatError, StorageError, answer_keywords
+from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.core.formatting import in_bytes
 from shardwise.core.layout import TensorKind
 from shardwise.core.save_reports import MergeWeightsReport
@@ -85,13 +85,6 @@ class NamedOutputs:
         return {self.nest.get(item[0], (item[0],)): item for item in self.to_save.tensors()}
 
 
-@answer_keywords(
-    save_path="Pass out=...",
-    output_path="Pass out=...",
-    safe_serialization='Pass file_format="bin" for pytorch_model.bin',
-    remove_checkpoint_dir="Pass remove_source=...",
-    model_path="Pass base=...",
-)
 def merge_weights(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from shardwise.core import machine
-from shardwise.core.errors import ConfigError, StorageError, answer_keywords
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.save_reports import SaveReport
 from shardwise.core.tensors import parse_size
 from shardwise.files.local_reader import open_storage
@@ -278,18 +278,6 @@ def _total_fingerprints(world: World, plan: SavePlan, emitter: Emitter) -> dict[
     return dict(zip(keys, total, strict=False))
 
 
-_SAFETENSORS = "Leave it out: files are always safetensors"
-_EVERY_RANK = "Leave it out: every rank makes the call and writes its own bytes"
-_UPLOAD = "Save to a folder, and upload it with huggingface_hub.upload_folder"
-
-
-@answer_keywords(
-    safe_serialization=_SAFETENSORS,
-    push_to_hub=_UPLOAD,
-    repo_id=_UPLOAD,
-    is_main_process=_EVERY_RANK,
-    state_dict="Pass the model, whose tensors are saved",
-)
 def save(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -355,15 +343,6 @@ def _request(
     return prepare.SaveRequest(given["model"], directory, names, wanted, max_shard_bytes, tokenizer)
 
 
-@answer_keywords(
-    adapter_name="Pass adapter=...",
-    selected_adapters="Call save_adapter once for each, with adapter=...",
-    safe_serialization=_SAFETENSORS,
-    push_to_hub=_UPLOAD,
-    repo_id=_UPLOAD,
-    is_main_process=_EVERY_RANK,
-    max_shard_size="Leave it out: an adapter is one file",
-)
 def save_adapter(
     model: nn.Module,
     directory: str | os.PathLike[str],

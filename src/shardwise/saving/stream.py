@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.core.errors import ConfigError, answer_keywords
+from shardwise.core.errors import ConfigError
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors, without_compile
 from shardwise.fsdp.torch_private import saved_dtype, to_torch
@@ -264,7 +264,6 @@ def _report_exit() -> Iterator[None]:
         raise GeneratorExit("its loop over the tensors ended before the last one") from None
 
 
-@answer_keywords()
 def iter_hf_tensors(
     model: nn.Module,
     *,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.core.consents import Consent
-from shardwise.core.errors import ConfigError, FormatError, answer_keywords
+from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.expert_factors import TODAYS_VERSION
 from shardwise.core.expression import Expression, Stored
 from shardwise.core.layout import TensorKind
@@ -217,12 +217,6 @@ def _target_slots(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple
     return found
 
 
-_FORM = 'Pass form="full", "full_on_all_ranks" or "sharded"'
-_STRICT = "Pass on_missing=Ignore(only=...) and on_unexpected=Ignore(only=...), with the names"
-_ANY_FORM = "Leave it out: a state may be whole or sharded, on every rank or on some"
-
-
-@answer_keywords(full_state_dict=_FORM, cpu_offload=_FORM)
 @torch.no_grad()
 def get_model_state_dict(
     model: nn.Module,
@@ -270,7 +264,6 @@ def get_model_state_dict(
         return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.device))
 
 
-@answer_keywords(strict=_STRICT, full_state_dict=_ANY_FORM, broadcast_from_rank0=_ANY_FORM)
 @torch.no_grad()
 def set_model_state_dict(
     model: nn.Module,

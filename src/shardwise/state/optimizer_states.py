@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.consents import Consent
-from shardwise.core.errors import ShardingError, answer_keywords
+from shardwise.core.errors import ShardingError
 from shardwise.core.reports import StateReport
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, class_name, copied, read, written_out
@@ -161,7 +161,6 @@ def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, to
     return tensors, scalars
 
 
-@answer_keywords()
 @torch.no_grad()
 def get_optimizer_state_dict(
     model: nn.Module,
@@ -213,7 +212,6 @@ def get_optimizer_state_dict(
         return written_out(taken.bounds, {**found, **scalars})
 
 
-@answer_keywords()
 @torch.no_grad()
 def set_optimizer_state_dict(
     model: nn.Module,

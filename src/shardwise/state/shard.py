@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.core.errors import ConfigError, answer_keywords
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import ShardReport
 from shardwise.fsdp import wrap
@@ -75,10 +75,6 @@ def build_wrap_policy(text: str) -> WrapPolicy:
     return Classes(found) if isinstance(found, tuple) else found
 
 
-@answer_keywords(
-    module="Pass the model as the first argument",
-    ignored_params="Leave it out: parameters that fully_shard cannot shard stay whole",
-)
 def shard(
     model: nn.Module,
     sharding: Sharding = Sharding(),  # noqa: B008 - frozen
