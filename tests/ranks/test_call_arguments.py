@@ -130,7 +130,6 @@ def test_a_variant_is_the_one_that_is_read(qwen3, tmp_path):
         ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* Pass MixedPrecisionPolicy"),
         ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
         ({"tuning": "lora"}, "tuning is 'lora', of type str. Pass Lora or Full or Freeze or ExistingLora or"),
-        ({"resize_vocab": True}, "resize_vocab is True, of type bool. Pass int or ResizeVocab"),
         ({"on_missing": ("score.*",)}, "on_missing is .*, of type tuple. Pass Initialize"),
         ({"hub": {"revision": "v1"}}, "hub is .*, of type dict. Pass HubOptions"),
         ({"options": LoadOptions(shared_reads="often")}, "options.shared_reads='often' is not known"),

@@ -116,7 +116,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
     """Forecast a checkpoint whose headers have been read."""
     index, reader = found.source.index, found.source.reader
-    built = outlines.outline(found.directory, found.config, found.index, options, outlines.resizing(options))
+    built = outlines.outline(found.directory, found.config, found.index, options, options.get("resize_vocab"))
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
     sharding = options.get("sharding", Sharding())

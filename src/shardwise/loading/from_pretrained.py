@@ -131,14 +131,13 @@ def prepare_tuned(
     already_read_bytes: int,
 ) -> Load:
     """Plan the load of a model that has been wrapped, on this rank."""
-    resize = outlines.resizing(keywords)
     request = LoadRequest(
         bindings=get_base_form(tuned.model).allocate_staging(tuned.model, tuned.bindings),
         consent=outlines.get_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
         already_read_bytes=already_read_bytes,
-        additions=replace(tuned.additions, new_rows="initialized" if resize is None else resize.rows),
+        additions=tuned.additions,
         is_tuned="tuning" in keywords,
         notes=tuned.notes,
     )
@@ -277,7 +276,7 @@ def build_together(
             if first:
                 outlines.get_model_class(found.directory, found.config, keywords)
     with world.all_gather("build the model on meta") as exchange:
-        built = outlines.outline(found.directory, found.config, found.index, keywords, outlines.resizing(keywords))
+        built = outlines.outline(found.directory, found.config, found.index, keywords, keywords.get("resize_vocab"))
         exchange.local = built.ties_stored_twice()
     pairs: list[list[tuple[str, str]]] = exchange.result
     if odd := world.mismatched(pairs):

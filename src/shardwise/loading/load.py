@@ -10,11 +10,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.consents import Consent, OnMissing, OnUnexpected
 from shardwise.core.errors import KeyMismatchError, ShardingError
 from shardwise.core.expression import rows_stored
-from shardwise.core.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
+from shardwise.core.layout import LocalBox, TensorKind, TensorLayout, last_rows
 from shardwise.core.lazy_exports import found_at
 from shardwise.core.machine import processor_count
 from shardwise.core.reports import LoadReport
-from shardwise.core.tensors import Box
 from shardwise.files.checkpoint_index import wrapper_notes
 from shardwise.files.storage import StorageReader
 from shardwise.files.stored_tensors import extra_tensors, stored_tensors
@@ -64,8 +63,6 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
             require_equal_tied(world, plan, executor)
             with world.collective("read weights"):
                 materialize_and_read(load, executor, clock)
-        # Sums the rows that this rank has just read. finish() fills new rows with their mean.
-        means = average_rows(world, load)
         # After the read: each rank has its share, and the replicas exchange them.
         if load.shared:
             from shardwise.loading.shared_reads import exchange_shared
@@ -76,7 +73,7 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
         # Needs all scales (loading/double_quantization.py), and counts what it writes for the audit in finish().
         completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
     with world.collective("set up the loaded model"):
-        attributes = finish(model, load, means, {**executor.written, **completed}, clock)
+        attributes = finish(model, load, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
         # After finish(), which fills the buffers.
         require_equal_buffers(world, load.held)
@@ -174,16 +171,14 @@ _NORM_BLOCK_NUMEL = 1 << 22
 
 
 @gc_disabled()
-def finish(
-    model: nn.Module, load: Load, means: Mapping[str, torch.Tensor], read: Mapping[str, int], clock: Clock
-) -> tuple[str, ...]:
+def finish(model: nn.Module, load: Load, read: Mapping[str, int], clock: Clock) -> tuple[str, ...]:
     """Fill tensors that no checkpoint has, and check that all are complete. Return names of recomputed attributes.
 
     ``read`` has the number of elements that have been written, by FQN.
     """
     written = dict(read)
     with clock.phase("fill"):
-        fill(load, means, written, upload_buffer(load.device, load.request.options.budget_bytes))
+        fill(load, written, upload_buffer(load.device, load.request.options.budget_bytes))
         attributes = load.initializers.compute_attributes(load.device)
     with clock.phase("audit"):
         audit(load.plan, written, named_tensors.meta_leftovers(model))
@@ -191,46 +186,7 @@ def finish(
     return attributes
 
 
-def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
-    """Return the mean of the stored rows, in float64, of tensors whose new rows start as that. Equal on every rank.
-
-    The order of additions depends on the number of ranks. Collective: yes, if new rows start as the mean.
-    """
-    if load.request.additions.new_rows != "mean":
-        return {}
-    by_name = {item.fqn: item for item in load.held}
-    rows = {name: count for name, read in load.plan.reads().items() if (count := rows_stored(read.expression))}
-
-    def add_up(sums_by_rank: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
-        found = {box: total for sums in sums_by_rank for box, total in sums.items()}  # replicas have equal boxes
-        means = {
-            name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
-        }
-        # In one order, whichever rank has which box.
-        for (name, box), total in sorted(found.items(), key=_get_offsets):
-            means[name][column_slices(box)] += total / rows[name]
-        return means
-
-    with world.all_reduce("add up rows", add_up) as exchange:
-        exchange.local = {
-            (name, piece.box): named_tensors.strided_view(by_name[name].local, piece.local).double().sum(0).cpu()
-            for name, count in rows.items()
-            for piece in first_rows(load.plan.layout.by_name[name].boxes, count)
-        }
-    means: dict[str, torch.Tensor] = exchange.result
-    return means
-
-
-def _get_offsets(entry: tuple[tuple[str, Box], torch.Tensor]) -> tuple[int, ...]:
-    return entry[0][1].offsets
-
-
-def column_slices(box: Box) -> tuple[slice, ...]:
-    """Return the slices of a box in all dimensions but the first."""
-    return tuple(slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
-
-
-def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int], staging: StagingBuffer) -> None:
+def fill(load: Load, written: dict[str, int], staging: StagingBuffer) -> None:
     """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers."""
     layout, additions, seed = load.plan.layout, load.request.additions, load.request.options.seed
     by_name = {name: item for item in load.held for name in item.names}
@@ -248,11 +204,6 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int],
             for target, values in values_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn):
                 staging.copy(values, target)
             written[item.fqn] = written.get(item.fqn, 0) + sum(piece.box.numel for piece in boxes)
-        elif item.fqn in means:
-            for piece in boxes_to_fill(load.plan, item.fqn):
-                mean = means[item.fqn][column_slices(piece.box)]
-                staging.copy(mean.expand(piece.box.sizes), named_tensors.strided_view(item.local, piece.local))
-                written[item.fqn] = written.get(item.fqn, 0) + piece.box.numel
         elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)

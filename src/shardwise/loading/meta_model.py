@@ -27,7 +27,7 @@ from shardwise.loading.audit import are_equal
 from shardwise.loading.load import get_base_form
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models import build, pretrained
-from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
+from shardwise.models.build import resized, set_vocab_size, vocabulary_tensors
 from shardwise.models.four_bit.base import convert_base_to_four_bits
 from shardwise.models.four_bit.config import Fp4, Mxfp4, Nf4, Quantization, from_transformers, is_mxfp4
 from shardwise.models.initialize import BufferRules
@@ -99,8 +99,8 @@ class FilledOptions(ModelOptions, total=False):
             model inside it is sharded.
         trained_dtype: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
             ``"unchanged"``. Frozen parameters keep the stored dtype.
-        resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.build.ResizeVocab`, which
-            also determines the initialization of new ones.
+        resize_vocab: number of tokens of the model. New rows of embedding and head are initialized by the model's
+            class, as missing tensors are.
         quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
             are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
             ``"as_stored"`` keeps experts in 4 bits as well, also MXFP4. ``"dequantize"`` dequantizes all.
@@ -112,7 +112,7 @@ class FilledOptions(ModelOptions, total=False):
 
     tuning: Full | Freeze | Lora | ExistingLora | Tuning
     trained_dtype: TrainedDtype
-    resize_vocab: int | ResizeVocab
+    resize_vocab: int
     quantization: Quantization
     quantization_config: Any
     sharding: Sharding
@@ -296,12 +296,12 @@ def outline(
     config: PreTrainedConfig,
     index: CheckpointIndex,
     options: ModelOptions,
-    resize: ResizeVocab | None = None,
+    vocab_size: int | None = None,
 ) -> Outline:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
     model_class, config = get_model_class(directory, config, options)
-    if resize is not None:
-        set_vocab_size(config, resize.size)
+    if vocab_size is not None:
+        set_vocab_size(config, vocab_size)
     named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
     dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
@@ -312,7 +312,7 @@ def outline(
             "Check its config"
         )
     transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
-    return build_outline(model, index, dtype, transforms, resize)
+    return build_outline(model, index, dtype, transforms, vocab_size)
 
 
 def build_outline(
@@ -320,7 +320,7 @@ def build_outline(
     index: CheckpointIndex,
     dtype: torch.dtype,
     transforms: list[Any],
-    resize: ResizeVocab | None = None,
+    vocab_size: int | None = None,
 ) -> Outline:
     """Bind a checkpoint's keys to a model that has been built on meta in a dtype, nothing tied yet.
 
@@ -334,8 +334,8 @@ def build_outline(
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
     bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, extra_tensors(index))
-    if resize is not None:
-        bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
+    if vocab_size is not None:
+        bindings = resized(bindings, vocabulary_tensors(model, held), vocab_size)
     build.keep_dtypes(model, dtype, bindings.primary)
     return Outline(model, transforms, layout, bindings)
 
@@ -353,12 +353,6 @@ def _folder(directory: Path) -> Path:
     return directory if directory.is_dir() else directory.parent
 
 
-def resizing(options: FilledOptions) -> ResizeVocab | None:
-    """Return the change of the vocabulary's size, or None."""
-    wanted = options.get("resize_vocab")
-    return ResizeVocab(wanted) if isinstance(wanted, int) else wanted
-
-
 def trained_dtype(options: FilledOptions) -> TrainedDtype:
     """Return the dtype of trained parameters: float32 by default where ``tuning`` is given."""
     wanted: TrainedDtype = options.get("trained_dtype", torch.float32 if "tuning" in options else "unchanged")
@@ -369,7 +363,7 @@ def trained_dtype(options: FilledOptions) -> TrainedDtype:
 def comparable_tuning(options: FilledOptions, adapters: Mapping[str, Adapter]) -> str:
     """Return the tuning options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
-    return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
+    return repr((tuning.comparable_text(adapters), trained_dtype(options), options.get("resize_vocab")))
 
 
 @gc_disabled()

@@ -266,12 +266,8 @@ def plan_initial_values(
     Raises:
         KeyMismatchError: naming those that no initializer writes, or that need more than the budget.
     """
-    drawn = [
-        name
-        for name, read in plan.reads().items()
-        if rows_stored(read.expression) is not None and initializers.additions.new_rows == "initialized"
-    ]
-    programs = initializers.programs([*plan.names(Init), *drawn])
+    grown = [name for name, read in plan.reads().items() if rows_stored(read.expression) is not None]
+    programs = initializers.programs([*plan.names(Init), *grown])
     faults = initialize.unfit_programs(programs, options.budget_bytes)
     if faults:
         raise KeyMismatchError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))

@@ -34,7 +34,7 @@ from shardwise.loading.audit import are_equal
 from shardwise.loading.from_pretrained import stored_prefix, weights_in
 from shardwise.loading.meta_model import ModelOptions, Outline, check_keywords, load_config, outline
 from shardwise.models import pretrained
-from shardwise.models.build import ResizeVocab, vocabulary_tensors
+from shardwise.models.build import vocabulary_tensors
 from shardwise.models.former_names import LowRankPair, fuse_experts, match_former_names
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
@@ -457,7 +457,7 @@ def _plan(
     require_equal_copies(lora, adapter_name)
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:
-        built = outline(folder, config, index, options, ResizeVocab(vocab_size))
+        built = outline(folder, config, index, options, vocab_size)
     untied, tied_in_training = untied_by(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied, provided=head)
     joined = merged_index(index, lora.executor.index, ADAPTER)
