@@ -276,14 +276,14 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
         found["mesh"] = parse_mesh(found["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
-    from shardwise.loading.estimate import plan, tuning_named
+    from shardwise.loading.estimate import build_tuning, plan
     from shardwise.state.shard import build_sharding
 
     wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
     found["sharding"] = build_sharding(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
     found["hub"] = HubOptions(revision=found.pop("revision", None))
     if "tuning" in found:
-        found["tuning"] = tuning_named(found["tuning"])
+        found["tuning"] = build_tuning(found["tuning"])
     return plan(model, ranks=ranks, **{"dtype": "auto", **found})
 
 

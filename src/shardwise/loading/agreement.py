@@ -20,7 +20,7 @@ RankPlan: TypeAlias = tuple[tuple[str, bytes], str, RankEstimate, Available]
 """The digests of a rank's plan and config, its container, its need of memory, and the free memory there."""
 
 
-def agree_on(
+def compare_plans(
     world: World,
     plan: LoadPlan,
     settings: Mapping[str, str],

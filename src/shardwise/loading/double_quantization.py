@@ -60,7 +60,7 @@ def _free_full_scales(layer: Any) -> None:
     layer.whole_scales = ()
 
 
-def _unquantized_scales(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _find_unquantized(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return (
         (canonical(name), module)
         for name, module in model.named_modules()
@@ -109,7 +109,7 @@ class _FourBitBases(BaseForm):
     def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:
         """Add a parameter to each layer for its scales as stored, sharded like its codes, and bind it."""
         matched = dict(bindings.matched)
-        for name, layer in _unquantized_scales(model):
+        for name, layer in _find_unquantized(model):
             codes = layer.weight_scales
             columns = 4 * codes.shape[1]
             local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
@@ -125,7 +125,7 @@ class _FourBitBases(BaseForm):
 
     def deferred_names(self, model: nn.Module) -> frozenset[str]:
         return frozenset(
-            f"{name}.{local}" for name, _ in _unquantized_scales(model) for local in (SCALES, NESTED, OFFSET)
+            f"{name}.{local}" for name, _ in _find_unquantized(model) for local in (SCALES, NESTED, OFFSET)
         )
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
@@ -135,12 +135,12 @@ class _FourBitBases(BaseForm):
         Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
         """
         written: dict[str, int] = {}
-        for batch in _batches(list(_unquantized_scales(model))):
+        for batch in _batches(list(_find_unquantized(model))):
             written |= _quantize_batch(world, batch, budget_bytes)
         return written
 
     def rollback(self, model: nn.Module) -> None:
-        for _, layer in list(_unquantized_scales(model)):
+        for _, layer in list(_find_unquantized(model)):
             _free_full_scales(layer)
 
 

@@ -23,9 +23,9 @@ from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, w
 from shardwise.fsdp import wrap
 from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.wrap import Sharding
-from shardwise.loading import meta_model as outlines
+from shardwise.loading import meta_model
 from shardwise.loading.agreement import require_same_settings
-from shardwise.loading.load import execute_load, get_base_form, sorted_union
+from shardwise.loading.load import execute_load, get_base_form, merge_sorted
 from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, comparable_load_settings, prepare_load
 from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
 from shardwise.models import pretrained
@@ -44,7 +44,7 @@ _MAX_CONFIG_BYTES = 10_000_000
 
 
 def check_call(
-    name_or_path: str | os.PathLike[str], given: outlines.PretrainedOptions, *, asks_for_report: bool
+    name_or_path: str | os.PathLike[str], given: meta_model.PretrainedOptions, *, asks_for_report: bool
 ) -> dict[str, str]:
     """Check the arguments of :func:`from_pretrained`. Return the settings that must be equal on all ranks.
 
@@ -63,19 +63,19 @@ def check_call(
     sharding = wrap.comparable_settings(given.get("sharding", Sharding()))
     return {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
-        **outlines.comparable_model_settings(given),
+        **meta_model.comparable_model_settings(given),
         **{f"sharding.{name}": value for name, value in sharding.items()},
         "tuning": type(given.get("tuning", Full())).__name__,
         "quantization": repr(given.get("quantization")),
         "load_weights": repr(given.get("load_weights", True)),
         **comparable_load_settings(
-            outlines.get_consent(given), given.get("buffers", {}), given.get("options", LoadOptions())
+            meta_model.get_consent(given), given.get("buffers", {}), given.get("options", LoadOptions())
         ),
     }
 
 
 def build_and_load(
-    world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, clock: Clock
+    world: World, name_or_path: str | os.PathLike[str], keywords: meta_model.PretrainedOptions, clock: Clock
 ) -> tuple[PreTrainedModel, LoadReport | None]:
     """Build a model on meta, wrap it and load it. Ranks have already compared their arguments.
 
@@ -90,16 +90,16 @@ def build_and_load(
     report = None
     with ExitStack() as stack:
         with clock.phase("index"):
-            found = find(world, name_or_path, keywords, stack)
+            found = open_model(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
             with world.collective("describe the tuning"):
-                tuning = outlines.comparable_tuning(keywords, found.adapters)
+                tuning = meta_model.comparable_tuning(keywords, found.adapters)
             world.require_equal(tuning, "what is tuned, and how,")
             built, pairs = build_together(world, found, keywords)
             untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
             casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
             with world.collective("prepare for training"):
-                tuned = outlines.prepare_for_training(
+                tuned = meta_model.prepare_for_training(
                     built, untied, keywords, adapters=found.adapters, casts_to=casts_to
                 )
             with world.collective("wrap blocks"):
@@ -127,13 +127,13 @@ def prepare_tuned(
     world: World,
     source: OpenSource,
     tuned: Tuned,
-    keywords: outlines.PretrainedOptions,
+    keywords: meta_model.PretrainedOptions,
     already_read_bytes: int,
 ) -> Load:
     """Plan the load of a model that has been wrapped, on this rank."""
     request = LoadRequest(
         bindings=get_base_form(tuned.model).allocate_staging(tuned.model, tuned.bindings),
-        consent=outlines.get_consent(keywords),
+        consent=meta_model.get_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
         already_read_bytes=already_read_bytes,
@@ -145,7 +145,7 @@ def prepare_tuned(
 
 
 @dataclass(frozen=True)
-class Located:
+class OpenModel:
     """Files and config of a model that is to be loaded.
 
     Attributes:
@@ -163,20 +163,20 @@ class Located:
     adapters: Mapping[str, Adapter]
 
 
-def find(
-    world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, stack: ExitStack
-) -> Located:
+def open_model(
+    world: World, name_or_path: str | os.PathLike[str], keywords: meta_model.PretrainedOptions, stack: ExitStack
+) -> OpenModel:
     """Read the config and all headers. Readers are closed with ``stack``. Collective: yes."""
     hub = keywords.get("hub", HubOptions())
     wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
     named = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
     if is_remote:
-        directory = stack.enter_context(downloaded_configs(world, named, hub))
+        directory = stack.enter_context(download_configs(world, named, hub))
     else:
         directory = resolve_everywhere(world, name_or_path, hub, wanted)
     with world.collective("load the config"):
-        config = outlines.load_config(directory, keywords)
+        config = meta_model.load_config(directory, keywords)
     config.name_or_path = without_secrets(named)
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
@@ -190,7 +190,7 @@ def find(
     everything = source
     for name, folder in keywords.get("tuning", Full()).folders().items():
         everything, adapters[name] = _with_adapter(world, everything, name, folder, keywords, stack)
-    return Located(directory, config, source.index, everything, adapters)
+    return OpenModel(directory, config, source.index, everything, adapters)
 
 
 def _with_adapter(
@@ -198,7 +198,7 @@ def _with_adapter(
     source: OpenSource,
     name: str,
     given: str | os.PathLike[str],
-    keywords: outlines.PretrainedOptions,
+    keywords: meta_model.PretrainedOptions,
     stack: ExitStack,
 ) -> tuple[OpenSource, Adapter]:
     """Join a checkpoint and the adapter that the tuning starts from. Collective: yes.
@@ -211,7 +211,7 @@ def _with_adapter(
     hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="", variant=None)
     folder = resolve_everywhere(world, given, hub, AdapterFiles())
     with world.collective("open the adapter"):
-        file, config = weights_in(folder), read_lora_config(folder)
+        file, config = find_adapter_weights(folder), read_lora_config(folder)
         reader = stack.enter_context(LocalReader(folder))
     found, inside = read_index(world, OpenStorage(reader, file)), stored_prefix(name)
     index, notes = without_wrappers(found.index)
@@ -231,7 +231,7 @@ def _with_adapter(
 
 
 @contextmanager
-def downloaded_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+def download_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
     """Return a temporary folder with the configs that are next to the weights at a URL. Collective: yes.
 
     One rank reads them. The weights themselves are never on disk.
@@ -264,8 +264,8 @@ def _read_config_file(reader: StorageReader, name: str) -> bytes | None:
 
 
 def build_together(
-    world: World, found: Located, keywords: outlines.PretrainedOptions
-) -> tuple[outlines.Outline, list[tuple[str, str]]]:
+    world: World, found: OpenModel, keywords: meta_model.PretrainedOptions
+) -> tuple[meta_model.MetaModel, list[tuple[str, str]]]:
     """Build on every rank. Return also the declared ties that are stored twice. Collective: yes.
 
     A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
@@ -274,9 +274,11 @@ def build_together(
         first = world.is_first_at(mount_namespace())
         with world.collective("download the model's code"):
             if first:
-                outlines.get_model_class(found.directory, found.config, keywords)
+                meta_model.get_model_class(found.directory, found.config, keywords)
     with world.all_gather("build the model on meta") as exchange:
-        built = outlines.outline(found.directory, found.config, found.index, keywords, keywords.get("resize_vocab"))
+        built = meta_model.build_meta_model(
+            found.directory, found.config, found.index, keywords, keywords.get("resize_vocab")
+        )
         exchange.local = built.ties_stored_twice()
     pairs: list[list[tuple[str, str]]] = exchange.result
     if odd := world.mismatched(pairs):
@@ -289,7 +291,7 @@ def build_together(
 
 def decide_ties(
     world: World,
-    built: outlines.Outline,
+    built: meta_model.MetaModel,
     pairs: Sequence[tuple[str, str]],
     source: OpenSource,
     options: LoadOptions,
@@ -301,8 +303,8 @@ def decide_ties(
     if not pairs:
         return set(), 0
     executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
-    with world.all_reduce("compare ties", sorted_union) as exchange:
-        exchange.local = outlines.compare_ties(built, pairs, executor)
+    with world.all_reduce("compare ties", merge_sorted) as exchange:
+        exchange.local = meta_model.compare_ties(built, pairs, executor)
     untied = set(exchange.result)
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, executor.read_bytes
@@ -313,7 +315,7 @@ def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
     output_loading_info: Literal[False] = False,
-    **keywords: Unpack[outlines.PretrainedOptions],
+    **keywords: Unpack[meta_model.PretrainedOptions],
 ) -> PreTrainedModel: ...
 
 
@@ -322,7 +324,7 @@ def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
     output_loading_info: Literal[True],
-    **keywords: Unpack[outlines.PretrainedOptions],
+    **keywords: Unpack[meta_model.PretrainedOptions],
 ) -> tuple[PreTrainedModel, LoadReport]: ...
 
 
@@ -330,7 +332,7 @@ def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
     output_loading_info: bool = False,
-    **keywords: Unpack[outlines.PretrainedOptions],
+    **keywords: Unpack[meta_model.PretrainedOptions],
 ) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
     """Load a transformers model from a local directory, a hub id or a URL, sharded by FSDP2.
 
@@ -354,7 +356,7 @@ def from_pretrained(
     clock = Clock()
     with call_arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained") as world:
         with world.collective("check the arguments"):
-            keywords = outlines.check_keywords("from_pretrained", keywords, outlines.PretrainedOptions)
+            keywords = meta_model.check_keywords("from_pretrained", keywords, meta_model.PretrainedOptions)
         with call_arguments.comparing_arguments(world) as exchange:
             exchange.local = check_call(name_or_path, keywords, asks_for_report=output_loading_info)
         model, report = build_and_load(world, name_or_path, keywords, clock)
@@ -377,7 +379,7 @@ def stored_prefix(name: str) -> str:
     return f"(adapter {name})"
 
 
-def weights_in(folder: Path) -> str:
+def find_adapter_weights(folder: Path) -> str:
     """Return the name of the file of tensors in the folder of an adapter.
 
     Raises:

@@ -21,7 +21,7 @@ from shardwise.files.urls import HubOptions, is_url
 from shardwise.fsdp import named_tensors
 from shardwise.fsdp.named_tensors import TensorRef
 from shardwise.loading import prepare
-from shardwise.loading.agreement import agree_on
+from shardwise.loading.agreement import compare_plans
 from shardwise.loading.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.loading.plan import FromCheckpoint, Init, Keep, LoadPlan
 from shardwise.loading.prepare import BaseForm, Load, LoadRequest
@@ -44,7 +44,7 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
     plan, options = load.plan, load.request.options
     with clock.phase("plan"):
         # Before any tensor gets memory. The ranks of a container share its CPUs.
-        ranks_per_container = agree_on(
+        ranks_per_container = compare_plans(
             world, plan, load.settings, load.estimate, load.available, check_memory=options.check_memory
         )
     shows_progress = options.progress and world.rank == 0
@@ -100,7 +100,7 @@ def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> 
     """Require equal values of tensors that share storage and are stored twice. Collective: yes."""
     if not plan.duplicates:
         return
-    with world.all_reduce("compare tied tensors", sorted_union) as exchange:
+    with world.all_reduce("compare tied tensors", merge_sorted) as exchange:
         exchange.local = find_unequal_tied(plan, executor, world.rank, world.size)
     names = exchange.result
     if names:
@@ -110,7 +110,7 @@ def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> 
         )
 
 
-def sorted_union(names: Sequence[Sequence[str]]) -> list[str]:
+def merge_sorted(names: Sequence[Sequence[str]]) -> list[str]:
     return sorted(set().union(*names))
 
 

@@ -1,4 +1,4 @@
-"""Outline of a load: the transformers model on meta, and the checkpoint's bindings for it."""
+"""The transformers model of a load, built on meta, and the checkpoint's bindings for it."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -140,7 +140,7 @@ class PretrainedOptions(FilledOptions, total=False):
 Options = TypeVar("Options", bound=ModelOptions)
 
 
-def settled(options: Options) -> Options:
+def normalize_keywords(options: Options) -> Options:
     """Return options with transformers' keywords moved to ``dtype``, ``quantization`` and ``hub``.
 
     Raises:
@@ -184,7 +184,7 @@ def check_keywords(call: str, options: Options, kind: type) -> Options:
         ConfigError: a keyword is unknown, has a value of the wrong type, or contradicts another.
     """
     require_known(call, options, kind)
-    found = settled(options)
+    found = normalize_keywords(options)
     check_options(get_hints(kind), found)
     require_trainable(cast(FilledOptions, found))
     return found
@@ -200,7 +200,7 @@ def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
 
 
 @dataclass
-class Outline:
+class MetaModel:
     """A model on meta, and the checkpoint's bindings for it. ``equal_ties`` are stored twice with equal values."""
 
     model: PreTrainedModel
@@ -233,7 +233,7 @@ class Outline:
         pretrained.tie(self.model, saved - offered, untied)
 
 
-def compare_ties(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
+def compare_ties(built: MetaModel, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
     """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
     matched, tensors, world = built.bindings.matched, built.layout.by_name, executor.world
     return [
@@ -291,13 +291,13 @@ def get_model_class(
 
 
 @gc_disabled()
-def outline(
+def build_meta_model(
     directory: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
     options: ModelOptions,
     vocab_size: int | None = None,
-) -> Outline:
+) -> MetaModel:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
     model_class, config = get_model_class(directory, config, options)
     if vocab_size is not None:
@@ -312,16 +312,16 @@ def outline(
             "Check its config"
         )
     transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
-    return build_outline(model, index, dtype, transforms, vocab_size)
+    return bind_checkpoint(model, index, dtype, transforms, vocab_size)
 
 
-def build_outline(
+def bind_checkpoint(
     model: PreTrainedModel,
     index: CheckpointIndex,
     dtype: torch.dtype,
     transforms: list[Any],
     vocab_size: int | None = None,
-) -> Outline:
+) -> MetaModel:
     """Bind a checkpoint's keys to a model that has been built on meta in a dtype, nothing tied yet.
 
     Tensors that its class keeps in another dtype get that.
@@ -337,7 +337,7 @@ def build_outline(
     if vocab_size is not None:
         bindings = resized(bindings, vocabulary_tensors(model, held), vocab_size)
     build.keep_dtypes(model, dtype, bindings.primary)
-    return Outline(model, transforms, layout, bindings)
+    return MetaModel(model, transforms, layout, bindings)
 
 
 def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
@@ -368,7 +368,7 @@ def comparable_tuning(options: FilledOptions, adapters: Mapping[str, Adapter]) -
 
 @gc_disabled()
 def prepare_for_training(
-    built: Outline,
+    built: MetaModel,
     untied: set[str],
     options: FilledOptions,
     *,

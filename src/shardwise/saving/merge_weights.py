@@ -31,7 +31,7 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.torch_files import TorchFileContents, read_torch_file
 from shardwise.files.urls import HubOptions, shown
 from shardwise.fsdp.torch_private import to_torch
-from shardwise.loading.meta_model import ModelOptions, get_model_class, load_config, outline
+from shardwise.loading.meta_model import ModelOptions, build_meta_model, get_model_class, load_config
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys, progress_bar, rename_keys
 from shardwise.ranks.call_arguments import check_options, get_hints
@@ -439,7 +439,7 @@ def _as_on_hub(
     options: ModelOptions,
 ) -> NamedOutputs:
     """Return the model's tensors as the hub has them."""
-    built = outline(folder, config, index, options)
+    built = build_meta_model(folder, config, index, options)
     source = offline.bind_offline(config, index, built, executor)
     if "dtype" not in options:
         source = source.as_stored()

@@ -56,7 +56,7 @@ def collect_optimizers(
         ConfigError, ShardingError, RankMismatchError: as of
             :func:`~shardwise.state.optimizer_states.get_optimizer_state_dict`.
     """
-    held, bounds = _bound(world, model, optimizers)
+    held, bounds = _bind(world, model, optimizers)
     tensors, scalars = _state_by_label(world, bounds)
     with world.collective("check for values"):
         require_values(tensors, what)
@@ -77,7 +77,7 @@ def optimizer_targets(
     Raises:
         ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
     """
-    return OptimizerTargets.from_optimizers(*_bound(world, model, optimizers))
+    return OptimizerTargets.from_optimizers(*_bind(world, model, optimizers))
 
 
 def set_optimizer_values(
@@ -121,7 +121,7 @@ def set_optimizer_values(
     )
 
 
-def _bound(
+def _bind(
     world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> tuple[list[TensorRef], list[Bound]]:
     """Return the tensors of a model and its optimizers, after a comparison between ranks. Collective: yes."""
