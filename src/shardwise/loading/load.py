@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
             from shardwise.loading.shared_reads import exchange_shared
 
             with clock.phase("share"):
-                exchange_shared(world, load.shared, {item.fqn: item for item in load.held}, load.items, executor)
+                exchange_shared(world, load.shared, {item.fqn: item for item in load.tensors}, load.items, executor)
     with clock.phase("fill"):
         # Needs all scales (loading/double_quantization.py), and counts what it writes for the audit in finish().
         completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
@@ -76,7 +77,7 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
         attributes = finish(model, load, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
         # After finish(), which fills the buffers.
-        require_equal_buffers(world, load.held)
+        require_equal_buffers(world, load.tensors)
     return make_report(world, model, source, load, executor, attributes, clock)
 
 
@@ -92,7 +93,7 @@ def executor_class(device: torch.device) -> type[ReadExecutor]:
 def materialize_and_read(load: Load, executor: ReadExecutor, clock: Clock) -> None:
     """Give this rank's tensors memory, and read their values."""
     with clock.phase("materialize"), gc_disabled():
-        local = materialize(load.held, load.fsdp_params, load.device)
+        local = materialize(load.tensors, load.fsdp_params, load.device)
     executor.place(load.read_plan, [local[item.fqn] for item in load.read_plan.items])
 
 
@@ -123,17 +124,27 @@ def make_report(
     attributes: tuple[str, ...],
     clock: Clock,
 ) -> LoadReport:
+    """Return the report of a load that has ended on this rank. ``attributes`` are recomputed, as are buffers."""
     plan, index, request = load.plan, source.index, load.request
-    facts = prepare.plan_fields(plan)
+    fields = prepare.plan_fields(plan)
     reads = plan.reads()
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    trained = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER and item.requires_grad]
+    parameters = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER]
+    trained = [item for item in parameters if item.requires_grad]
+    # Without sharding every parameter is whole, which is not worth a line of the report.
+    replicated: list[str] = []
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        replicated = [item.fqn for item in parameters if item.placement == "whole"]
+    resized: dict[str, tuple[int, int]] = {}
+    for name, read in reads.items():
+        stored_rows = rows_stored(read.expression)
+        if stored_rows is not None:
+            resized[name] = (stored_rows, plan.layout.by_name[name].shape[0])
     return LoadReport(
         checkpoint=index.root,
         rank=world.rank,
         world_size=world.size,
-        parameters=sum(item.numel for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER),
+        parameters=sum(item.numel for item in parameters),
         checkpoint_bytes=index.nbytes,
         read_bytes=request.already_read_bytes + executor.read_bytes,
         placed_bytes=plan.layout.local_nbytes,
@@ -145,29 +156,22 @@ def make_report(
         read_once=tuple(load.shared),
         files=tuple(index.files),
         kept=plan.names(Keep),
-        **{**facts, "recomputed": facts["recomputed"] + attributes},
+        **{**fields, "recomputed": fields["recomputed"] + attributes},
         missing_keys=plan.missing_keys,
         unexpected_keys=plan.unexpected_keys,
         mismatched_keys=plan.mismatched_keys,
-        replicated=tuple(
-            item.fqn
-            for item in plan.layout.tensors
-            if sharded and item.kind is TensorKind.PARAMETER and item.placement == "whole"
-        ),
+        replicated=tuple(replicated),
         wrapper=index.wrapper,
         not_loaded=plan.not_loaded(index),
         notes=(*source.notes, *wrapper_notes(request.bindings.wrapped), *request.notes),
         trainable_parameters=sum(item.numel for item in trained),
-        resized={
-            name: (count, plan.layout.by_name[name].shape[0])
-            for name, read in reads.items()
-            if (count := rows_stored(read.expression)) is not None
-        },
+        resized=resized,
         trained={item.fqn: item.dtype.label for item in trained} if request.is_tuned else {},
     )
 
 
 _NORM_BLOCK_NUMEL = 1 << 22
+"""Elements of a matrix whose row norms are computed at once."""
 
 
 @gc_disabled()
@@ -176,21 +180,24 @@ def finish(model: nn.Module, load: Load, read: Mapping[str, int], clock: Clock) 
 
     ``read`` has the number of elements that have been written, by FQN.
     """
-    written = dict(read)
+    written = dict(read)  # fill() adds its own elements, so that audit() sees both
     with clock.phase("fill"):
         fill(load, written, upload_buffer(load.device, load.request.options.budget_bytes))
         attributes = load.initializers.compute_attributes(load.device)
     with clock.phase("audit"):
         audit(load.plan, written, named_tensors.meta_leftovers(model))
-        mark_loaded(model, (item.tensor for item in load.held))
+        mark_loaded(model, (item.tensor for item in load.tensors))
     return attributes
 
 
 def fill(load: Load, written: dict[str, int], staging: StagingBuffer) -> None:
-    """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers."""
+    """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers.
+
+    ``written`` counts elements by FQN. The elements that are filled here are added to it.
+    """
     layout, additions, seed = load.plan.layout, load.request.additions, load.request.options.seed
-    by_name = {name: item for item in load.held for name in item.names}
-    for item in load.held:
+    by_name = {name: item for item in load.tensors for name in item.names}
+    for item in load.tensors:
         tensor = layout.by_name[item.fqn]
         if item.fqn in load.programs:
             from shardwise.models.initial_programs import copy_program, values_from_program
@@ -198,6 +205,8 @@ def fill(load: Load, written: dict[str, int], staging: StagingBuffer) -> None:
             program = load.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy gets the values of its original
             if not program.is_elementwise:
+                # An orthogonal matrix, for example: its shards cannot be initialized one by one. Every rank
+                # initializes the full tensor, one at a time, and copies its own part.
                 whole = load.initializers.whole(first, seed=seed)
                 program = copy_program(whole)
             boxes = boxes_to_fill(load.plan, item.fqn)
@@ -205,6 +214,7 @@ def fill(load: Load, written: dict[str, int], staging: StagingBuffer) -> None:
                 staging.copy(values, target)
             written[item.fqn] = written.get(item.fqn, 0) + sum(piece.box.numel for piece in boxes)
         elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
+            # Computed from the matrix, which has been read before.
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
             written[item.fqn] = tensor.local_numel
@@ -231,14 +241,15 @@ def fill_with_norms(
     Raises:
         ShardingError: this rank holds the vector, but not full rows.
     """
-    held = [(box.box.offsets[:1], box.box.sizes[:1]) for box in tensor.boxes]
-    if held != [(box.box.offsets[:1], box.box.sizes[:1]) for box in rows.boxes] or any(
-        box.box.sizes[1:] != rows.shape[1:] for box in rows.boxes
-    ):
+    vector_rows = [(piece.box.offsets[:1], piece.box.sizes[:1]) for piece in tensor.boxes]
+    matrix_rows = [(piece.box.offsets[:1], piece.box.sizes[:1]) for piece in rows.boxes]
+    are_full = all(piece.box.sizes[1:] == rows.shape[1:] for piece in rows.boxes)
+    if vector_rows != matrix_rows or not are_full:
         raise ShardingError(
-            f"{item.fqn} ({tensor.placement}) is initialized with the norms of the rows of {matrix.fqn} "
-            f"({rows.placement}), which this rank does not hold whole. Shard both on their first dimension"
+            f"{item.fqn} ({tensor.placement}): is initialized with the row norms of {matrix.fqn} "
+            f"({rows.placement}), of which this rank does not have the same rows in full. Shard both on dim 0"
         )
+    # With this rank's 2,048 rows of a (4096, 8192) matrix: blocks of (512, 8192), each giving 512 norms.
     step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
     for start in range(0, item.local.shape[0], step):
         block = matrix.local[start : start + step]
@@ -250,7 +261,8 @@ def set_value(item: TensorRef, value: torch.Tensor, staging: StagingBuffer) -> N
     is_expanded = any(
         size > 1 and not stride for size, stride in zip(item.local.shape, item.local.stride(), strict=True)
     )
-    if is_expanded and item.local.device.type == "cpu":  # its elements share memory
+    # Elements of an expanded tensor share memory, so that writing into it is an error: it is replaced.
+    if is_expanded and item.local.device.type == "cpu":
         item.install(value)
         return
     if is_expanded:
@@ -268,23 +280,22 @@ def get_base_form(model: nn.Module) -> BaseForm:
 
 
 def prepare_checkpoint(
-    world: World,
-    model: nn.Module,
-    source: OpenSource,
-    consent: Consent,
-    buffers: BufferRules,
-    options: prepare.LoadOptions,
-    key_mapping: Mapping[str, str] | None,
+    world: World, model: nn.Module, source: OpenSource, request: LoadRequest, key_mapping: Mapping[str, str] | None
 ) -> Load:
-    """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank."""
+    """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank.
+
+    The ``request`` has no bindings yet.
+    """
     form, transforms = get_base_form(model), pretrained.conversion_transforms(model, key_mapping)
-    held = named_tensors.collect_tensors(model)
-    layout = form.logical_layout(named_tensors.build_layout(held), held)
+    tensors = named_tensors.collect_tensors(model)
+    layout = form.logical_layout(named_tensors.build_layout(tensors), tensors)
     bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
-    prepare.tie_declared(model, held, bindings)
+    # Ties depend on the stored keys. They are made before the tensors are collected again for the plan.
+    prepare.tie_declared(model, tensors, bindings)
     bindings = form.allocate_staging(model, form.update_bindings(model, bindings))
+    # After update_bindings(), which decides the layers whose scales are computed after the read.
     additions = Additions(nested=form.deferred_names(model))
-    request = LoadRequest(bindings, consent, buffers, options, transforms, additions=additions)
+    request = replace(request, bindings=bindings, transforms=transforms, additions=additions)
     return prepare.prepare_load(world, model, source, request)
 
 
@@ -292,23 +303,25 @@ def load_checkpoint(
     world: World,
     model: nn.Module,
     checkpoint: Source,
-    consent: Consent,
-    options: prepare.LoadOptions,
+    request: LoadRequest,
     clock: Clock,
     *,
     key_mapping: Mapping[str, str] | None = None,
-    buffers: BufferRules | None = None,
     hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
 ) -> LoadReport:
-    """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes."""
+    """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes.
+
+    The ``request`` has no bindings yet.
+    """
     with clock.phase("index"):
         source = open_source(world, checkpoint, hub)
     with source.closing():
         try:
             with clock.phase("plan"), world.collective("plan the load"):
-                load = prepare_checkpoint(world, model, source, consent, buffers or {}, options, key_mapping)
+                load = prepare_checkpoint(world, model, source, request, key_mapping)
             report = execute_load(world, model, source, load, clock)
         finally:
+            # Also after a failure: parameters for staging must not stay on the caller's model.
             get_base_form(model).rollback(model)
     pretrained.record_conversions(model, load.request.transforms)
     return report
@@ -360,39 +373,31 @@ def load(
 
     Every error is the same on every rank, except after the loss of one.
     """
-    consent, clock = Consent(on_missing, on_mismatched, on_unexpected), Clock()
+    clock = Clock()
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+    request = LoadRequest(consent=consent, buffers=buffers or {}, options=options)
     with call_arguments.get_world(options, "load") as world:
         with call_arguments.comparing_arguments(world) as exchange:
-            exchange.local = _check_load(model, checkpoint, key_mapping, buffers or {}, consent, hub, options)
-        return load_checkpoint(
-            world,
-            named_tensors.without_compile(model),
-            checkpoint,
-            consent,
-            options,
-            clock,
-            key_mapping=key_mapping,
-            buffers=buffers,
-            hub=hub,
-        )
+            exchange.local = _check_load(model, checkpoint, request, key_mapping, hub)
+        model = named_tensors.without_compile(model)
+        return load_checkpoint(world, model, checkpoint, request, clock, key_mapping=key_mapping, hub=hub)
 
 
 def _check_load(
     model: nn.Module,
     checkpoint: Source,
+    request: LoadRequest,
     key_mapping: Mapping[str, str] | None,
-    buffers: BufferRules,
-    consent: Consent,
     hub: HubOptions,
-    options: prepare.LoadOptions,
 ) -> dict[str, str]:
     """Check the arguments of :func:`load` on this rank. Return those that ranks must have in common."""
-    given = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": options}
-    given |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
-    call_arguments.check_options(call_arguments.get_hints(load), given)
+    consent = request.consent
+    arguments = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": request.options}
+    arguments |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
+    call_arguments.check_options(call_arguments.get_hints(load), arguments)
     kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
     return {
         "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
         "key_mapping": repr(key_mapping),
-        **prepare.comparable_load_settings(consent, buffers, options),
+        **prepare.comparable_load_settings(consent, request.buffers, request.options),
     }
