@@ -26,13 +26,15 @@ def matches_cpu_bitwise(device: torch.device) -> bool:
     """
     bits = torch.arange(_NUMBERS, dtype=torch.int64, device="cpu") * _SPREAD % (1 << 32) - (1 << 31)
     numbers = bits.to(torch.int32).view(torch.float32)
-    expected, staging = _results(numbers), HostStaging(1 << 15, is_pinned=True)
-    found = staging.stage(_results(staging.stage(numbers).to(device)))
-    return torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    staging = HostStaging(1 << 15, is_pinned=True)
+    on_cpu = _compute_results(numbers)
+    on_device = staging.stage(_compute_results(staging.stage(numbers).to(device)))
+    # As integers: -0.0 equals 0.0 as a number, and not in its bits.
+    return torch.equal(on_device.view(torch.int32), on_cpu.view(torch.int32))
 
 
-def _results(numbers: torch.Tensor) -> torch.Tensor:
-    """Return results of each operation that blocks use, with 0 for NaN."""
+def _compute_results(numbers: torch.Tensor) -> torch.Tensor:
+    """Return results of each operation that blocks use, with 0 for NaN, as (operation, number)."""
     others = numbers.flip(0)
     results = [
         numbers * others,
@@ -42,8 +44,9 @@ def _results(numbers: torch.Tensor) -> torch.Tensor:
         numbers.bfloat16().float(),
         numbers.half().float(),
     ]
-    found = torch.stack(results)
-    return torch.where(found.isnan(), 0, found)
+    stacked = torch.stack(results)
+    # The bits of a NaN are not defined: devices differ in them without being wrong.
+    return torch.where(stacked.isnan(), 0, stacked)
 
 
 class DeviceReadExecutor(ReadExecutor):
@@ -55,21 +58,22 @@ class DeviceReadExecutor(ReadExecutor):
         targets: TargetTensors,
         share: ComputingShare,
     ) -> Sequence[ComputeTask]:
-        """Compute the blocks that an accelerator can. Return those that are left for the CPU.
+        """Compute the blocks that an accelerator can compute. Return the tasks that the CPU has to compute.
 
-        Inputs go from the files to the device as they are stored. The values of all blocks are checked together.
+        Inputs are sent to the device as they are stored. The values of all blocks are checked together.
         """
         device = targets.device
         if device.type == "cpu" or not matches_cpu_bitwise(device):
             return tasks
         fitting: list[ComputeTask] = []
-        left: list[ComputeTask] = []
+        for_cpu: list[ComputeTask] = []
         for task in tasks:
             is_on_device = all(targets.tensors[move.target].device == device for move in task.moves)
             fits = task.fits_devices and is_on_device and task.block.nbytes <= share.most_bytes
-            (fitting if fits else left).append(task)
+            (fitting if fits else for_cpu).append(task)
         if not fitting:
-            return left
+            return for_cpu
+        # One element for each task, on the device, so that the host waits once for all blocks and not for each.
         is_bad = torch.zeros(len(fitting), dtype=torch.bool, device=device)
         input_bytes = max(sum(box.numel * dtype.itemsize for _, box, dtype in get_inputs(task)) for task in fitting)
         most_bytes = max(SEGMENT_ALIGNMENT, input_bytes)
@@ -78,15 +82,16 @@ class DeviceReadExecutor(ReadExecutor):
             compute = partial(self._compute_block_on_device, targets, share, is_bad)
             WorkerPool(compute, buffers, self.world.check).run(list(enumerate(fitting)))
         finally:
+            # Waits for the queued copies. Buffers may be freed, and is_bad read, only after it.
             for buffer in buffers:
                 buffer.finish()
-        found: list[bool] = HostStaging(len(fitting), is_pinned=True).stage(is_bad).tolist()
-        for task, is_left in zip(fitting, found, strict=True):
-            if is_left:
-                left.append(task)
+        is_bad_on_host: list[bool] = HostStaging(len(fitting), is_pinned=True).stage(is_bad).tolist()
+        for task, has_failed in zip(fitting, is_bad_on_host, strict=True):
+            if has_failed:
+                for_cpu.append(task)
             else:
                 self._count_outputs(task, targets)
-        return left
+        return for_cpu
 
     def _compute_block_on_device(
         self,
@@ -115,12 +120,13 @@ class DeviceReadExecutor(ReadExecutor):
             for request in requests:
                 self._read(inputs, request, buffer)
         inner = ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
-        found = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
+        # Inputs that are computed themselves are queued before the block that reads them.
+        inner_is_bad = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
         outputs, is_bad = evaluate_on_device(task, values, share.most_bytes)
         for move in task.moves:
             computed = strided_view(outputs[move.output].contiguous(), move.source)
             strided_view(targets.tensors[move.target], move.place).copy_(computed)
-        return torch.stack([is_bad, *found]).any()
+        return torch.stack([is_bad, *inner_is_bad]).any()
 
 
 @torch.no_grad()
