@@ -7,7 +7,6 @@ from shardwise.fsdp.policies import Classes as Classes
 from shardwise.fsdp.policies import Matching as Matching
 from shardwise.fsdp.policies import MinSize as MinSize
 from shardwise.loading.prepare import LoadOptions as LoadOptions
-from shardwise.models.build import ResizeVocab as ResizeVocab
 from shardwise.models.four_bit.config import Fp4 as Fp4
 from shardwise.models.four_bit.config import Nf4 as Nf4
 from shardwise.models.selection import AdapterOnly as AdapterOnly

@@ -100,7 +100,7 @@ def test_a_tenant_saved_by_two_ranks(worlds, base, tmp_path):
 
 def test_folders_that_are_no_adapter_of_this_base(base, tmp_path):
     bank = bank_of(base, {"ada": recipes()["ada"]})
-    with pytest.raises(shardwise.FormatError, match=r"there is no adapter_config.json"):
+    with pytest.raises(shardwise.FormatError, match=r"has no adapter_config.json"):
         bank.load("x", tmp_path)
     other = AutoModelForCausalLM.from_pretrained(banking.save_base(tmp_path / "base"), dtype=torch.float32)
     config = LoraConfig(r=4, target_modules="all-linear", exclude_modules=["o_proj"])  # o_proj is stored twice

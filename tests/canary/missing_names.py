@@ -211,7 +211,7 @@ def not_loaded(folder: Path) -> None:
 
 
 def initialized(folder: Path) -> None:
-    opened(folder, resize_vocab=shardwise.options.ResizeVocab(9))
+    opened(folder, resize_vocab=9)
 
 
 def auto_class(folder: Path) -> None:

@@ -26,7 +26,7 @@ from shardwise.ranks.timeouts import Timeouts
 STAGES = {
     "open": ("shardwise.ranks.call_arguments", "open_storage"),
     "headers": ("shardwise.ranks.call_arguments", "open_checkpoint"),
-    "build": ("shardwise.loading.meta_model", "outline"),
+    "build": ("shardwise.loading.meta_model", "build_meta_model"),
     "wrap": ("shardwise.fsdp.wrap", "wrap"),
     "plan": ("shardwise.loading.prepare", "plan_load"),
     "materialize": ("shardwise.loading.load", "materialize"),

@@ -88,23 +88,6 @@ def test_a_size_that_nothing_has():
         MinSize(0)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "told"),
-    [
-        ("sharding_strategy", "Pass reshard_after_forward=True for FULL_SHARD"),
-        ("cpu_offload", r"Pass offload_policy=CPUOffloadPolicy\(\)"),
-        ("auto_wrap_policy", "Pass wrap="),
-        ("limit_all_gathers", "Leave it out: FSDP2 bounds its gathers itself"),
-        ("use_orig_params", "Leave it out: FSDP2 always has the original parameters"),
-        ("mp_polcy", r"Did you mean 'mp_policy'\?"),
-        ("zzz", "Keywords: mesh, wrap, mp_policy"),
-    ],
-)
-def test_unknown_keywords_are_answered(keyword, told):
-    with pytest.raises(ConfigError, match=rf"^Sharding\(\) got an unexpected keyword argument '{keyword}'. {told}"):
-        Sharding(**{keyword: True})
-
-
 def test_names_of_classes_are_a_tuple():
     for names in ("Linear", nn.Linear, (nn.Linear,), {"Linear": 1}):
         with pytest.raises(ConfigError, match="must be a tuple of names of classes"):

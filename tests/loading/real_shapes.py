@@ -21,7 +21,7 @@ from shardwise.files.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.files.quantized import parse_form
 from shardwise.files.storage import LOCAL
 from shardwise.loading.estimate import estimate
-from shardwise.loading.from_pretrained import Located
+from shardwise.loading.from_pretrained import OpenModel
 from shardwise.loading.source import OpenSource
 from shardwise.models.build import build_on_meta
 from shardwise.report import Estimate
@@ -105,4 +105,4 @@ def forecast_of(config: Any, index: CheckpointIndex, mesh: MeshShape, **options:
     """The estimate of a checkpoint of which there are headers alone."""
     source = OpenSource(index, cast(Any, None), {}, is_own=False)
     given: Any = {"read_policy": LOCAL, **options}
-    return estimate(Located(Path("/nowhere"), config, index, source, {}), mesh, given)
+    return estimate(OpenModel(Path("/nowhere"), config, index, source, {}), mesh, given)

@@ -66,7 +66,7 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
     monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
     model = TwoWeights()
     model.total = nn.Parameter(torch.empty(60, 20, device="meta"))
-    with pytest.raises(ConfigError, match=r"total: is computed by Sum from 2 tensors.*Raise budget_bytes"):
+    with pytest.raises(ConfigError, match=r"total: Sum of 2 tensors needs .*Raise budget_bytes"):
         shardwise.load(model, tmp_path, options=shardwise.options.LoadOptions(budget_bytes=4096))
 
 

@@ -85,8 +85,8 @@ def test_a_dtype_is_half_the_memory_and_the_same_reads(qwen3):
 
 
 def test_replicas_read_the_checkpoint_once_each(qwen3):
-    made = shardwise.plan(qwen3, ranks=8, nodes=2, mesh={"replicate": 2, "shard": 4})
-    assert (made.mesh, made.nodes, len(made.ranks)) == ({"replicate": 2, "shard": 4}, 2, 8)
+    made = shardwise.plan(qwen3, ranks=8, mesh={"replicate": 2, "shard": 4})
+    assert (made.mesh, len(made.ranks)) == ({"replicate": 2, "shard": 4}, 8)
     assert sum(rank.read_bytes for rank in made.ranks) == 2 * made.checkpoint_bytes
     assert made.ranks[1].shard_bytes == made.ranks[5].shard_bytes
 
@@ -130,9 +130,7 @@ def test_consent_is_honoured(qwen3, changed):
     ("arguments", "error", "message"),
     [
         ({"ranks": 0}, ConfigError, "ranks=0"),
-        ({"ranks": 8, "nodes": 3}, ConfigError, "nodes=3: does not divide 8 ranks"),
-        ({"ranks": 8, "nodes": 0}, ConfigError, "nodes=0: does not divide"),
-        ({"ranks": 8, "nodes": 16}, ConfigError, "nodes=16: does not divide"),
+        ({"ranks": 8, "nodes": 2}, ConfigError, "plan.. got an unexpected keyword argument 'nodes'"),
         ({"ranks": 8, "mesh": {"shard": 4}}, ConfigError, "has 4 ranks, not 8"),
         ({"ranks": 8, "mesh": {"shrad": 8}}, ConfigError, "no axis 'shrad'"),
         ({"ranks": 2, "dtype": "int8"}, ConfigError, "int8"),
@@ -168,7 +166,6 @@ def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):
     made = shardwise.plan(tmp_path, ranks=128, device="cpu")
     assert min(rank.shard_bytes for rank in made.ranks) == 0
     assert {rank.padded_bytes for rank in made.ranks} == {made.ranks[0].shard_bytes}
-    assert made.held_imbalance > 1.1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.models.test_tunings import ALL_LINEAR, COPIES, DORA, NARROW
 import shardwise
 from shardwise import ExistingLora, Full, Lora
 from shardwise.cli import main
-from shardwise.loading.estimate import tuning_named
+from shardwise.loading.estimate import build_tuning
 
 TUNINGS: dict[str, Any] = {
     "full": Full(),
@@ -63,7 +63,7 @@ def test_tunings_by_text(half: Path, tmp_path: Path) -> None:
         assert "trainable params: " in result.output
     shardwise.save_adapter(shardwise.from_pretrained(half, tuning=Lora(NARROW)), tmp_path)
     assert "trainable params: " in run("--tuning", str(tmp_path)).output
-    assert isinstance(tuning_named(str(tmp_path)), ExistingLora)
+    assert isinstance(build_tuning(str(tmp_path)), ExistingLora)
     for words, message in (
         ("lore=3", "is not known. Pass full, freeze=N"),
         ("freeze=two", "is not known"),

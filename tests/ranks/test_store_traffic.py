@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.core.errors import RankMismatchError, ShardingError, StorageError
 from shardwise.core.reports import Available, RankEstimate
-from shardwise.loading.agreement import agree_on
+from shardwise.loading.agreement import compare_plans
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 
@@ -82,7 +82,7 @@ def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
 
     def agree(rank: int, **other: Any) -> Any:
         with World.current(timeouts=CALM, call="load") as world:
-            return agree_on(world, **prepared(rank, **other))
+            return compare_plans(world, **prepared(rank, **other))
 
     with counted_ranks(size) as ranks:
         errors = ranks.each(lambda rank: agree(rank, digest="de"[rank % 2] * 64))

@@ -103,7 +103,6 @@ UNEQUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "size": (linear, {"max_shard_size": 10810}),  # as many files, of other sizes
     "nonsense": (linear, {"max_shard_size": "many"}),
     "verify": (linear, {"verify": True}),
-    "buffers": (linear, {"on_differing_buffers": "error"}),
     "internal": (linear, {"names": "internal"}),
     "budget": (linear, {"options": shardwise.options.SaveOptions(budget_bytes=1 << 20)}),
 }

@@ -115,23 +115,23 @@ def buffers_that_are_not_the_firsts(folder: str) -> dict[str, list[str]]:
 Way = Callable[[], object]
 
 
-def ways_out(model: nn.Module, optimizer: torch.optim.Optimizer, root: Path, **how: Any) -> dict[str, Way]:
+def ways_out(model: nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> dict[str, Way]:
     """Every way to take a model and its optimizer out."""
 
     def checkpointed(mode: Any) -> Any:
-        checkpointer = shardwise.Checkpointer(root / f"checkpoints {mode}", mode=mode, **how)
+        checkpointer = shardwise.Checkpointer(root / f"checkpoints {mode}", mode=mode)
         return checkpointer.save(1, shardwise.TrainState(model, optimizer))
 
     ways: dict[str, Way] = {
-        "save": lambda: shardwise.save(model, root / "saved", names="internal", options=QUIET, **how),
-        "iter_hf_tensors": lambda: list(shardwise.iter_hf_tensors(model, names="internal", **how)),
+        "save": lambda: shardwise.save(model, root / "saved", names="internal", options=QUIET),
+        "iter_hf_tensors": lambda: list(shardwise.iter_hf_tensors(model, names="internal")),
         "synchronous": lambda: checkpointed("sync"),
         "asynchronous": lambda: checkpointed("async"),
     }
     for form in ("full", "full_on_all_ranks", "sharded"):
-        ways[f"get_model_state_dict {form}"] = lambda form=form: shardwise.get_model_state_dict(model, form, **how)
+        ways[f"get_model_state_dict {form}"] = lambda form=form: shardwise.get_model_state_dict(model, form)
     for form in ("full", "sharded", "local"):
-        ways[f"accelerate {form}"] = lambda form=form: shardwise.save_accelerate_model(model, root, form, **how)
+        ways[f"accelerate {form}"] = lambda form=form: shardwise.save_accelerate_model(model, root, form)
     return ways
 
 
@@ -139,18 +139,6 @@ def errors(ways: dict[str, Way], root: Path) -> dict[str, str]:
     found = {way: ": ".join(attempt(take_out)) for way, take_out in ways.items()}
     left = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
     return found | ({"left behind": str(left)} if left else {})
-
-
-def refused_buffers(folder: str) -> dict[str, str]:
-    model, optimizer = trained()
-    return errors(ways_out(model, optimizer, Path(folder), on_differing_buffers="error"), Path(folder))
-
-
-def modes_that_differ(folder: str) -> dict[str, str]:
-    """The first rank takes buffers as they come, the second refuses them."""
-    model, optimizer = trained()
-    mode = "first_rank" if dist.get_rank() == 0 else "error"
-    return errors(ways_out(model, optimizer, Path(folder), on_differing_buffers=mode), Path(folder))
 
 
 def added_after_sharding(folder: str) -> dict[str, str]:
@@ -270,20 +258,6 @@ def test_differing_buffers_become_those_of_the_first_rank_and_are_reported(world
     found = agreed(worlds(3), buffers_that_are_not_the_firsts, tmp_path)
     assert len(found) == 9
     assert not any(found.values()), found
-
-
-def test_differing_buffers_are_refused_on_request(worlds, tmp_path):
-    found = agreed(worlds(2), refused_buffers, tmp_path)
-    assert len(found) == 10
-    for error in found.values():
-        assert error.startswith("RankMismatchError: 6 tensors have other values on rank 1 than on the first rank")
-        assert "norms.{0..2}.running_mean, " in error
-        assert "on_differing_buffers='first_rank'" in error
-
-
-def test_all_ranks_ask_for_the_same(worlds, tmp_path):
-    found = agreed(worlds(2), modes_that_differ, tmp_path)
-    assert all(error.startswith("RankMismatchError: ") and "rank" in error for error in found.values())
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import shardwise
 from shardwise.fsdp.policies import Classes
 from shardwise.fsdp.wrap import require_trainable_dtype
 
-ANYONE = "any"
-
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
@@ -29,41 +27,38 @@ def net_checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("size", "state", "mesh", "values_from"),
+    ("size", "state", "mesh"),
     [
-        (1, "everywhere", "", ANYONE),
-        (2, "compiled", "", "all_ranks"),
-        (2, "meta", "", ANYONE),
-        (3, "everywhere", "", "first_rank"),
-        (3, "last", "", ANYONE),
-        (4, "nodes", "hsdp", ANYONE),
-        (4, "buffers", "hsdp", ANYONE),
+        (1, "everywhere", ""),
+        (2, "compiled", ""),
+        (2, "meta", ""),
+        (3, "last", ""),
+        (4, "nodes", "hsdp"),
+        (4, "buffers", "hsdp"),
     ],
 )
-def test_every_state_ends_in_the_same_bits(worlds, checkpoint, size, state, mesh, values_from):
-    for faults, report in worlds(size).run(sharding.shard_from, state, mesh, checkpoint, values_from):
+def test_every_state_ends_in_the_same_bits(worlds, checkpoint, size, state, mesh):
+    for faults, report in worlds(size).run(sharding.shard_from, state, mesh, checkpoint):
         assert faults == []
         assert report["staging_bytes"] <= 4096
         assert report["tied"] == {"head.weight": "embed.weight"}
         assert report["cast"] == report["differed"] == {}
         whole = {f"blocks.{block}.{name}" for block in (0, 1) for name in ("scale", "registers")}
         assert set(report["replicated"]) == (whole if report["mesh"] else set())
-        if state in ("everywhere", "compiled") and values_from != "first_rank":
+        if state in ("everywhere", "compiled"):
             assert report["sent_bytes"] == 0
 
 
 def test_one_process_without_a_group_keeps_its_model(checkpoint):
-    faults, report = sharding.shard_from("everywhere", "", checkpoint, ANYONE)
+    faults, report = sharding.shard_from("everywhere", "", checkpoint)
     assert faults == []
     assert (report["mesh"], report["world_size"], report["sent_bytes"]) == ("", 1, 0)
 
 
 def test_differing_values_become_those_of_rank_0_and_are_reported(worlds):
-    for faults, report in worlds(3).run(sharding.other_values, ANYONE):
+    for faults, report in worlds(3).run(sharding.other_values):
         assert faults == []
         assert report["differed"] == {"embed.weight": 0, "blocks.0.table.angles": 0}
-    errors = worlds(3).run(sharding.other_values, "all_ranks")
-    require_same_error(errors, "RankMismatchError", "embed.weight, blocks.0.table.angles")
 
 
 def test_the_source_casts_to_the_receivers_dtype_but_never_bits(worlds):
@@ -119,7 +114,6 @@ NOTHING = {"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))}
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ({"values_from": "all_ranks"}, "RankMismatchError", "rank 1: embed.weight"),
         (NOTHING, "ShardingError", "matches nothing in Model"),
         ("another architecture", "RankMismatchError", "blocks.2.linear.weight is a parameter of shape (5, 6)"),
         ("another shape", "RankMismatchError", "blocks.0.experts is a parameter of shape (2, 12, 4)"),

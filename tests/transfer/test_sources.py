@@ -11,11 +11,9 @@ from shardwise.transfer.matching import (
 )
 from shardwise.transfer.tensor_metadata import TensorMetadata, require_same_tensors
 
-ANYONE = "any"
 
-
-def chosen(live, values_from=ANYONE):
-    (sources,) = select_sources(["w"], [[has] for has in live], values_from)
+def chosen(live):
+    (sources,) = select_sources([[has] for has in live])
     return sources
 
 
@@ -34,39 +32,22 @@ def test_a_rank_without_values_gets_those_of_the_first_that_has_the_most(live, s
     assert chosen(live) == sources
 
 
-def test_the_other_modes_rely_on_certain_ranks():
-    assert chosen((1, 1, 1, 1), "first_rank") == (0, 0, 0, 0)
-    assert chosen((1, 0, 0, 1), "first_rank") == (0, 0, 0, 0)
-    assert chosen((1, 1, 1, 1), "all_ranks") == (0, 1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("live", "values_from", "who"),
-    [((0, 1, 1, 1), "first_rank", "rank 0: w"), ((1, 0, 1, 0), "all_ranks", "ranks 1, 3: w")],
-)
-def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, who):
-    with pytest.raises(RankMismatchError, match=who):
-        chosen(live, values_from)
-
-
 def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
     names = ["weight", "table"]
     live = [[False, True], [True, True], [True, True]]
-    sources = select_sources(names, live, "any")
+    sources = select_sources(live)
     assert sources == [(1, 1, 2), (0, 1, 2)]
     sums = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 2, "table": 6}]
-    settled, taken = resolve_differences(names, sources, sums, [1, 2, 2], "any")
+    settled, taken = resolve_differences(names, sources, sums, [1, 2, 2])
     assert settled == [(1, 1, 1), (1, 1, 1)]
     assert taken == {"weight": 1, "table": 1}
     equal = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 1, "table": 5}]
-    assert resolve_differences(names, sources, equal, [1, 2, 2], "any") == (sources, {})
-    with pytest.raises(RankMismatchError, match="2 tensors have other values on some ranks.*table"):
-        resolve_differences(names, sources, sums, [1, 2, 2], "all_ranks")
+    assert resolve_differences(names, sources, equal, [1, 2, 2]) == (sources, {})
 
 
 @pytest.mark.parametrize("source_ranks", [NO_SOURCES, (0, 0), (1, 1)])
 def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_ranks):
-    assert resolve_differences(["w"], [source_ranks], [{}, {}], [1, 1], "all_ranks") == ([source_ranks], {})
+    assert resolve_differences(["w"], [source_ranks], [{}, {}], [1, 1]) == ([source_ranks], {})
 
 
 @pytest.mark.parametrize(
@@ -85,8 +66,6 @@ def test_dtypes_without_a_common_choice_are_refused(sources, dtypes):
 
 
 def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
-    with pytest.raises(RankMismatchError, match="rank 6: w"):
-        select_sources(["w"], [[True], [False]], "all_ranks", (4, 6))
     with pytest.raises(RankMismatchError, match="bfloat16 on rank 6, float32 on rank 4"):
         select_dtypes(["w"], [(0, 1)], [["float32"], ["bfloat16"]], (4, 6))
 

@@ -169,7 +169,7 @@ class AdapterBank:
         for keyword in keywords:
             if keyword not in known:
                 call = "add_adapter" if is_new else "load"
-                raise unknown_keyword(call, keyword, known, {}, tenants.TenantOptions)
+                raise unknown_keyword(call, keyword, known, {})
         return self._build(name, config, tenants.TenantOptions(**keywords), is_new=is_new)
 
     def _build(
@@ -422,7 +422,7 @@ class AdapterBank:
                 training = collect_training_state(tenant, base, cast)
         request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
         with get_world(options, "AdapterBank.save") as world:
-            return execute_save(world, request, "first_rank", options, Clock(), verify=verify)
+            return execute_save(world, request, options, Clock(), verify=verify)
 
     def load(
         self,

@@ -35,7 +35,7 @@ from shardwise.files.safetensors_files import read_header
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.fsdp.named_tensors import collect_tensors, local_tensor
 from shardwise.fsdp.torch_private import original_class
-from shardwise.loading.from_pretrained import read_lora_config, weights_in
+from shardwise.loading.from_pretrained import find_adapter_weights, read_lora_config
 from shardwise.models.build import build_on_meta
 from shardwise.models.lora.adapted_layers import AdapterOutline, name_in_base, outline_adapter
 from shardwise.models.lora.former_adapters import rename_adapter
@@ -72,7 +72,7 @@ def read_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adap
         KeyMismatchError: matrices of single experts cannot be fused.
     """
     place = Path(folder)
-    file, config = weights_in(place), read_lora_config(place)
+    file, config = find_adapter_weights(place), read_lora_config(place)
     config.inference_mode = False
     config.init_lora_weights = True  # the matrices are read
     with LocalReader(place) as reader:
@@ -138,7 +138,7 @@ def find_training(folder: Path, *, training_state: bool) -> states.StoredTrainin
             checksums.
         StorageError: the folder cannot be read.
     """
-    adapter = weights_in(folder)
+    adapter = find_adapter_weights(folder)
     with LocalReader(folder) as reader:
         file = find_training_file(reader, adapter) if training_state else None
         require_as_saved(reader, adapter, file)
@@ -174,7 +174,7 @@ def read_tenant(
     folder = Path(adapter.directory)
     with world.collective("create scratch tensors"):
         whole, scratch = _with_scratch(model, tenant)
-        weights = weights_in(folder)
+        weights = find_adapter_weights(folder)
     _read(world, whole, folder, weights, adapter)
     if not allows(on_other_base, "values"):
         with world.collective("compare values"):

@@ -28,8 +28,8 @@ from shardwise.checkpoints.train_state import (
     collect_state,
     describe_selection,
 )
-from shardwise.core.consents import Consent, OnDiffering
-from shardwise.core.errors import ConfigError, StorageError, answer_keywords
+from shardwise.core.consents import Consent
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.save_reports import CheckpointReport, RestoreReport
 from shardwise.fsdp.optimizer_states_by_name import class_name
 from shardwise.models.selection import AdapterOnly, Selection
@@ -47,12 +47,6 @@ _BACKGROUND = "/checkpoint"
 """Purpose of the world in which the ranks' threads meet."""
 
 
-@answer_keywords(
-    adapter_only="Pass only=AdapterOnly() to store an adapter without its base",
-    async_save='Pass mode="async" to write in the background',
-    process_group="Pass options=StateOptions(process_group=...)",
-    save_total_limit="Pass keep=, the number of checkpoints",
-)
 class Checkpointer:
     """Keeps the state of a training in a folder, in the format of ``torch.distributed.checkpoint``.
 
@@ -90,8 +84,6 @@ class Checkpointer:
             training continues. The next ``save`` waits for it.
         only: the stored part of the model: ``None`` for all, or ``AdapterOnly()`` for a PEFT adapter and all other
             trained parameters.
-        on_differing_buffers: buffers whose values differ between ranks, as running statistics do, are stored as the
-            first rank has them, ``"first_rank"``, or are an error, ``"error"``.
         options: budget, process group, timeouts.
 
     Raises:
@@ -106,10 +98,9 @@ class Checkpointer:
         keep: int | None = 3,
         mode: Mode = "sync",
         only: Selection = None,
-        on_differing_buffers: OnDiffering = "first_rank",
         options: StateOptions = StateOptions(),  # noqa: B008
     ) -> None:
-        given = {"mode": mode, "only": only, "on_differing_buffers": on_differing_buffers, "options": options}
+        given = {"mode": mode, "only": only, "options": options}
         check_options(get_hints(Checkpointer.__init__), given)
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
@@ -117,7 +108,6 @@ class Checkpointer:
         self._keep = keep
         self._mode = mode
         self._only = only
-        self._on_differing_buffers = on_differing_buffers
         self._options = options
         self._staging = ChunkStaging()
         self._plan: CheckpointPlan | None = None
@@ -336,7 +326,7 @@ class Checkpointer:
                     self._stage(clock, contents, self._plan)
             plan = self._plan.tensors
         with clock.phase("compare"):
-            differing = compare_replicas(world, contents.replicas, self._on_differing_buffers, mismatched)
+            differing = compare_replicas(world, contents.replicas, mismatched)
         header = CheckpointHeader(
             step=step,
             world_size=world.size,
@@ -399,7 +389,7 @@ class Checkpointer:
         collected = collect_state(state, self._only, plan.collected if plan else None)
         require_values(collected.by_key, "the state")
         contents = collect_contents(collected, state, world.rank)
-        contents.summary.call = repr((step, self._keep, self._mode, self._only, self._on_differing_buffers))
+        contents.summary.call = repr((step, self._keep, self._mode, self._only))
         samples_of = collected
         if plan and plan.is_for(world, collected):
             self._stage(clock, contents, plan)

@@ -53,7 +53,7 @@ def require_same_calls(world: World, summaries: Sequence[StateSummary]) -> None:
     """Raise :class:`RankMismatchError` if ranks passed different arguments."""
     if odd := world.find_mismatched([item.call for item in summaries]):
         raise RankMismatchError(
-            "the list of arguments (step, keep, mode, only, on_differing_buffers) on rank "
+            "the list of arguments (step, keep, mode, only) on rank "
             f"{odd.text} is not that of rank {world.global_ranks[0]}. Make the same call on all ranks"
         )
 

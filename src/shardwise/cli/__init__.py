@@ -10,7 +10,6 @@ from shardwise.core.console import surviving_console
 from shardwise.core.errors import ShardwiseError
 
 _COMMANDS = {
-    "generate": "print the answer of a model or an adapter to a prompt",
     "inspect": "show the tensors and sizes of a checkpoint",
     "merge-adapter": "merge a LoRA into its base, in bounded memory",
     "merge-weights": "convert a sharded checkpoint to safetensors",
@@ -20,7 +19,7 @@ _COMMANDS = {
 }
 
 _MODULES = {
-    **dict.fromkeys(("generate", "inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
+    **dict.fromkeys(("inspect", "verify", "merge_adapter", "merge_weights"), "checkpoints"),
     "plan": "train",
 }
 """Modules of commands that have another name."""

@@ -1,4 +1,4 @@
-"""Commands on checkpoints: ``inspect``, ``generate``, ``verify``, ``merge-adapter``, ``merge-weights``."""
+"""Commands on checkpoints: ``inspect``, ``verify``, ``merge-adapter``, ``merge-weights``."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from shardwise.files.checkpoint_index import CheckpointIndex, StoredTensor
 from shardwise.files.open_checkpoint import open_checkpoint
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.files.remote import resolve
-from shardwise.files.urls import HubOptions, is_local, is_url, local_path, shown
+from shardwise.files.urls import HubOptions, is_url, shown
 
 
 @click.command("verify")
@@ -34,25 +34,6 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     found = verify(model)
     print_report(found, as_json=as_json)
     sys.exit(0 if found.is_sound else 1)
-
-
-@click.command("generate")
-@click.argument("model")
-@click.argument("prompt")
-@click.option(
-    "--max-new-tokens", default=64, show_default=True, type=click.IntRange(1), help="Limit of the answer."
-)
-def generate_command(model: str, prompt: str, max_new_tokens: int) -> None:
-    """Print the answer of MODEL to PROMPT, to try a model or an adapter.
-
-    MODEL is a model, or a folder with an adapter, whose config names the base. The whole model is loaded into this
-    process. PROMPT is a user's message if there is a chat template, otherwise a text to continue.
-    """
-    if is_local(model):  # before the imports
-        local_path(model, HubOptions())
-    from shardwise.loading.generate import generate
-
-    click.echo(generate(model, prompt, max_new_tokens=max_new_tokens))
 
 
 @click.command("merge-adapter")

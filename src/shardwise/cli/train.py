@@ -175,7 +175,6 @@ def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
 @click.argument("model")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 @click.option("--ranks", type=click.IntRange(1), help="Number of processes.")
-@click.option("--nodes", default=1, show_default=True, type=click.IntRange(1), help="Machines they run on.")
 @click.option("--dtype", help="auto, float32, bfloat16, ...  [default: auto]")
 @click.option("--param-dtype", help="Mixed precision: the dtype in which parameters are gathered.")
 @click.option(
@@ -216,7 +215,6 @@ def plan_command(
     model: str,
     overrides: tuple[str, ...],
     ranks: int | None,
-    nodes: int,
     device: str,
     memory: str | None,
     as_json: bool,
@@ -234,7 +232,7 @@ def plan_command(
     limit = None if memory is None else parse_size(memory)
     if sys.stderr.isatty():
         click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
-    placed: PlanOptions = {"nodes": nodes, "device": device}
+    placed: PlanOptions = {"device": device}
     if limit is not None:
         placed["memory_bytes"] = limit
     if model.endswith((".yaml", ".yml")):
@@ -278,14 +276,14 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
         found["mesh"] = parse_mesh(found["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
-    from shardwise.loading.estimate import plan, tuning_named
+    from shardwise.loading.estimate import build_tuning, plan
     from shardwise.state.shard import build_sharding
 
     wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
     found["sharding"] = build_sharding(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
     found["hub"] = HubOptions(revision=found.pop("revision", None))
     if "tuning" in found:
-        found["tuning"] = tuning_named(found["tuning"])
+        found["tuning"] = build_tuning(found["tuning"])
     return plan(model, ranks=ranks, **{"dtype": "auto", **found})
 
 

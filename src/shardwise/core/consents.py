@@ -50,8 +50,6 @@ class Ignore(_Globs):
 
 OnMissing: TypeAlias = Literal["error"] | Initialize
 OnUnexpected: TypeAlias = Literal["error"] | Ignore
-OnDiffering: TypeAlias = Literal["first_rank", "error"]
-"""Choice for buffers whose values differ between ranks: those of the first rank, or an error that names them."""
 
 
 def allows(consent: OnMissing | OnUnexpected, name: str) -> bool:

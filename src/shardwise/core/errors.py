@@ -18,15 +18,11 @@ Every message has the parameter or the file, the rank if ranks differ, the cause
 
 import difflib
 import functools
-import inspect
 import platform
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Mapping
 from importlib import import_module, metadata
-from typing import Any, TypeVar, cast, get_args, get_type_hints
-
-T = TypeVar("T")
+from typing import Any
 
 
 def escape_controls(text: str) -> str:
@@ -186,52 +182,11 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"Did you mean {matches[0]!r}?" if matches else ""
 
 
-def answer_keywords(**instead: str) -> Callable[[T], T]:
-    """Return a decorator of a function or class that rejects unknown keywords.
-
-    The error has the advice of ``instead`` for a keyword, the option that has it, or the nearest keyword.
-    """
-
-    def decorate(target: T) -> T:
-        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-        public: Any = target
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
-
-        @functools.wraps(function)
-        def call(*args: Any, **keywords: Any) -> Any:
-            for name in keywords:
-                if name not in known:
-                    raise unknown_keyword(public.__name__, name, known, instead, public)
-            return function(*args, **keywords)
-
-        if not isinstance(target, type):
-            return cast(T, call)
-        target.__init__ = call  # type: ignore[misc]
-        return target
-
-    return decorate
-
-
-def unknown_keyword(
-    call: str, name: str, known: Collection[str], instead: Mapping[str, str], described: object
-) -> ConfigError:
-    """Return the error for an unknown keyword of a call. ``described`` has annotations of the known ones."""
+def unknown_keyword(call: str, name: str, known: Collection[str], instead: Mapping[str, str]) -> ConfigError:
+    """Return the error for an unknown keyword of a call. ``instead`` has advice for some keywords."""
     if "config_overrides" in known:
         others = "Attributes of the config go into config_overrides"
     else:
         others = f"Keywords: {', '.join(known)}"
-    remedy = instead.get(name) or _option_with(name, described) or nearest(name, known) or others
+    remedy = instead.get(name) or nearest(name, known) or others
     return ConfigError(f"{call}() got an unexpected keyword argument {name!r}. {remedy}")
-
-
-def _option_with(name: str, described: object) -> str:
-    """Return advice to pass the options object that has a field of this name, or "" if none has."""
-    try:
-        hints = get_type_hints(described)
-    except NameError:  # imported for type checkers only
-        return ""
-    for argument, hint in hints.items():
-        for kind in get_args(hint) or (hint,):
-            if argument != "return" and is_dataclass(kind) and name in (item.name for item in fields(kind)):
-                return f"Pass {argument}={getattr(kind, '__name__', kind)}({name}=...)"
-    return ""

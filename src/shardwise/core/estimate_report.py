@@ -109,7 +109,6 @@ class Estimate(Report):
         parameters: number of elements, tied ones once.
         bytes_per_dtype: bytes of the whole model.
         ranks: one entry for each rank.
-        file_bytes: bytes that all ranks together read of each file.
         whole: parameters that stay whole on every rank, with the reason.
         tied: names and the names whose storage they share.
         cast: names and their dtypes in the checkpoint and in the model.
@@ -123,14 +122,12 @@ class Estimate(Report):
     dtype: str
     device: str
     mesh: Mapping[str, int] = hidden()
-    nodes: int
     parameters: int
     checkpoint_bytes: int
     checkpoint_tensors: int
     bytes_per_dtype: Mapping[str, int] = hidden()
     groups: tuple[GroupEstimate, ...] = hidden()
     ranks: tuple[RankEstimate, ...] = hidden()
-    file_bytes: Mapping[str, int] = hidden(default_factory=dict)
     whole: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
@@ -151,19 +148,6 @@ class Estimate(Report):
     def read_bytes(self) -> int:
         """Bytes that all ranks together read."""
         return sum(rank.read_bytes for rank in self.ranks)
-
-    @property
-    def held_imbalance(self) -> float:
-        """Largest shards of a rank over the mean."""
-        sizes = [rank.shard_bytes for rank in self.ranks]
-        return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
-
-    @property
-    def node_host_bytes(self) -> int:
-        """Host memory of the node that needs the most during the load. Ranks are assigned to nodes in order."""
-        count = len(self.ranks) // self.nodes
-        sizes = [rank.host_bytes for rank in self.ranks]
-        return max(sum(sizes[start : start + count]) for start in range(0, len(sizes), count))
 
     @property
     def peak_bytes(self) -> int:
@@ -193,10 +177,8 @@ class Estimate(Report):
             **super().to_dict(),
             "summary": {
                 "read_bytes": self.read_bytes,
-                "held_imbalance": self.held_imbalance,
                 "device_bytes": max(rank.device_bytes for rank in self.ranks),
                 "host_bytes": max(rank.host_bytes for rank in self.ranks),
-                "node_host_bytes": self.node_host_bytes,
                 "training_bytes": training and training.worst(self.device).bytes_on(self.device),
                 "training_phase": training and training.worst(self.device).phase,
             },
@@ -210,16 +192,14 @@ class Estimate(Report):
         yield f"plan for {self.checkpoint}"
         yield f"  model       {self.model_class}, {self.parameters:,} parameters in {dtypes}"
         yield f"  checkpoint  {in_bytes(self.checkpoint_bytes)}, {self.checkpoint_tensors:,} tensors"
-        yield f"  mesh        {mesh}, {self.device}, {self.nodes} nodes"
+        yield f"  mesh        {mesh}, {self.device}"
         yield f"  groups      {len(self.groups)}; {gathered}"
         if self.training is not None:
             yield f"  {describe_trainable(self.trainable_parameters, self.parameters)}"
 
     def __str__(self) -> str:
         lines = [super().__str__(), "", *_table(self.ranks), ""]
-        lines.append(f"  read        {in_bytes(self.read_bytes)} of {len(self.file_bytes):,} files by all ranks")
-        if self.nodes > 1:
-            lines.append(f"  node        {in_bytes(self.node_host_bytes)} of host memory during the load")
+        lines.append(f"  read        {in_bytes(self.read_bytes)} by all ranks")
         if self.training is not None:
             lines += [f"  training    {line}" for line in self.training.lines(self.device)]
         return "\n".join(lines)

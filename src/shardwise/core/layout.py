@@ -56,22 +56,13 @@ def locate_box(box: Box, boxes: Sequence[LocalBox]) -> Strided:
     raise ValueError(f"{box} is not within {[piece.box for piece in boxes]}")
 
 
-def first_rows(boxes: Iterable[LocalBox], count: int) -> list[LocalBox]:
-    """Return the parts of boxes in the first ``count`` rows of their tensor."""
-    return _rows(boxes, 0, count)
-
-
 def last_rows(boxes: Iterable[LocalBox], start: int) -> list[LocalBox]:
     """Return the parts of boxes in the rows from ``start`` on."""
-    return _rows(boxes, start, sys.maxsize)
-
-
-def _rows(boxes: Iterable[LocalBox], start: int, stop: int) -> list[LocalBox]:
     parts: list[LocalBox] = []
     for item in boxes:
-        rows = Box((start, *item.box.offsets[1:]), (stop - start, *item.box.sizes[1:]))
-        if (common := item.box.intersect(rows)) is not None:
-            parts.append(LocalBox(common, locate_box(common, [item])))
+        rows = Box((start, *item.box.offsets[1:]), (sys.maxsize - start, *item.box.sizes[1:]))
+        if (inside := item.box.intersect(rows)) is not None:
+            parts.append(LocalBox(inside, locate_box(inside, [item])))
     return parts
 
 

@@ -30,12 +30,11 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
-from shardwise.core.errors import ConfigError, ShardingError, answer_keywords
+from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.formatting import comparable_text
 from shardwise.core.layout import TensorKind
 from shardwise.fsdp.named_tensors import TensorRef, abbreviate, axis_names, canonical
 from shardwise.fsdp.policies import (
-    UNUSED_BY_FSDP2,
     Classes,
     Grouping,
     Matching,
@@ -47,27 +46,7 @@ from shardwise.fsdp.policies import (
 )
 from shardwise.fsdp.torch_private import accelerator, has_collectives
 
-_IGNORED = "All parameters are sharded. Leave it out"
-_INSTEAD: Mapping[str, str] = {
-    **{name: f"Leave it out: {why}" for name, why in UNUSED_BY_FSDP2.items()},
-    **dict.fromkeys(("ignored_modules", "ignored_params", "ignored_states"), _IGNORED),
-    **dict.fromkeys(("cpu_offload", "offload_params"), "Pass offload_policy=CPUOffloadPolicy()"),
-    **dict.fromkeys(("mixed_precision", "mixed_precision_policy"), "Pass mp_policy=MixedPrecisionPolicy(...)"),
-    **dict.fromkeys(("device_mesh", "process_group"), "Pass mesh=init_device_mesh(...)"),
-    "sharding_strategy": "Pass reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or a mesh "
-    "with the axes replicate and shard for HYBRID_SHARD",
-    "auto_wrap_policy": "Pass wrap=..., which takes FSDP1's policies, too",
-    "transformer_layer_cls_to_wrap": "Pass wrap=Classes(names=(...))",
-    "min_num_params": "Pass wrap=MinSize(numel=...)",
-    "device_id": "Leave it out: the device is that of the mesh",
-    "param_init_fn": "Leave it out: the model's own initializers run on missing tensors",
-    "cpu_ram_efficient_loading": "Leave it out: every rank reads its own bytes",
-    "state_dict_type": "Pass it when you save",
-}
-"""Options of FSDP1 and accelerate, and what to do instead."""
 
-
-@answer_keywords(**_INSTEAD)
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Sharding of a model: mesh, groups, FSDP2's policies, and activation checkpointing.

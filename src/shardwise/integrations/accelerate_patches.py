@@ -302,7 +302,7 @@ def save_model(
         _selection(model, adapter_only=adapter_only),
         _files_place(fsdp_plugin, output_dir, model_index, others),
     )
-    return writing.save_model(model, place, only, "first_rank", StateOptions())
+    return writing.save_model(model, place, only, StateOptions())
 
 
 @_only_for_fsdp2

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.consents import Consent, Ignore, OnMissing
-from shardwise.core.errors import answer_keywords
 from shardwise.core.reports import StateReport
 from shardwise.files import accelerate_saves
 from shardwise.files.join_entries import METADATA
@@ -48,7 +47,6 @@ class FilesSource:
     options: state_values.StateOptions
 
 
-@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
 @torch.no_grad()
 def load_accelerate_model(
     model: nn.Module,
@@ -102,7 +100,6 @@ def load_accelerate_model(
         return read_model(world, model, source, only, clock)
 
 
-@answer_keywords(optimizer_index="Pass number=...")
 @torch.no_grad()
 def load_accelerate_optimizer(
     model: nn.Module,

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.core.consents import OnDiffering
-from shardwise.core.errors import ConfigError, StorageError, answer_keywords
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.save_reports import FilesReport
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_accelerate_file
 from shardwise.files.folders import folders_in, remove_folder
@@ -81,7 +80,6 @@ def agree_on_call(
     require_same_call(world, os.fspath(path), number, arguments, options=options)
 
 
-@answer_keywords(model_index="Pass number=...", adapter_only="Pass only=AdapterOnly()")
 def save_accelerate_model(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -89,7 +87,6 @@ def save_accelerate_model(
     *,
     number: int = 0,
     only: Selection = None,
-    on_differing_buffers: OnDiffering = "first_rank",
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> FilesReport:
     """Write a model as accelerate does under FSDP2, which ``accelerator.load_state`` reads.
@@ -107,8 +104,6 @@ def save_accelerate_model(
         form: in which form.
         number: of the model among those in the folder.
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's.
-        on_differing_buffers: for buffers whose values differ between ranks: ``"first_rank"`` writes those of the
-            first rank, ``"error"`` raises.
         options: budget, process group, timeouts.
 
     Raises:
@@ -120,10 +115,9 @@ def save_accelerate_model(
 
     Every error is the same on every rank.
     """
-    return save_model(model, FilesPlace(Path(directory), number, form), only, on_differing_buffers, options)
+    return save_model(model, FilesPlace(Path(directory), number, form), only, options)
 
 
-@answer_keywords(optimizer_index="Pass number=...")
 def save_accelerate_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -154,9 +148,7 @@ def save_accelerate_optimizer(
 
 
 @torch.no_grad()
-def save_model(
-    model: nn.Module, place: FilesPlace, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
-) -> FilesReport:
+def save_model(model: nn.Module, place: FilesPlace, only: Selection, options: StateOptions) -> FilesReport:
     """Compare replicas of a model between ranks, and write it in accelerate's format. Collective: yes.
 
     Memory, errors: as of :func:`save_accelerate_model`.
@@ -164,9 +156,10 @@ def save_model(
     start = time.perf_counter()
     model = without_compile(model)
     with get_world(options, "save_accelerate_model") as world, torch.device("cpu"):
-        arguments = {"form": place.form, "only": only, "on_differing_buffers": on_differing_buffers}
-        agree_on_call(world, save_accelerate_model, place.folder, place.number, arguments, options)
-        taken = collect_model(world, model, only, on_differing_buffers, options)
+        agree_on_call(
+            world, save_accelerate_model, place.folder, place.number, {"form": place.form, "only": only}, options
+        )
+        taken = collect_model(world, model, only, options)
         state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         if place.form == "full" and isinstance(only, AdapterOnly):
             untouched = beside_trained(taken.held, only.adapter)

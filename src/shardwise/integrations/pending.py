@@ -34,7 +34,7 @@ from shardwise.fsdp.rebind import Bound, bind_optimizers, plain_optimizer, requi
 from shardwise.fsdp.torch_private import get_buffers, get_parameters, get_version
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.loading.from_pretrained import decide_ties
-from shardwise.loading.meta_model import Outline, build_outline
+from shardwise.loading.meta_model import MetaModel, bind_checkpoint
 from shardwise.loading.prepare import LoadOptions
 from shardwise.loading.source import read_index
 from shardwise.models import build, pretrained
@@ -143,7 +143,7 @@ def load_later(
         if {*source.index.files} != {*names}:
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
-        outline = build_outline(model, source.index, build.get_load_dtype(load_config), transforms)
+        outline = bind_checkpoint(model, source.index, build.get_load_dtype(load_config), transforms)
         for sentence in outline.bindings.errors:
             raise KeyMismatchError(f"{folder}: {sentence}")
         # Both names of a tie may be stored, and transformers would compare tensors on meta.
@@ -194,7 +194,7 @@ def _registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
     }
 
 
-def _record(model: Any, folder: Path, outline: Outline, index: CheckpointIndex) -> Any:
+def _record(model: Any, folder: Path, outline: MetaModel, index: CheckpointIndex) -> Any:
     """Record the pending tensors. Return the loading info for transformers."""
     matched = outline.bindings_less_ties().matched
     missing: set[str] = set()

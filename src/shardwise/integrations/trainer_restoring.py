@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.core.consents import Consent
-from shardwise.core.errors import FormatError, StorageError, answer_keywords
+from shardwise.core.errors import FormatError, StorageError
 from shardwise.core.reports import LoadReport, StateReport
 from shardwise.core.save_reports import TrainerReport
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind
@@ -22,7 +22,7 @@ from shardwise.files.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.fsdp.named_tensors import without_compile
 from shardwise.integrations.accelerate_reading import FilesSource, read_model
 from shardwise.loading.load import load_checkpoint
-from shardwise.loading.prepare import LoadOptions
+from shardwise.loading.prepare import LoadOptions, LoadRequest
 from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
@@ -38,7 +38,6 @@ _NOT_READ = {
 }
 
 
-@answer_keywords()
 @torch.no_grad()
 def load_trainer_checkpoint(
     model: nn.Module,
@@ -126,7 +125,8 @@ def _set_model(
     """Set a model's weights, or of a PEFT model its adapter's in ``file``. Collective: yes."""
     if file is None and not folder.is_fsdp:
         as_load = LoadOptions(process_group=options.process_group, timeouts=options.timeouts)
-        return load_checkpoint(world, model, folder.path, Consent(unexpected=on_unexpected), as_load, Clock())
+        request = LoadRequest(consent=Consent(unexpected=on_unexpected), options=as_load)
+        return load_checkpoint(world, model, folder.path, request, Clock())
     only = AdapterOnly(adapter) if has_adapters(model) else None
     consent, clock = Consent(unexpected=on_unexpected), Clock()
     with torch.device("cpu"), ExitStack() as stack:

@@ -17,10 +17,10 @@ from shardwise.loading.plan import LoadPlan
 from shardwise.ranks.world import MismatchedRanks, World, repr_digest
 
 RankPlan: TypeAlias = tuple[tuple[str, bytes], str, RankEstimate, Available]
-"""The digests of a rank's plan and config, its container, its need of memory, and the free memory there."""
+"""Digests of a rank's plan and config, its container, its estimate, and the free memory of its container."""
 
 
-def agree_on(
+def compare_plans(
     world: World,
     plan: LoadPlan,
     settings: Mapping[str, str],
@@ -29,7 +29,7 @@ def agree_on(
     *,
     check_memory: bool,
 ) -> int:
-    """Require that all ranks have the same config and plan (but for the boxes), and that it fits.
+    """Require that all ranks have the same config and plan (but for the boxes), and enough memory for the load.
 
     Return the largest number of ranks in one container. Collective: yes.
 
@@ -38,12 +38,14 @@ def agree_on(
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
     container = machine.cgroup_namespace() + machine.read_text(machine.OWN_GROUP)
-    own = (plan.digest, repr_digest(settings)), container, estimate, available
-    found = world.all_reduce_object(own, partial(_check_plans, world, check_memory=check_memory))
-    if isinstance(found, int):
-        return found
+    local = (plan.digest, repr_digest(settings)), container, estimate, available
+    result = world.all_reduce_object(local, partial(_check_plans, world, check_memory=check_memory))
+    if isinstance(result, int):
+        return result
+    # Only digests have been exchanged so far. The details are exchanged only to describe a difference, the config
+    # first: plans differ because of it.
     require_same_settings(world, settings)
-    differing = _find_differences(world, found, plan.fingerprints)
+    differing = _find_differences(world, result, plan.fingerprints)
     raise RankMismatchError(
         f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
         "model, config, arguments, and versions of torch and transformers"
@@ -51,7 +53,7 @@ def agree_on(
 
 
 def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
-    """Compare plans, and require enough memory, of which the ranks of a container share what is free."""
+    """Compare plans, and require enough memory. The ranks of a container share its free memory."""
     if mismatched := world.find_mismatched([digests for digests, *_ in ranks]):
         return mismatched
     sharers = Counter(container for _, container, *_ in ranks)
@@ -59,13 +61,16 @@ def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool)
     for _, container, estimate, _ in ranks:
         needed[container] += estimate.host_bytes
     for _, container, estimate, available in ranks if check_memory else ():
+        # Each rank needs its device for itself, but all ranks of its container allocate from one host memory.
         rank = world.global_ranks[estimate.rank]
         require_fits(replace(estimate, rank=rank, host_bytes=needed[container]), available, sharers[container])
     return max(sharers.values())
 
 
 def require_same_settings(world: World, settings: Mapping[str, str], what: str = "the config") -> None:
-    """Require the same settings on all ranks: they may change values without changing a shape. Collective: yes.
+    """Require the same settings on all ranks. Settings may change values without changing a shape, and thus a plan.
+
+    Collective: yes.
 
     Args:
         world: the ranks.
@@ -88,10 +93,10 @@ def require_same_settings(world: World, settings: Mapping[str, str], what: str =
 
 
 def _find_differences(
-    world: World, mismatched: MismatchedRanks, own: Mapping[str, str]
+    world: World, mismatched: MismatchedRanks, local: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
     """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
-    values = world.all_gather_object(own if world.rank in (0, mismatched.first) else {})
+    values = world.all_gather_object(local if world.rank in (0, mismatched.first) else {})
     first, other = values[0], values[mismatched.first]
     pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -1,4 +1,4 @@
-"""Checks of a load: elements written once, equal buffers and ties, and the same checkpoint on all machines.
+"""Checks of a load: each element is written once, buffers and ties are equal, all machines have one checkpoint.
 
 [Note: One checkpoint] The first rank reads the headers for all, so a rank on another machine that has another file
 under the same path would silently read wrong numbers. Every rank therefore reports the identity of each file it
@@ -45,6 +45,7 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
     """
     wrong: list[str] = []
     for tensor in plan.layout.saved():
+        # A tied name shares the storage of the name that is counted.
         if isinstance(plan.fills[tensor.fqn], Tie):
             continue
         count = written.get(tensor.fqn, 0)
@@ -54,8 +55,8 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
     if wrong:
         shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
         raise KeyMismatchError(
-            f"the model is not whole after loading:\n  {shown}\n"
-            "A tensor kept as a plain attribute can be registered as a buffer, which buffers=... then computes"
+            f"the model is incomplete after loading:\n  {shown}\n"
+            "Register a tensor that is a plain attribute as a buffer, and pass buffers=... to compute it"
         )
 
 
@@ -72,6 +73,7 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
         name: (tuple(tensor.shape), tensor.dtype, value)
         for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)
     }
+    # One digest of each rank first. Names and checksums are exchanged only if these differ.
     if world.all_reduce_object(repr_digest(sorted(sums.items())), world.find_mismatched) is None:
         return
     with world.broadcast("compare buffers") as exchange:
@@ -79,7 +81,8 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
             exchange.local = sums
     first = exchange.result
     differing = [name for name in {**first, **sums} if first.get(name) != sums.get(name)]
-    if names := sorted({name for found in world.all_gather_object(differing) for name in found}):
+    names = sorted(set().union(*world.all_gather_object(differing)))
+    if names:
         raise RankMismatchError(
             f"non-persistent buffers differ between ranks: {', '.join(names[:20])}. Pass buffers=... with a "
             "callable that computes them"
@@ -87,6 +90,7 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
 
 
 _BLOCK_NUMEL = 1 << 20
+"""Elements of tied tensors that are compared at once."""
 
 
 def find_unequal_tied(plan: LoadPlan, executor: ReadExecutor, rank: int, size: int) -> list[str]:
@@ -112,13 +116,13 @@ def are_equal(
     if first.shape != second.shape:
         return False
     rows = first.shape[0] if first.shape else 1
+    # An embedding of shape (151936, 4096) has blocks of 256 rows. With 4 ranks, rank 1 compares the rows from 256,
+    # 1280, 2304, ... on.
     step = max(1, _BLOCK_NUMEL // max(1, numel(first.shape[1:])))
     for start in range(rank * step, rows, size * step):
-        box = (
-            Box((start, *[0] * (len(first.shape) - 1)), (min(step, rows - start), *first.shape[1:]))
-            if first.shape
-            else Box((), ())
-        )
+        box = Box((), ())
+        if first.shape:
+            box = Box((start, *[0] * (len(first.shape) - 1)), (min(step, rows - start), *first.shape[1:]))
         one, other = (executor.values(item, box, to_torch(dtype)) for item in (first, second))
         if not torch.equal(raw_bytes(one), raw_bytes(other)):
             return False
@@ -126,6 +130,7 @@ def are_equal(
 
 
 _BLOCK_BYTES = 4096
+"""Bytes at both ends of a tensor that are compared between copies of a checkpoint."""
 
 _MAX_HEADER_BYTES = 100_000_008
 """The largest header of a safetensors file, including the eight bytes of its length."""
@@ -149,12 +154,14 @@ def require_one_checkpoint(
         if isinstance(reader, FilePlaces):
             identities.update({file: reader.identity(file) for file in files})
         exchange.local = _digest(content_identity(reader, file).encode(errors="surrogatepass") for file in files)
-    places = exchange.result
-    firsts = [places.index(place) for place in places]
+    copies = exchange.result
+    # By rank, the first rank that reads the same copy: (0, 0, 2, 2) for two machines of two ranks.
+    firsts = [copies.index(copy) for copy in copies]
     if not any(firsts):
         return identities, ()
 
     with world.all_reduce("sample tensors", partial(_compare_copies, world, index.root, files, firsts)) as exchange:
+        # Before the samples are read, so that a later read detects a file that was replaced in between.
         if not identities:
             identities.update(read_identities(reader, files, world.check))
         exchange.local = []
@@ -204,6 +211,7 @@ def _file_identity(world: World, reader: StorageReader, index: CheckpointIndex, 
     nbytes, size = index.files[file], reader.size(file)
     if size != nbytes:
         return size, b"", b""
+    # The header is all that precedes the first tensor, or follows the last one (archives have it at the end).
     entries = [entry for entry in index.entries.values() if entry.file == file]
     first = min((entry.start for entry in entries), default=nbytes)
     last = max((entry.stop for entry in entries), default=nbytes)
@@ -222,7 +230,7 @@ def _contents(world: World, reader: StorageReader, file: str, ranges: Sequence[t
 
 
 def _digest(contents: Iterable[bytes]) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for content in contents:
-        found.update(content + b"\n")
-    return found.digest()
+        digest.update(content + b"\n")
+    return digest.digest()

@@ -1,9 +1,9 @@
-"""Nests the scales of a base in four bits, once all of them have been read.
+"""Double quantization: quantizes the scales of 4-bit weights, once all scales have been read.
 
-A code needs the mean of all scales of its matrix, and the maximum of 256 scales that continue from row to row. So
-each rank reads the float32 scales of its rows. They are gathered matrix by matrix, a sixteenth of a byte for each
-weight. The mean is the first rank's, because its last bit depends on the order of additions. A rank then keeps the
-codes of its rows, and the second-level scales.
+Double quantization needs the mean of all scales of a matrix, and the maximum of each block of 256 scales. Both span
+ranks. So each rank reads the float32 scales of its rows, and the scales are gathered matrix by matrix: 4 bytes for
+each 64 weights. The mean is the first rank's, because its last bit depends on the order of additions. A rank then
+keeps the 8-bit codes of its rows, and all scales of the second level.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,30 +26,31 @@ from shardwise.ranks.world import World
 from shardwise.transfer.move import gather
 
 _AT_ONCE_BYTES = 32 << 20
-"""Of scales that are whole on every rank."""
+"""Bytes of full scales that every rank holds at once."""
 
 
 def _quantize_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
-    """Nest the scales of a few layers. Collective: yes."""
+    """Quantize the scales of a few layers. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
     device = next(iter(raw.values())).device
     gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=device)
-    wholes = {name: found.view(torch.float32) for name, found in gathered.items()}
+    # Staged as uint8 of shape (rows, 4 * columns).
+    scales = {name: raw_bytes.view(torch.float32) for name, raw_bytes in gathered.items()}  # (rows, columns)
     with world.broadcast("compute offsets") as exchange:
         if world.rank == 0:
-            exchange.local = {name: float(compute_offset(whole)) for name, whole in wholes.items()}
+            exchange.local = {name: float(compute_offset(full)) for name, full in scales.items()}
     offsets = exchange.result
     with world.collective("quantize layers"):
-        return _quantize_layers(layers, wholes, offsets)
+        return _quantize_layers(layers, scales, offsets)
 
 
 def _quantize_layers(
-    layers: Mapping[str, Any], wholes: dict[str, torch.Tensor], offsets: Mapping[str, float]
+    layers: Mapping[str, Any], scales: dict[str, torch.Tensor], offsets: Mapping[str, float]
 ) -> dict[str, int]:
-    """Nest the scales of layers, and free the whole ones. Return the number of elements written by name."""
+    """Quantize the scales of layers, and free the full scales. Return the number of elements written by name."""
     written: dict[str, int] = {}
     for name, layer in layers.items():
-        counts = _quantize_scales(layer, wholes.pop(name), offsets[name])
+        counts = _quantize_scales(layer, scales.pop(name), offsets[name])
         written |= {f"{name}.{local}": count for local, count in counts.items()}
         _free_full_scales(layer)
     return written
@@ -60,15 +61,15 @@ def _free_full_scales(layer: Any) -> None:
     layer.whole_scales = ()
 
 
-def _unquantized_scales(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return (
-        (canonical(name), module)
-        for name, module in model.named_modules()
-        if is_in_four_bits(module) and module.whole_scales
-    )
+def _find_unquantized(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers whose scales have not been quantized yet, with their FQNs."""
+    for name, module in model.named_modules():
+        if is_in_four_bits(module) and module.whole_scales:
+            yield canonical(name), module
 
 
-def _batches(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+def _iter_batches(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the layers in batches whose full scales take at most 32 MiB. A batch has at least one layer."""
     batch: dict[str, Any] = {}
     used = 0
     for name, layer in layers:
@@ -83,7 +84,12 @@ def _batches(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
-    """Write codes, their scales, and the offset. Return the number of elements of each."""
+    """Write codes, their scales, and the offset. Return the number of elements written of each.
+
+    ``whole`` are the scales of the full matrix. For a weight of shape (4096, 11008): (4096, 172), whose codes have
+    2,752 second-level scales. On a rank with the rows from 1000 on, the first code is number 172,000 of the
+    matrix, inside of block 671.
+    """
     mean = torch.tensor(offset, dtype=torch.float32)
     _, nested = quantize_scales(whole, mean)
     layer.weight_nested_scales.copy_(nested)
@@ -91,6 +97,7 @@ def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str
     local, count = local_tensor(layer.weight_scales), 0
     for piece in local_boxes(layer.weight_scales, SCALES):
         rows = slice(piece.box.offsets[0], piece.box.offsets[0] + piece.box.sizes[0])
+        # Blocks of 256 continue from row to row, so the position of the first code in the matrix is needed.
         codes = compute_nested_codes(whole[rows], rows.start * whole.shape[1], nested, mean)
         local.copy_(codes[:, piece.box.offsets[1] : piece.box.offsets[1] + piece.box.sizes[1]])
         count += piece.box.numel
@@ -98,7 +105,7 @@ def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str
 
 
 class _FourBitBases(BaseForm):
-    """Layers in four bits, and experts."""
+    """4-bit linear layers and experts, whose scales may have to be quantized after the read."""
 
     def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
         return dequantized_layout(layout, held)
@@ -107,11 +114,11 @@ class _FourBitBases(BaseForm):
         return quantize_bindings(model, bindings)
 
     def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:
-        """Add a parameter to each layer for its scales as stored, sharded like its codes, and bind it."""
+        """Add a parameter to each layer for its float32 scales, sharded like its codes, and bind it."""
         matched = dict(bindings.matched)
-        for name, layer in _unquantized_scales(model):
+        for name, layer in _find_unquantized(model):
             codes = layer.weight_scales
-            columns = 4 * codes.shape[1]
+            columns = 4 * codes.shape[1]  # bytes of float32
             local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
             whole: torch.Tensor = local
             if isinstance(codes, DTensor):
@@ -125,22 +132,22 @@ class _FourBitBases(BaseForm):
 
     def deferred_names(self, model: nn.Module) -> frozenset[str]:
         return frozenset(
-            f"{name}.{local}" for name, _ in _unquantized_scales(model) for local in (SCALES, NESTED, OFFSET)
+            f"{name}.{local}" for name, _ in _find_unquantized(model) for local in (SCALES, NESTED, OFFSET)
         )
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
-        """Nest the scales that have been read, and free them. Return the numbers of written elements by name.
+        """Quantize the scales that have been read, and free them. Return the numbers of written elements by name.
 
         Collective: yes.
         Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
         """
         written: dict[str, int] = {}
-        for batch in _batches(list(_unquantized_scales(model))):
+        for batch in _iter_batches(list(_find_unquantized(model))):
             written |= _quantize_batch(world, batch, budget_bytes)
         return written
 
     def rollback(self, model: nn.Module) -> None:
-        for _, layer in list(_unquantized_scales(model)):
+        for _, layer in list(_find_unquantized(model)):
             _free_full_scales(layer)
 
 

@@ -23,11 +23,10 @@ from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.policies import WrapPolicy, repeated_blocks
 from shardwise.fsdp.torch_private import from_torch
 from shardwise.fsdp.wrap import Sharding, prepare_blocks
-from shardwise.loading import estimate_arithmetic
-from shardwise.loading import meta_model as outlines
+from shardwise.loading import estimate_arithmetic, meta_model
 from shardwise.loading.estimate_arithmetic import Head, Step
 from shardwise.loading.estimate_layout import predict_layout
-from shardwise.loading.from_pretrained import Located, find
+from shardwise.loading.from_pretrained import OpenModel, open_model
 from shardwise.loading.memory_estimate import MemoryPlacement, largest_computation
 from shardwise.loading.option_syntax import parse_tuning
 from shardwise.loading.plan import LoadPlan, plan_load
@@ -43,7 +42,7 @@ _OPTIM = "adamw_torch_fused"
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 
 
-class PlanOptions(outlines.FilledOptions, total=False):
+class PlanOptions(meta_model.FilledOptions, total=False):
     """Keyword arguments of :func:`plan`, in addition to those of :class:`FilledOptions`. Each is optional.
 
     ``sharding`` has no mesh, as there are no ranks. Arguments of the second group describe a training with
@@ -52,7 +51,6 @@ class PlanOptions(outlines.FilledOptions, total=False):
     Attributes:
         mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: one axis of all
             ranks.
-        nodes: machines that the ranks are assigned to, in order.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.loading.prepare.LoadOptions`.
         read_policy: read policy of the storage. Default: that of the checkpoint's folder.
@@ -67,7 +65,6 @@ class PlanOptions(outlines.FilledOptions, total=False):
     """
 
     mesh: Mapping[str, int]
-    nodes: int
     device: str
     budget_bytes: int
     read_policy: ReadPolicy
@@ -99,7 +96,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         KeyMismatchError: checkpoint and model do not cover each other, as for a load.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
-    options = outlines.check_keywords("plan", options, PlanOptions)
+    options = meta_model.check_keywords("plan", options, PlanOptions)
     if (optim := options.get("optim", _OPTIM)) not in {name.value for name in OptimizerNames}:
         raise ConfigError(f"optim: {optim} is none of TrainingArguments. Pass adamw_torch, sgd, ...")
     mesh = build_mesh(ranks, options)
@@ -108,22 +105,24 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         given = {**options, "hub": replace(options["hub"], local_files_only=True)}
     with ExitStack() as stack:
         world = World(0, 1)
-        found = find(world, name_or_path, given, stack)
+        found = open_model(world, name_or_path, given, stack)
         stack.enter_context(torch.device("cpu"))
         with world.collective("estimate the memory"):
             return estimate(found, mesh, options)
 
 
 @gc_disabled()
-def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
+def estimate(found: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estimate:
     """Forecast a checkpoint whose headers have been read."""
     index, reader = found.source.index, found.source.reader
-    built = outlines.outline(found.directory, found.config, found.index, options, outlines.resizing(options))
+    built = meta_model.build_meta_model(
+        found.directory, found.config, found.index, options, options.get("resize_vocab")
+    )
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
     sharding = options.get("sharding", Sharding())
     param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
-    tuned = outlines.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
+    tuned = meta_model.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     placement = MemoryPlacement.from_plan(
@@ -153,12 +152,10 @@ def estimate(found: Located, mesh: MeshShape, options: PlanOptions) -> Estimate:
         checkpoint_bytes=index.nbytes,
         checkpoint_tensors=len(index.tensors()),
         bytes_per_dtype=_bytes_per_dtype(world.first),
-        file_bytes=estimate_arithmetic.file_bytes(plan, world, index),
         whole=world.whole,
         **plan_fields(plan),
         device=placement.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
-        nodes=options.get("nodes", 1),
         groups=groups,
         ranks=ranks,
         notes=tuple(notes),
@@ -176,14 +173,11 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
     """Return the requested mesh.
 
     Raises:
-        ConfigError: ranks, mesh and nodes contradict each other.
+        ConfigError: ranks and mesh contradict each other.
     """
-    nodes = options.get("nodes", 1)
     count: object = ranks
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more")
-    if nodes < 1 or ranks % nodes:
-        raise ConfigError(f"nodes={nodes}: does not divide {ranks} ranks. Use a divisor")
     if options.get("sharding", Sharding()).mesh is not None:
         raise ConfigError(
             'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead'
@@ -214,7 +208,7 @@ def _training(
         param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
         head = _head(tuned.base, param_dtype, options)
         sizes = [rows] if memory_bytes is None else [rows, 2 * rows]
-        traced = [_traced(tuned, world, (size, tokens), param_dtype, options) for size in sizes]
+        traced = [_trace(tuned, world, (size, tokens), param_dtype, options) for size in sizes]
         step = replace(step, batch_size=rows, max_length=tokens, head=head, activations=traced[0], twice=traced[-1])
     is_cast = sharding.mp_policy.param_dtype is not None
     return estimate_arithmetic.estimate_training(
@@ -237,7 +231,7 @@ def _head(base: Any, param_dtype: torch.dtype | None, options: PlanOptions) -> H
     return Head(vocab_size, hidden, itemsize, on_cpu=on_cpu, trained=module.weight.requires_grad)
 
 
-def _traced(
+def _trace(
     tuned: Tuned, world: WorldLayout, size: tuple[int, int], param_dtype: torch.dtype | None, options: PlanOptions
 ) -> Activations:
     from shardwise.models.activations import trace_activations  # needs a private name of torch to be imported
@@ -289,7 +283,7 @@ def _plan(
     world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.whole)
     rules = get_rules(tuned.base)
     found = plan_load(
-        index, world.first, tuned.bindings, rules, outlines.get_consent(options), additions.base_names
+        index, world.first, tuned.bindings, rules, meta_model.get_consent(options), additions.base_names
     )
     plan_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
@@ -302,7 +296,7 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
     return dict(sorted(found.items(), key=itemgetter(1), reverse=True))
 
 
-def tuning_named(text: str) -> Tuning:
+def build_tuning(text: str) -> Tuning:
     """Return a tuning from text. See :func:`~shardwise.loading.option_syntax.parse_tuning`."""
     kind, settings = parse_tuning(text)
     match kind:

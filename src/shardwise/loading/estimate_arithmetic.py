@@ -7,18 +7,15 @@ unsharded gradients of a group live until its reduce-scatter, and activations pe
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Final
 
 from shardwise.core.estimate_report import GroupEstimate, PhaseMemory, TrainingEstimate
-from shardwise.core.expression import Expression, iter_stored_leaves
 from shardwise.core.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
 from shardwise.core.reports import RankEstimate
 from shardwise.core.tensors import DType, numel
-from shardwise.files.checkpoint_index import CheckpointIndex
-from shardwise.loading.memory_estimate import LoadSizes, MemoryPlacement, bytes_per_element, is_sharded, local_numel
+from shardwise.loading.memory_estimate import LoadSizes, MemoryPlacement, local_numel
 from shardwise.loading.plan import LoadPlan
 
 
@@ -27,27 +24,6 @@ def estimate_ranks(plan: LoadPlan, world: WorldLayout, placement: MemoryPlacemen
     sizes = LoadSizes(plan, world.first.tensors, world.spreads)
     at = [sizes.at(position, position, placement) for position in range(world.mesh.shard_size)]
     return tuple(replace(at[world.mesh.position(rank)], rank=rank) for rank in range(world.mesh.ranks))
-
-
-def file_bytes(plan: LoadPlan, world: WorldLayout, index: CheckpointIndex) -> dict[str, int]:
-    """Return the bytes that all ranks together read of each file."""
-    found: dict[str, float] = dict.fromkeys(index.files, 0.0)
-    per_element = bytes_per_element(plan)
-    for name, read in plan.reads().items():
-        tensor = plan.layout.by_name[name]
-        copies = world.mesh.ranks // (world.mesh.shard_size if is_sharded(tensor) else 1)
-        files = Counter(_iter_files(read.expression, index))
-        for file, count in files.items():
-            found[file] += per_element[name] * tensor.numel * copies * count / files.total()
-    return {file: round(nbytes) for file, nbytes in found.items() if nbytes}
-
-
-def _iter_files(expression: Expression, index: CheckpointIndex) -> Iterable[str]:
-    """Yield the file of each stored tensor that has an entry of its own in the index."""
-    for leaf in iter_stored_leaves(expression):
-        entry = index.entries.get(leaf.key)
-        if entry is not None:
-            yield entry.file
 
 
 # Training

@@ -23,9 +23,9 @@ from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, w
 from shardwise.fsdp import wrap
 from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.wrap import Sharding
-from shardwise.loading import meta_model as outlines
+from shardwise.loading import meta_model
 from shardwise.loading.agreement import require_same_settings
-from shardwise.loading.load import execute_load, get_base_form, sorted_union
+from shardwise.loading.load import execute_load, get_base_form, merge_sorted
 from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, comparable_load_settings, prepare_load
 from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
 from shardwise.models import pretrained
@@ -44,7 +44,7 @@ _MAX_CONFIG_BYTES = 10_000_000
 
 
 def check_call(
-    name_or_path: str | os.PathLike[str], given: outlines.PretrainedOptions, *, asks_for_report: bool
+    name_or_path: str | os.PathLike[str], keywords: meta_model.PretrainedOptions, *, asks_for_report: bool
 ) -> dict[str, str]:
     """Check the arguments of :func:`from_pretrained`. Return the settings that must be equal on all ranks.
 
@@ -56,26 +56,26 @@ def check_call(
             f"name_or_path is a {type(name_or_path).__name__}. Pass a directory, a hub id or a URL (readers go "
             "into shardwise.load)"
         )
-    if asks_for_report and not given.get("load_weights", True):
+    if asks_for_report and not keywords.get("load_weights", True):
         raise ConfigError(
             "output_loading_info=True: nothing is loaded with load_weights=False. Leave one of them out"
         )
-    sharding = wrap.comparable_settings(given.get("sharding", Sharding()))
+    sharding = wrap.comparable_settings(keywords.get("sharding", Sharding()))
     return {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
-        **outlines.comparable_model_settings(given),
+        **meta_model.comparable_model_settings(keywords),
         **{f"sharding.{name}": value for name, value in sharding.items()},
-        "tuning": type(given.get("tuning", Full())).__name__,
-        "quantization": repr(given.get("quantization")),
-        "load_weights": repr(given.get("load_weights", True)),
+        "tuning": type(keywords.get("tuning", Full())).__name__,
+        "quantization": repr(keywords.get("quantization")),
+        "load_weights": repr(keywords.get("load_weights", True)),
         **comparable_load_settings(
-            outlines.get_consent(given), given.get("buffers", {}), given.get("options", LoadOptions())
+            meta_model.get_consent(keywords), keywords.get("buffers", {}), keywords.get("options", LoadOptions())
         ),
     }
 
 
 def build_and_load(
-    world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, clock: Clock
+    world: World, name_or_path: str | os.PathLike[str], keywords: meta_model.PretrainedOptions, clock: Clock
 ) -> tuple[PreTrainedModel, LoadReport | None]:
     """Build a model on meta, wrap it and load it. Ranks have already compared their arguments.
 
@@ -90,27 +90,30 @@ def build_and_load(
     report = None
     with ExitStack() as stack:
         with clock.phase("index"):
-            found = find(world, name_or_path, keywords, stack)
+            opened = open_model(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
             with world.collective("describe the tuning"):
-                tuning = outlines.comparable_tuning(keywords, found.adapters)
+                tuning = meta_model.comparable_tuning(keywords, opened.adapters)
             world.require_equal(tuning, "what is tuned, and how,")
-            built, pairs = build_together(world, found, keywords)
-            untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
+            built, pairs = build_together(world, opened, keywords)
+            untied, already_read_bytes = decide_ties(world, built, pairs, opened.source, options)
+            # Ties and adapters before fully_shard: it shards a shared parameter once, and puts the matrices of a
+            # LoRA into the group of their block.
             casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
             with world.collective("prepare for training"):
-                tuned = outlines.prepare_for_training(
-                    built, untied, keywords, adapters=found.adapters, casts_to=casts_to
+                tuned = meta_model.prepare_for_training(
+                    built, untied, keywords, adapters=opened.adapters, casts_to=casts_to
                 )
             with world.collective("wrap blocks"):
                 wrap_blocks(tuned, sharding)
         if keywords.get("load_weights", True):
             with clock.phase("plan"), world.collective("plan the load"):
-                load = prepare_tuned(world, found.source, tuned, keywords, already_read_bytes)
-            report = execute_load(world, tuned.model, found.source, load, clock)
+                load = prepare_tuned(world, opened.source, tuned, keywords, already_read_bytes)
+            report = execute_load(world, tuned.model, opened.source, load, clock)
         else:
             require_same_settings(world, pretrained.get_settings(tuned.base))
     pretrained.record_conversions(tuned.base, built.transforms)
+    # Registers hooks on the parameters that fully_shard leaves whole, which have memory only after a load.
     if report is not None and sharding.mesh is not None:
         average_replicated_gradients(tuned.model, sharding.mesh)
     return cast(PreTrainedModel, tuned.model), report  # PEFT's model forwards attributes to it
@@ -127,18 +130,17 @@ def prepare_tuned(
     world: World,
     source: OpenSource,
     tuned: Tuned,
-    keywords: outlines.PretrainedOptions,
+    keywords: meta_model.PretrainedOptions,
     already_read_bytes: int,
 ) -> Load:
     """Plan the load of a model that has been wrapped, on this rank."""
-    resize = outlines.resizing(keywords)
     request = LoadRequest(
         bindings=get_base_form(tuned.model).allocate_staging(tuned.model, tuned.bindings),
-        consent=outlines.get_consent(keywords),
+        consent=meta_model.get_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
         already_read_bytes=already_read_bytes,
-        additions=replace(tuned.additions, new_rows="initialized" if resize is None else resize.rows),
+        additions=tuned.additions,
         is_tuned="tuning" in keywords,
         notes=tuned.notes,
     )
@@ -146,15 +148,15 @@ def prepare_tuned(
 
 
 @dataclass(frozen=True)
-class Located:
-    """Files and config of a model that is to be loaded.
+class OpenModel:
+    """Config and headers of a model that is to be loaded.
 
     Attributes:
         directory: the folder of the small files.
-        config: the model's.
-        index: the headers of the model's own files.
-        source: reader of these files, and of those of adapters to train.
-        adapters: these adapters, by name.
+        config: config of the model.
+        index: headers of the model's own files.
+        source: reader of the model's files, and of the files of adapters to train.
+        adapters: the adapters to train, by name.
     """
 
     directory: Path
@@ -164,41 +166,42 @@ class Located:
     adapters: Mapping[str, Adapter]
 
 
-def find(
-    world: World, name_or_path: str | os.PathLike[str], keywords: outlines.PretrainedOptions, stack: ExitStack
-) -> Located:
+def open_model(
+    world: World, name_or_path: str | os.PathLike[str], keywords: meta_model.PretrainedOptions, stack: ExitStack
+) -> OpenModel:
     """Read the config and all headers. Readers are closed with ``stack``. Collective: yes."""
     hub = keywords.get("hub", HubOptions())
-    wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
-    named = os.fspath(name_or_path)
+    files = ModelFiles(code=keywords.get("trust_remote_code", False))
+    name = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
     if is_remote:
-        directory = stack.enter_context(downloaded_configs(world, named, hub))
+        directory = stack.enter_context(download_configs(world, name, hub))
     else:
-        directory = resolve_everywhere(world, name_or_path, hub, wanted)
+        directory = resolve_everywhere(world, name_or_path, hub, files)
     with world.collective("load the config"):
-        config = outlines.load_config(directory, keywords)
-    config.name_or_path = without_secrets(named)
+        config = meta_model.load_config(directory, keywords)
+    config.name_or_path = without_secrets(name)
+    # Some classes load further files. Only the config says so, and then they are downloaded, too.
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
-        directory = resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
-    opened = open_everywhere(world, name_or_path if is_remote else directory, hub)
-    stack.enter_context(opened.reader)
+        directory = resolve_everywhere(world, name_or_path, hub, replace(files, extra=extra))
+    storage = open_everywhere(world, name_or_path if is_remote else directory, hub)
+    stack.enter_context(storage.reader)
     weights_name = getattr(config, "transformers_weights", None)
-    source = read_index(world, opened, weights_name=weights_name, extra=extra)
+    source = read_index(world, storage, weights_name=weights_name, extra=extra)
     adapters: dict[str, Adapter] = {}
-    everything = source
-    for name, folder in keywords.get("tuning", Full()).folders().items():
-        everything, adapters[name] = _with_adapter(world, everything, name, folder, keywords, stack)
-    return Located(directory, config, source.index, everything, adapters)
+    joined = source
+    for adapter, folder in keywords.get("tuning", Full()).folders().items():
+        joined, adapters[adapter] = _join_adapter(world, joined, adapter, folder, keywords, stack)
+    return OpenModel(directory, config, source.index, joined, adapters)
 
 
-def _with_adapter(
+def _join_adapter(
     world: World,
     source: OpenSource,
     name: str,
-    given: str | os.PathLike[str],
-    keywords: outlines.PretrainedOptions,
+    name_or_path: str | os.PathLike[str],
+    keywords: meta_model.PretrainedOptions,
     stack: ExitStack,
 ) -> tuple[OpenSource, Adapter]:
     """Join a checkpoint and the adapter that the tuning starts from. Collective: yes.
@@ -209,29 +212,29 @@ def _with_adapter(
     """
     # Another repository than the base's, with revisions and folders of its own.
     hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="")
-    folder = resolve_everywhere(world, given, hub, AdapterFiles())
+    folder = resolve_everywhere(world, name_or_path, hub, AdapterFiles())
     with world.collective("open the adapter"):
-        file, config = weights_in(folder), read_lora_config(folder)
+        file, config = find_adapter_weights(folder), read_lora_config(folder)
         reader = stack.enter_context(LocalReader(folder))
-    found, inside = read_index(world, OpenStorage(reader, file)), stored_prefix(name)
-    index, notes = without_wrappers(found.index)
-    both = replace(
+    opened, prefix = read_index(world, OpenStorage(reader, file)), stored_prefix(name)
+    index, notes = without_wrappers(opened.index)
+    # One index and one reader for both, so that a load plans and reads them together. The prefix keeps their names
+    # apart: both may have a model.safetensors.
+    identities = {f"{prefix}/{file}": identity for file, identity in opened.identities.items()}
+    joined = replace(
         source,
-        index=merge_indexes(source.index, index, inside),
+        index=merge_indexes(source.index, index, prefix),
         notes=(*source.notes, *notes),
-        reader=CombinedReader(source.reader, reader, inside),
-        identities={
-            **source.identities,
-            **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
-        },
+        reader=CombinedReader(source.reader, reader, prefix),
+        identities={**source.identities, **identities},
     )
-    stored = stored_tensors(both.index).items()
-    tensors = {key.removeprefix(f"{inside}/"): item for key, item in stored if key.startswith(f"{inside}/")}
-    return both, Adapter(str(folder), config, tensors)
+    stored = stored_tensors(joined.index).items()
+    tensors = {key.removeprefix(f"{prefix}/"): item for key, item in stored if key.startswith(f"{prefix}/")}
+    return joined, Adapter(str(folder), config, tensors)
 
 
 @contextmanager
-def downloaded_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+def download_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
     """Return a temporary folder with the configs that are next to the weights at a URL. Collective: yes.
 
     One rank reads them. The weights themselves are never on disk.
@@ -259,13 +262,13 @@ def _read_config_file(reader: StorageReader, name: str) -> bytes | None:
             return None
         raise
     if nbytes > _MAX_CONFIG_BYTES:
-        raise FormatError(f"{name} in {reader.root}: has {nbytes} bytes, more than any config")
+        raise FormatError(f"{name} in {reader.root}: has {nbytes:,} bytes, more than any config. Check the URL")
     return reader.read(name, 0, nbytes)
 
 
 def build_together(
-    world: World, found: Located, keywords: outlines.PretrainedOptions
-) -> tuple[outlines.Outline, list[tuple[str, str]]]:
+    world: World, opened: OpenModel, keywords: meta_model.PretrainedOptions
+) -> tuple[meta_model.MetaModel, list[tuple[str, str]]]:
     """Build on every rank. Return also the declared ties that are stored twice. Collective: yes.
 
     A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
@@ -274,22 +277,24 @@ def build_together(
         first = world.is_first_at(mount_namespace())
         with world.collective("download the model's code"):
             if first:
-                outlines.get_model_class(found.directory, found.config, keywords)
+                meta_model.get_model_class(opened.directory, opened.config, keywords)
     with world.all_gather("build the model on meta") as exchange:
-        built = outlines.outline(found.directory, found.config, found.index, keywords, outlines.resizing(keywords))
+        built = meta_model.build_meta_model(
+            opened.directory, opened.config, opened.index, keywords, keywords.get("resize_vocab")
+        )
         exchange.local = built.ties_stored_twice()
     pairs: list[list[tuple[str, str]]] = exchange.result
-    if odd := world.find_mismatched(pairs):
+    if mismatched := world.find_mismatched(pairs):
         raise RankMismatchError(
-            f"the list of declared ties that are stored twice on rank {odd.text} is not that of rank "
-            f"{world.global_ranks[0]}"
+            f"the list of declared ties that are stored twice on rank {mismatched.text} is not that of rank "
+            f"{world.global_ranks[0]}. Give every rank the same config and versions of transformers"
         )
     return built, pairs[0]
 
 
 def decide_ties(
     world: World,
-    built: outlines.Outline,
+    built: meta_model.MetaModel,
     pairs: Sequence[tuple[str, str]],
     source: OpenSource,
     options: LoadOptions,
@@ -301,9 +306,9 @@ def decide_ties(
     if not pairs:
         return set(), 0
     executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
-    with world.all_reduce("compare ties", sorted_union) as exchange:
-        exchange.local = outlines.compare_ties(built, pairs, executor)
-    untied = set(exchange.result)
+    with world.all_reduce("compare ties", merge_sorted) as exchange:
+        exchange.local = meta_model.compare_ties(built, pairs, executor)
+    untied = set(exchange.result)  # of any rank: each compares its own part of the rows
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, executor.read_bytes
 
@@ -313,7 +318,7 @@ def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
     output_loading_info: Literal[False] = False,
-    **keywords: Unpack[outlines.PretrainedOptions],
+    **keywords: Unpack[meta_model.PretrainedOptions],
 ) -> PreTrainedModel: ...
 
 
@@ -322,7 +327,7 @@ def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
     output_loading_info: Literal[True],
-    **keywords: Unpack[outlines.PretrainedOptions],
+    **keywords: Unpack[meta_model.PretrainedOptions],
 ) -> tuple[PreTrainedModel, LoadReport]: ...
 
 
@@ -330,7 +335,7 @@ def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
     output_loading_info: bool = False,
-    **keywords: Unpack[outlines.PretrainedOptions],
+    **keywords: Unpack[meta_model.PretrainedOptions],
 ) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
     """Load a transformers model from a local directory, a hub id or a URL, sharded by FSDP2.
 
@@ -354,7 +359,7 @@ def from_pretrained(
     clock = Clock()
     with call_arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained") as world:
         with world.collective("check the arguments"):
-            keywords = outlines.check_keywords("from_pretrained", keywords, outlines.PretrainedOptions)
+            keywords = meta_model.check_keywords("from_pretrained", keywords, meta_model.PretrainedOptions)
         with call_arguments.comparing_arguments(world) as exchange:
             exchange.local = check_call(name_or_path, keywords, asks_for_report=output_loading_info)
         model, report = build_and_load(world, name_or_path, keywords, clock)
@@ -377,15 +382,15 @@ def stored_prefix(name: str) -> str:
     return f"(adapter {name})"
 
 
-def weights_in(folder: Path) -> str:
+def find_adapter_weights(folder: Path) -> str:
     """Return the name of the file of tensors in the folder of an adapter.
 
     Raises:
         FormatError: it is not there, or no config is.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}. Pass the folder of an adapter that PEFT saved")
+        raise FormatError(f"{folder}: has no {ADAPTER_CONFIG}. Pass the folder of an adapter that PEFT saved")
     file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if file is None:
-        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}. Save the adapter again")
+        raise FormatError(f"{folder}: has neither {' nor '.join(ADAPTER_WEIGHTS)}. Save the adapter again")
     return file

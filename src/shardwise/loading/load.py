@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.core.consents import Consent, OnMissing, OnUnexpected
-from shardwise.core.errors import KeyMismatchError, ShardingError, answer_keywords
+from shardwise.core.errors import KeyMismatchError, ShardingError
 from shardwise.core.expression import count_stored_rows
-from shardwise.core.layout import LocalBox, TensorKind, TensorLayout, first_rows, last_rows
+from shardwise.core.layout import LocalBox, TensorKind, TensorLayout, last_rows
 from shardwise.core.lazy_exports import import_object
 from shardwise.core.machine import processor_count
 from shardwise.core.reports import LoadReport
-from shardwise.core.tensors import Box
 from shardwise.files.checkpoint_index import wrapper_notes
 from shardwise.files.storage import StorageReader
 from shardwise.files.stored_tensors import extra_tensors, stored_tensors
@@ -22,7 +22,7 @@ from shardwise.files.urls import HubOptions, is_url
 from shardwise.fsdp import named_tensors
 from shardwise.fsdp.named_tensors import TensorRef
 from shardwise.loading import prepare
-from shardwise.loading.agreement import agree_on
+from shardwise.loading.agreement import compare_plans
 from shardwise.loading.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.loading.plan import FromCheckpoint, Init, Keep, LoadPlan
 from shardwise.loading.prepare import BaseForm, Load, LoadRequest
@@ -45,7 +45,7 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
     plan, options = load.plan, load.request.options
     with clock.phase("plan"):
         # Before any tensor gets memory. The ranks of a container share its CPUs.
-        ranks_per_container = agree_on(
+        ranks_per_container = compare_plans(
             world, plan, load.settings, load.estimate, load.available, check_memory=options.check_memory
         )
     shows_progress = options.progress and world.rank == 0
@@ -64,29 +64,27 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
             require_equal_tied(world, plan, executor)
             with world.collective("read weights"):
                 materialize_and_read(load, executor, clock)
-        # Sums the rows that this rank has just read. finish() fills new rows with their mean.
-        means = average_rows(world, load)
         # After the read: each rank has its share, and the replicas exchange them.
         if load.shared:
             from shardwise.loading.shared_reads import exchange_shared
 
             with clock.phase("share"):
-                exchange_shared(world, load.shared, {item.fqn: item for item in load.held}, load.items, executor)
+                exchange_shared(world, load.shared, {item.fqn: item for item in load.tensors}, load.items, executor)
     with clock.phase("fill"):
         # Needs all scales (loading/double_quantization.py), and counts what it writes for the audit in finish().
         completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
     with world.collective("set up the loaded model"):
-        attributes = finish(model, load, means, {**executor.written, **completed}, clock)
+        attributes = finish(model, load, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
         # After finish(), which fills the buffers.
-        require_equal_buffers(world, load.held)
+        require_equal_buffers(world, load.tensors)
     return make_report(world, model, source, load, executor, attributes, clock)
 
 
 def materialize_and_read(load: Load, executor: ReadExecutor, clock: Clock) -> None:
     """Give this rank's tensors memory, and read their values."""
     with clock.phase("materialize"), gc_disabled():
-        local = materialize(load.held, load.fsdp_params, load.device)
+        local = materialize(load.tensors, load.fsdp_params, load.device)
     executor.place(load.read_plan, [local[item.fqn] for item in load.read_plan.items])
 
 
@@ -94,7 +92,7 @@ def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> 
     """Require equal values of tensors that share storage and are stored twice. Collective: yes."""
     if not plan.duplicates:
         return
-    with world.all_reduce("compare tied tensors", sorted_union) as exchange:
+    with world.all_reduce("compare tied tensors", merge_sorted) as exchange:
         exchange.local = find_unequal_tied(plan, executor, world.rank, world.size)
     names = exchange.result
     if names:
@@ -104,7 +102,7 @@ def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> 
         )
 
 
-def sorted_union(names: Sequence[Sequence[str]]) -> list[str]:
+def merge_sorted(names: Sequence[Sequence[str]]) -> list[str]:
     return sorted(set().union(*names))
 
 
@@ -117,17 +115,27 @@ def make_report(
     attributes: tuple[str, ...],
     clock: Clock,
 ) -> LoadReport:
+    """Return the report of a load that has ended on this rank. ``attributes`` are recomputed, as are buffers."""
     plan, index, request = load.plan, source.index, load.request
-    facts = prepare.plan_fields(plan)
+    fields = prepare.plan_fields(plan)
     reads = plan.reads()
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    trained = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER and item.requires_grad]
+    parameters = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER]
+    trained = [item for item in parameters if item.requires_grad]
+    # Without sharding every parameter is whole, which is not worth a line of the report.
+    replicated: list[str] = []
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        replicated = [item.fqn for item in parameters if item.placement == "whole"]
+    resized: dict[str, tuple[int, int]] = {}
+    for name, read in reads.items():
+        stored_rows = count_stored_rows(read.expression)
+        if stored_rows is not None:
+            resized[name] = (stored_rows, plan.layout.by_name[name].shape[0])
     return LoadReport(
         checkpoint=index.root,
         rank=world.rank,
         world_size=world.size,
-        parameters=sum(item.numel for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER),
+        parameters=sum(item.numel for item in parameters),
         checkpoint_bytes=index.nbytes,
         read_bytes=request.already_read_bytes + executor.read_bytes,
         placed_bytes=plan.layout.local_nbytes,
@@ -139,95 +147,48 @@ def make_report(
         read_once=tuple(load.shared),
         files=tuple(index.files),
         kept=plan.names(Keep),
-        **{**facts, "recomputed": facts["recomputed"] + attributes},
+        **{**fields, "recomputed": fields["recomputed"] + attributes},
         missing_keys=plan.missing_keys,
         unexpected_keys=plan.unexpected_keys,
         mismatched_keys=plan.mismatched_keys,
-        replicated=tuple(
-            item.fqn
-            for item in plan.layout.tensors
-            if sharded and item.kind is TensorKind.PARAMETER and item.placement == "whole"
-        ),
+        replicated=tuple(replicated),
         wrapper=index.wrapper,
         not_loaded=plan.not_loaded(index),
         notes=(*source.notes, *wrapper_notes(request.bindings.wrapped), *request.notes),
         trainable_parameters=sum(item.numel for item in trained),
-        resized={
-            name: (count, plan.layout.by_name[name].shape[0])
-            for name, read in reads.items()
-            if (count := count_stored_rows(read.expression)) is not None
-        },
+        resized=resized,
         trained={item.fqn: item.dtype.label for item in trained} if request.is_tuned else {},
     )
 
 
 _NORM_BLOCK_NUMEL = 1 << 22
+"""Elements of a matrix whose row norms are computed at once."""
 
 
 @gc_disabled()
-def finish(
-    model: nn.Module, load: Load, means: Mapping[str, torch.Tensor], read: Mapping[str, int], clock: Clock
-) -> tuple[str, ...]:
+def finish(model: nn.Module, load: Load, read: Mapping[str, int], clock: Clock) -> tuple[str, ...]:
     """Fill tensors that no checkpoint has, and check that all are complete. Return names of recomputed attributes.
 
     ``read`` has the number of elements that have been written, by FQN.
     """
-    written = dict(read)
+    written = dict(read)  # fill() adds its own elements, so that audit() sees both
     with clock.phase("fill"):
-        fill(load, means, written, upload_buffer(load.device, load.request.options.budget_bytes))
+        fill(load, written, upload_buffer(load.device, load.request.options.budget_bytes))
         attributes = load.initializers.compute_attributes(load.device)
     with clock.phase("audit"):
         audit(load.plan, written, named_tensors.meta_leftovers(model))
-        mark_loaded(model, (item.tensor for item in load.held))
+        mark_loaded(model, (item.tensor for item in load.tensors))
     return attributes
 
 
-def average_rows(world: World, load: Load) -> dict[str, torch.Tensor]:
-    """Return the mean of the stored rows, in float64, of tensors whose new rows start as that. Equal on every rank.
+def fill(load: Load, written: dict[str, int], staging: StagingBuffer) -> None:
+    """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers.
 
-    The order of additions depends on the number of ranks. Collective: yes, if new rows start as the mean.
+    ``written`` counts elements by FQN. The elements that are filled here are added to it.
     """
-    if load.request.additions.new_rows != "mean":
-        return {}
-    by_name = {item.fqn: item for item in load.held}
-    rows = {
-        name: count for name, read in load.plan.reads().items() if (count := count_stored_rows(read.expression))
-    }
-
-    def add_up(sums_by_rank: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
-        found = {box: total for sums in sums_by_rank for box, total in sums.items()}  # replicas have equal boxes
-        means = {
-            name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
-        }
-        # In one order, whichever rank has which box.
-        for (name, box), total in sorted(found.items(), key=_get_offsets):
-            means[name][column_slices(box)] += total / rows[name]
-        return means
-
-    with world.all_reduce("add up rows", add_up) as exchange:
-        exchange.local = {
-            (name, piece.box): named_tensors.strided_view(by_name[name].local, piece.local).double().sum(0).cpu()
-            for name, count in rows.items()
-            for piece in first_rows(load.plan.layout.by_name[name].boxes, count)
-        }
-    means: dict[str, torch.Tensor] = exchange.result
-    return means
-
-
-def _get_offsets(entry: tuple[tuple[str, Box], torch.Tensor]) -> tuple[int, ...]:
-    return entry[0][1].offsets
-
-
-def column_slices(box: Box) -> tuple[slice, ...]:
-    """Return the slices of a box in all dimensions but the first."""
-    return tuple(slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
-
-
-def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int], staging: StagingBuffer) -> None:
-    """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers."""
     layout, additions, seed = load.plan.layout, load.request.additions, load.request.options.seed
-    by_name = {name: item for item in load.held for name in item.names}
-    for item in load.held:
+    by_name = {name: item for item in load.tensors for name in item.names}
+    for item in load.tensors:
         tensor = layout.by_name[item.fqn]
         if item.fqn in load.programs:
             from shardwise.models.initial_programs import copy_program, values_from_program
@@ -235,18 +196,16 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int],
             program = load.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy gets the values of its original
             if not program.is_elementwise:
+                # An orthogonal matrix, for example: its shards cannot be initialized one by one. Every rank
+                # initializes the full tensor, one at a time, and copies its own part.
                 whole = load.initializers.whole(first, seed=seed)
                 program = copy_program(whole)
             boxes = boxes_to_fill(load.plan, item.fqn)
             for target, values in values_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn):
                 staging.copy(values, target)
             written[item.fqn] = written.get(item.fqn, 0) + sum(piece.box.numel for piece in boxes)
-        elif item.fqn in means:
-            for piece in boxes_to_fill(load.plan, item.fqn):
-                mean = means[item.fqn][column_slices(piece.box)]
-                staging.copy(mean.expand(piece.box.sizes), named_tensors.strided_view(item.local, piece.local))
-                written[item.fqn] = written.get(item.fqn, 0) + piece.box.numel
         elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
+            # Computed from the matrix, which has been read before.
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
             written[item.fqn] = tensor.local_numel
@@ -273,14 +232,15 @@ def fill_with_norms(
     Raises:
         ShardingError: this rank holds the vector, but not full rows.
     """
-    held = [(box.box.offsets[:1], box.box.sizes[:1]) for box in tensor.boxes]
-    if held != [(box.box.offsets[:1], box.box.sizes[:1]) for box in rows.boxes] or any(
-        box.box.sizes[1:] != rows.shape[1:] for box in rows.boxes
-    ):
+    vector_rows = [(piece.box.offsets[:1], piece.box.sizes[:1]) for piece in tensor.boxes]
+    matrix_rows = [(piece.box.offsets[:1], piece.box.sizes[:1]) for piece in rows.boxes]
+    are_full = all(piece.box.sizes[1:] == rows.shape[1:] for piece in rows.boxes)
+    if vector_rows != matrix_rows or not are_full:
         raise ShardingError(
-            f"{item.fqn} ({tensor.placement}) is initialized with the norms of the rows of {matrix.fqn} "
-            f"({rows.placement}), which this rank does not hold whole. Shard both on their first dimension"
+            f"{item.fqn} ({tensor.placement}): is initialized with the row norms of {matrix.fqn} "
+            f"({rows.placement}), of which this rank does not have the same rows in full. Shard both on dim 0"
         )
+    # With this rank's 2,048 rows of a (4096, 8192) matrix: blocks of (512, 8192), each giving 512 norms.
     step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
     for start in range(0, item.local.shape[0], step):
         block = matrix.local[start : start + step]
@@ -292,7 +252,8 @@ def set_value(item: TensorRef, value: torch.Tensor, staging: StagingBuffer) -> N
     is_expanded = any(
         size > 1 and not stride for size, stride in zip(item.local.shape, item.local.stride(), strict=True)
     )
-    if is_expanded and item.local.device.type == "cpu":  # its elements share memory
+    # Elements of an expanded tensor share memory, so that writing into it is an error: it is replaced.
+    if is_expanded and item.local.device.type == "cpu":
         item.install(value)
         return
     if is_expanded:
@@ -310,23 +271,22 @@ def get_base_form(model: nn.Module) -> BaseForm:
 
 
 def prepare_checkpoint(
-    world: World,
-    model: nn.Module,
-    source: OpenSource,
-    consent: Consent,
-    buffers: BufferRules,
-    options: prepare.LoadOptions,
-    key_mapping: Mapping[str, str] | None,
+    world: World, model: nn.Module, source: OpenSource, request: LoadRequest, key_mapping: Mapping[str, str] | None
 ) -> Load:
-    """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank."""
+    """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank.
+
+    The ``request`` has no bindings yet.
+    """
     form, transforms = get_base_form(model), pretrained.conversion_transforms(model, key_mapping)
-    held = named_tensors.collect_tensors(model)
-    layout = form.logical_layout(named_tensors.build_layout(held), held)
+    tensors = named_tensors.collect_tensors(model)
+    layout = form.logical_layout(named_tensors.build_layout(tensors), tensors)
     bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
-    prepare.tie_declared(model, held, bindings)
+    # Ties depend on the stored keys. They are made before the tensors are collected again for the plan.
+    prepare.tie_declared(model, tensors, bindings)
     bindings = form.allocate_staging(model, form.update_bindings(model, bindings))
+    # After update_bindings(), which decides the layers whose scales are computed after the read.
     additions = Additions(nested=form.deferred_names(model))
-    request = LoadRequest(bindings, consent, buffers, options, transforms, additions=additions)
+    request = replace(request, bindings=bindings, transforms=transforms, additions=additions)
     return prepare.prepare_load(world, model, source, request)
 
 
@@ -334,41 +294,30 @@ def load_checkpoint(
     world: World,
     model: nn.Module,
     checkpoint: Source,
-    consent: Consent,
-    options: prepare.LoadOptions,
+    request: LoadRequest,
     clock: Clock,
     *,
     key_mapping: Mapping[str, str] | None = None,
-    buffers: BufferRules | None = None,
     hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
 ) -> LoadReport:
-    """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes."""
+    """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes.
+
+    The ``request`` has no bindings yet.
+    """
     with clock.phase("index"):
         source = open_source(world, checkpoint, hub)
     with source.closing():
         try:
             with clock.phase("plan"), world.collective("plan the load"):
-                load = prepare_checkpoint(world, model, source, consent, buffers or {}, options, key_mapping)
+                load = prepare_checkpoint(world, model, source, request, key_mapping)
             report = execute_load(world, model, source, load, clock)
         finally:
+            # Also after a failure: parameters for staging must not stay on the caller's model.
             get_base_form(model).rollback(model)
     pretrained.record_conversions(model, load.request.transforms)
     return report
 
 
-_ON_DEVICE = (
-    "Tensors are loaded on the device of the model's mesh. For an unsharded one, pass LoadOptions(device=...)"
-)
-
-
-@answer_keywords(
-    strict="Pass on_missing=Initialize(only=...) and on_unexpected=Ignore(only=...), with the names",
-    map_location=_ON_DEVICE,
-    device=_ON_DEVICE,
-    assign="Leave it out: tensors on meta get memory, and real ones keep theirs",
-    weights_only="Leave it out: no code of a file is run",
-    dtype="Values are cast to the dtype of the model's tensors. Build the model in this dtype",
-)
 def load(
     model: nn.Module,
     checkpoint: Source,
@@ -415,39 +364,31 @@ def load(
 
     Every error is the same on every rank, except after the loss of one.
     """
-    consent, clock = Consent(on_missing, on_mismatched, on_unexpected), Clock()
+    clock = Clock()
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+    request = LoadRequest(consent=consent, buffers=buffers or {}, options=options)
     with call_arguments.get_world(options, "load") as world:
         with call_arguments.comparing_arguments(world) as exchange:
-            exchange.local = _check_load(model, checkpoint, key_mapping, buffers or {}, consent, hub, options)
-        return load_checkpoint(
-            world,
-            named_tensors.without_compile(model),
-            checkpoint,
-            consent,
-            options,
-            clock,
-            key_mapping=key_mapping,
-            buffers=buffers,
-            hub=hub,
-        )
+            exchange.local = _check_load(model, checkpoint, request, key_mapping, hub)
+        model = named_tensors.without_compile(model)
+        return load_checkpoint(world, model, checkpoint, request, clock, key_mapping=key_mapping, hub=hub)
 
 
 def _check_load(
     model: nn.Module,
     checkpoint: Source,
+    request: LoadRequest,
     key_mapping: Mapping[str, str] | None,
-    buffers: BufferRules,
-    consent: Consent,
     hub: HubOptions,
-    options: prepare.LoadOptions,
 ) -> dict[str, str]:
     """Check the arguments of :func:`load` on this rank. Return those that ranks must have in common."""
-    given = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": options}
-    given |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
-    call_arguments.check_options(call_arguments.get_hints(load), given)
+    consent = request.consent
+    arguments = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": request.options}
+    arguments |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
+    call_arguments.check_options(call_arguments.get_hints(load), arguments)
     kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
     return {
         "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
         "key_mapping": repr(key_mapping),
-        **prepare.comparable_load_settings(consent, buffers, options),
+        **prepare.comparable_load_settings(consent, request.buffers, request.options),
     }

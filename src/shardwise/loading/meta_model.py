@@ -1,4 +1,4 @@
-"""Outline of a load: the transformers model on meta, and the checkpoint's bindings for it."""
+"""The transformers model of a load, built on meta, and the checkpoint's bindings for it."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from shardwise.loading.audit import are_equal
 from shardwise.loading.load import get_base_form
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models import build, pretrained
-from shardwise.models.build import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
+from shardwise.models.build import resized, set_vocab_size, vocabulary_tensors
 from shardwise.models.four_bit.base import convert_base_to_four_bits
 from shardwise.models.four_bit.config import Fp4, Mxfp4, Nf4, Quantization, from_transformers, is_mxfp4
 from shardwise.models.initialize import BufferRules
@@ -97,8 +97,8 @@ class FilledOptions(ModelOptions, total=False):
             model inside it is sharded.
         trained_dtype: dtype of trained parameters. With ``tuning``, ``torch.float32`` by default, otherwise
             ``"unchanged"``. Frozen parameters keep the stored dtype.
-        resize_vocab: number of tokens of the model, or a :class:`~shardwise.models.build.ResizeVocab`, which
-            also determines the initialization of new ones.
+        resize_vocab: number of tokens of the model. New rows of embedding and head are initialized by the model's
+            class, as missing tensors are.
         quantization: keep the weights of linear layers in 4 bits: ``Nf4(...)`` or ``Fp4(...)``, packed while they
             are read. Only a LoRA is trained then. Linear layers stored by bitsandbytes stay in 4 bits by default.
             ``"as_stored"`` keeps experts in 4 bits as well, also MXFP4. ``"dequantize"`` dequantizes all.
@@ -110,7 +110,7 @@ class FilledOptions(ModelOptions, total=False):
 
     tuning: Full | Freeze | Lora | ExistingLora | Tuning
     trained_dtype: TrainedDtype
-    resize_vocab: int | ResizeVocab
+    resize_vocab: int
     quantization: Quantization
     quantization_config: Any
     sharding: Sharding
@@ -138,7 +138,7 @@ class PretrainedOptions(FilledOptions, total=False):
 Options = TypeVar("Options", bound=ModelOptions)
 
 
-def settled(options: Options) -> Options:
+def normalize_keywords(options: Options) -> Options:
     """Return options with transformers' keywords moved to ``dtype``, ``quantization`` and ``hub``.
 
     Raises:
@@ -182,7 +182,7 @@ def check_keywords(call: str, options: Options, kind: type) -> Options:
         ConfigError: a keyword is unknown, has a value of the wrong type, or contradicts another.
     """
     require_known(call, options, kind)
-    found = settled(options)
+    found = normalize_keywords(options)
     check_options(get_hints(kind), found)
     require_trainable(cast(FilledOptions, found))
     return found
@@ -198,7 +198,7 @@ def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
 
 
 @dataclass
-class Outline:
+class MetaModel:
     """A model on meta, and the checkpoint's bindings for it. ``equal_ties`` are stored twice with equal values."""
 
     model: PreTrainedModel
@@ -231,7 +231,7 @@ class Outline:
         pretrained.tie(self.model, saved - offered, untied)
 
 
-def compare_ties(built: Outline, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
+def compare_ties(built: MetaModel, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
     """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
     matched, tensors, world = built.bindings.matched, built.layout.by_name, executor.world
     return [
@@ -289,17 +289,17 @@ def get_model_class(
 
 
 @gc_disabled()
-def outline(
+def build_meta_model(
     directory: Path,
     config: PreTrainedConfig,
     index: CheckpointIndex,
     options: ModelOptions,
-    resize: ResizeVocab | None = None,
-) -> Outline:
+    vocab_size: int | None = None,
+) -> MetaModel:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
     model_class, config = get_model_class(directory, config, options)
-    if resize is not None:
-        set_vocab_size(config, resize.size)
+    if vocab_size is not None:
+        set_vocab_size(config, vocab_size)
     named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
     dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
@@ -310,16 +310,16 @@ def outline(
             "Check its config"
         )
     transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
-    return build_outline(model, index, dtype, transforms, resize)
+    return bind_checkpoint(model, index, dtype, transforms, vocab_size)
 
 
-def build_outline(
+def bind_checkpoint(
     model: PreTrainedModel,
     index: CheckpointIndex,
     dtype: torch.dtype,
     transforms: list[Any],
-    resize: ResizeVocab | None = None,
-) -> Outline:
+    vocab_size: int | None = None,
+) -> MetaModel:
     """Bind a checkpoint's keys to a model that has been built on meta in a dtype, nothing tied yet.
 
     Tensors that its class keeps in another dtype get that.
@@ -332,10 +332,10 @@ def build_outline(
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
     bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, extra_tensors(index))
-    if resize is not None:
-        bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
+    if vocab_size is not None:
+        bindings = resized(bindings, vocabulary_tensors(model, held), vocab_size)
     build.keep_dtypes(model, dtype, bindings.primary)
-    return Outline(model, transforms, layout, bindings)
+    return MetaModel(model, transforms, layout, bindings)
 
 
 def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
@@ -351,12 +351,6 @@ def _folder(directory: Path) -> Path:
     return directory if directory.is_dir() else directory.parent
 
 
-def resizing(options: FilledOptions) -> ResizeVocab | None:
-    """Return the change of the vocabulary's size, or None."""
-    wanted = options.get("resize_vocab")
-    return ResizeVocab(wanted) if isinstance(wanted, int) else wanted
-
-
 def trained_dtype(options: FilledOptions) -> TrainedDtype:
     """Return the dtype of trained parameters: float32 by default where ``tuning`` is given."""
     wanted: TrainedDtype = options.get("trained_dtype", torch.float32 if "tuning" in options else "unchanged")
@@ -367,12 +361,12 @@ def trained_dtype(options: FilledOptions) -> TrainedDtype:
 def comparable_tuning(options: FilledOptions, adapters: Mapping[str, Adapter]) -> str:
     """Return the tuning options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
-    return repr((tuning.comparable_text(adapters), trained_dtype(options), resizing(options)))
+    return repr((tuning.comparable_text(adapters), trained_dtype(options), options.get("resize_vocab")))
 
 
 @gc_disabled()
 def prepare_for_training(
-    built: Outline,
+    built: MetaModel,
     untied: set[str],
     options: FilledOptions,
     *,

@@ -225,9 +225,9 @@ class _LoadPlanner:
         if not sources:
             return self.fill_missing(tensor)
         for source in sources:
-            kind, reason = "quantized", self.undecoded(tensor, source)
+            kind, reason = "quantized", self.missing_scale_reason(tensor, source)
             if reason is None:
-                kind, reason = "mismatched", self.misfit(tensor, source)
+                kind, reason = "mismatched", self.mismatch_reason(tensor, source)
             if reason is not None:
                 if allows(self.consent.mismatched, self.known(tensor.fqn)):
                     self.mismatched.append(tensor.fqn)
@@ -271,7 +271,7 @@ class _LoadPlanner:
             self.fault("uncomputable", f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes")
         return Recompute(tensor.origin)
 
-    def undecoded(self, tensor: TensorLayout, source: Expression) -> str | None:
+    def missing_scale_reason(self, tensor: TensorLayout, source: Expression) -> str | None:
         """Return the reason why the stored values are codes without scales, or None if they are plain values.
 
         Values that were saved in a narrow dtype without quantization have no scales in the checkpoint, and no
@@ -291,7 +291,7 @@ class _LoadPlanner:
                     return f"{stored} without scales, and the checkpoint is quantized ({self.index.quantized})"
         return None
 
-    def misfit(self, tensor: TensorLayout, source: Expression) -> str | None:
+    def mismatch_reason(self, tensor: TensorLayout, source: Expression) -> str | None:
         """Return the reason why an expression cannot fill a tensor, or None if it can."""
         if source.shape != tensor.shape:
             return f"stored {self.describe(source)}, model has {tensor.shape}"

@@ -78,12 +78,13 @@ class LoadRequest:
     """A model's bindings to a checkpoint, and the settings of its load.
 
     Attributes:
+        bindings: the checkpoint's expressions for the model's tensors, added once its headers have been read.
         transforms: conversions of transformers that the bindings were traced from.
         already_read_bytes: read before the load, to decide ties.
         is_tuned: whether the caller chose the trained parameters.
     """
 
-    bindings: Bindings
+    bindings: Bindings = field(default_factory=lambda: Bindings({}))
     consent: Consent = field(default_factory=Consent)
     buffers: initialize.BufferRules = field(default_factory=dict)
     options: LoadOptions = field(default_factory=LoadOptions)
@@ -99,7 +100,7 @@ class Load:
     """Decisions of this rank about a load, before anything is read.
 
     Attributes:
-        held: the model's tensors.
+        tensors: the model's tensors.
         computed: values of non-persistent buffers, by FQN.
         programs: initializers of missing tensors, by FQN.
         device: device on which the model computes.
@@ -111,7 +112,7 @@ class Load:
     """
 
     request: LoadRequest
-    held: list[TensorRef]
+    tensors: list[TensorRef]
     initializers: initialize.Initializers
     computed: Mapping[str, initialize.ComputedBuffer]
     plan: LoadPlan
@@ -164,18 +165,17 @@ def comparable_load_settings(
     consent: Consent, buffers: initialize.BufferRules, options: LoadOptions
 ) -> dict[str, str]:
     """Return the settings of a load that must be equal on all ranks, as text, by name."""
-    alone = ("device", "progress", "process_group", "timeouts")
-    return {
+    settings = {
         "on_missing": repr(consent.missing),
         "on_mismatched": repr(consent.mismatched),
         "on_unexpected": repr(consent.unexpected),
         "buffers": repr(sorted(buffers)),
-        **{
-            f"options.{item.name}": repr(getattr(options, item.name))
-            for item in fields(options)
-            if item.name not in alone
-        },
     }
+    for item in fields(options):
+        # These four may differ between ranks without changing values or plans.
+        if item.name not in ("device", "progress", "process_group", "timeouts"):
+            settings[f"options.{item.name}"] = repr(getattr(options, item.name))
+    return settings
 
 
 @memory.gc_disabled()
@@ -183,19 +183,19 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     """Decide how a model is filled, on this rank alone, before anything is read."""
     options, additions, policy = request.options, request.additions, source.reader.policy
     # Again, after the keys were bound: ties and staging parameters may have changed the model's tensors.
-    held = collect_tensors(model)
-    require_plain_tensors(held)
-    initializers = initialize.Initializers(model, held, additions)
+    tensors = collect_tensors(model)
+    require_plain_tensors(tensors)
+    initializers = initialize.Initializers(model, tensors, additions)
     # Buffers before the layout: build_layout calls find_origin for each tensor, which looks them up.
     computed = initializers.buffers(request.buffers, seed=options.seed)
-    layout = build_layout(held, partial(find_origin, initializers, computed))
+    layout = build_layout(tensors, partial(find_origin, initializers, computed))
     rules = get_rules(additions.base or model)
     plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
-    device, fsdp_params = memory.compute_device(held, options.device), torch_private.fsdp_params(model)
-    by_name = {item.fqn: item for item in held}
-    items = read_targets(plan, by_name, memory.target_devices(held, fsdp_params, device))
+    device, fsdp_params = memory.compute_device(tensors, options.device), torch_private.fsdp_params(model)
+    by_name = {item.fqn: item for item in tensors}
+    items = read_targets(plan, by_name, memory.target_devices(tensors, fsdp_params, device))
     # Replicas read a share each, and exchange them in execute_load.
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     targets, mode = items, options.shared_reads
@@ -211,10 +211,11 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         budget_bytes=options.budget_bytes,
         offloads_shards=device.type != "cpu" and memory.offloads_shards(fsdp_params),
     )
-    needs_memory = any(item.tensor.is_meta for item in held)
+    # A load into live tensors allocates nothing, so free memory is not compared.
+    needs_memory = any(item.tensor.is_meta for item in tensors)
     return Load(
         request,
-        held,
+        tensors,
         initializers,
         computed,
         plan,
@@ -224,7 +225,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         items,
         shared,
         read_plan=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
-        estimate=estimate_rank(plan, world.rank, placement, padded_numels(held, fsdp_params)),
+        estimate=estimate_rank(plan, world.rank, placement, padded_numels(tensors, fsdp_params)),
         available=memory.available_memory(device) if needs_memory else Available(),
         settings=pretrained.get_settings(additions.base or model),
     )
@@ -248,8 +249,8 @@ def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
         for leaf in iter_computed_leaves(read.expression):
             if (nbytes := blocks.nbytes(leaf)) > budget_bytes:
                 raise ConfigError(
-                    f"{name}: is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
-                    f"{nbytes:,} bytes at once, and the budget is {budget_bytes:,}. Raise budget_bytes"
+                    f"{name}: {leaf.operation.label} of {len(leaf.sources)} tensors needs {nbytes:,} bytes at "
+                    f"once, and the budget is {budget_bytes:,}. Raise budget_bytes"
                 )
 
 
@@ -266,12 +267,8 @@ def plan_initial_values(
     Raises:
         KeyMismatchError: naming those that no initializer writes, or that need more than the budget.
     """
-    drawn = [
-        name
-        for name, read in plan.reads().items()
-        if count_stored_rows(read.expression) is not None and initializers.additions.new_rows == "initialized"
-    ]
-    programs = initializers.programs([*plan.names(Init), *drawn])
+    grown = [name for name, read in plan.reads().items() if count_stored_rows(read.expression) is not None]
+    programs = initializers.programs([*plan.names(Init), *grown])
     faults = initialize.unfit_programs(programs, options.budget_bytes)
     if faults:
         raise KeyMismatchError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))
@@ -296,20 +293,18 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
         ShardingError: when the model is already sharded, so that it is too late.
     """
     by_name = {name: item for item in held for name in item.names}
-    loose = {
-        target: source
-        for target, source in pretrained.declared_ties(model).items()
-        if target in by_name
-        and source in by_name
-        and by_name[target] is not by_name[source]
-        and not (bindings.matched.get(target) and bindings.matched.get(source))
-    }
-    if not loose:
+    untied: list[tuple[str, str]] = []
+    for target, source in pretrained.declared_ties(model).items():
+        is_shared = target in by_name and by_name[target] is by_name.get(source)
+        are_both_stored = bindings.matched.get(target) and bindings.matched.get(source)
+        if target in by_name and source in by_name and not is_shared and not are_both_stored:
+            untied.append((target, source))
+    if not untied:
         return
-    target, source = next(iter(loose.items()))
+    target, source = untied[0]
     if any(isinstance(item.tensor, DTensor) for item in held):
         raise ShardingError(
-            f"{target} is declared tied to {source}, but the sharded model holds them apart. Call "
+            f"{target}: is declared tied to {source}, but they are two parameters of the sharded model. Call "
             "model.tie_weights() before fully_shard"
         )
     assert isinstance(model, PreTrainedModel)
@@ -317,18 +312,25 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
 
 
 def plan_fields(plan: LoadPlan) -> dict[str, Any]:
-    """Fields of a report, or of an estimate, that describe how a model is filled."""
+    """Return fields of a report, or of an estimate, that describe how a model is filled."""
     reads = plan.reads()
-    kinds = {
-        name: (next(iter_stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
-        for name, read in reads.items()
-        if not computes(read.expression)
-    }
+    computed: list[str] = []
+    cast: dict[str, tuple[str, str]] = {}
+    for name, read in reads.items():
+        if computes(read.expression):
+            computed.append(name)
+            continue
+        stored, target = (
+            next(iter_stored_leaves(read.expression)).dtype.label,
+            plan.layout.by_name[name].dtype.label,
+        )
+        if stored != target:
+            cast[name] = (stored, target)
     return {
         "tied": {name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
         "initialized": plan.names(Init),
         "recomputed": plan.names(Recompute),
-        "cast": {name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
+        "cast": cast,
         "ignored_keys": plan.ignored_keys,
-        "computed": tuple(name for name, read in reads.items() if computes(read.expression)),
+        "computed": tuple(computed),
     }

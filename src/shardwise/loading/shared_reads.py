@@ -21,58 +21,63 @@ from shardwise.transfer.read import ReadExecutor, ReadItem
 
 
 def shared_boxes(
-    world: World, held: Mapping[str, TensorRef], items: Sequence[ReadItem]
+    world: World, tensors: Mapping[str, TensorRef], items: Sequence[ReadItem]
 ) -> dict[str, tuple[Boxes, ...]]:
     """Return the tensors with replicas, by name, with the boxes that each rank holds.
 
     Each of the ranks that hold a box reads a share of it, and receives the others' (:func:`exchange_shared`).
     """
     ranks = dist.get_process_group_ranks(world.group)
-    known: dict[object, tuple[Boxes, ...]] = {}
+    boxes_by_form: dict[object, tuple[Boxes, ...]] = {}  # tensors of equal shape and placement share them
     shared: dict[str, tuple[Boxes, ...]] = {}
     for item in items:
-        tensor = held[item.fqn].tensor
+        tensor = tensors[item.fqn].tensor
+        # Computed blocks and rows that are initialized are not plain file ranges: each rank makes its own.
         if computes(item.expression) or count_stored_rows(item.expression) is not None:
             continue
+        # A mesh of a part of the ranks: the others do not know its boxes.
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size:
             continue
         placement = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         form = tuple(tensor.shape), placement
-        if form not in known:
-            known[form] = boxes_by_rank(tensor, item.fqn, ranks)
-        if any(len(holders) > 1 for holders in move_plan.find_holders(known[form]).values()):
-            shared[item.fqn] = known[form]
+        if form not in boxes_by_form:
+            boxes_by_form[form] = boxes_by_rank(tensor, item.fqn, ranks)
+        boxes = boxes_by_form[form]
+        if any(len(holders) > 1 for holders in move_plan.find_holders(boxes).values()):
+            shared[item.fqn] = boxes
     return shared
 
 
 def local_targets(
     world: World, shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[ReadItem]
 ) -> list[ReadItem]:
-    """Return the destinations, with only this rank's share of the boxes of shared ones."""
+    """Return the destinations, with only this rank's share of the boxes of shared tensors."""
     shares = _read_shares(shared, items)
-    return [
-        replace(
-            item, boxes=tuple(LocalBox(box, locate_box(box, item.boxes)) for box in shares[item.fqn][world.rank])
-        )
-        if item.fqn in shares
-        else item
-        for item in items
-    ]
+    targets: list[ReadItem] = []
+    for item in items:
+        if item.fqn in shares:
+            share = shares[item.fqn][world.rank]
+            item = replace(item, boxes=tuple(LocalBox(box, locate_box(box, item.boxes)) for box in share))
+        targets.append(item)
+    return targets
 
 
 def _read_shares(
     shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[ReadItem]
 ) -> dict[str, tuple[Boxes, ...]]:
-    wanted = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
+    """Return the boxes that each rank reads, by name. Small tensors are read by one holder, in turn."""
+    # In one order on all ranks: modules may register tensors in the order of a set.
+    members = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
     return {
-        name: move_plan.shares_by_rank(shared[name], turn, itemsize) for turn, (name, itemsize) in enumerate(wanted)
+        name: move_plan.shares_by_rank(shared[name], turn, itemsize)
+        for turn, (name, itemsize) in enumerate(members)
     }
 
 
 def exchange_shared(
     world: World,
     shared: Mapping[str, tuple[Boxes, ...]],
-    held: Mapping[str, TensorRef],
+    tensors: Mapping[str, TensorRef],
     items: Sequence[ReadItem],
     executor: ReadExecutor,
 ) -> None:
@@ -85,11 +90,11 @@ def exchange_shared(
     members = sorted((item for item in items if item.fqn in shared), key=attrgetter("fqn"))
     transfers = []
     for item in members:
-        tensor, read, wanted = held[item.fqn], shares[item.fqn], shared[item.fqn]
-        place = LocalTensor(tensor.local, item.boxes)
-        transfers.append(Transfer(item.fqn, tensor.tensor.shape, item.dtype, read, wanted, place, place))
-        executor.count(
-            item.fqn, sum(box.numel for box in wanted[world.rank]) - sum(box.numel for box in read[world.rank])
-        )
+        tensor, sent, needed = tensors[item.fqn], shares[item.fqn], shared[item.fqn]
+        local = LocalTensor(tensor.local, item.boxes)  # source and target: a rank sends from its own shard
+        transfers.append(Transfer(item.fqn, tensor.tensor.shape, item.dtype, sent, needed, local, local))
+        # The audit counts elements that arrive from other ranks, as well as those that were read.
+        received = sum(box.numel for box in needed[world.rank]) - sum(box.numel for box in sent[world.rank])
+        executor.count(item.fqn, received)
     device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
     transfer(world, transfers, budget_bytes=executor.budget_bytes // 2, device=device)

@@ -26,8 +26,11 @@ Source: TypeAlias = str | os.PathLike[str] | StorageReader
 class OpenSource:
     """A checkpoint whose headers have been read, and this rank's reader of its bytes.
 
-    By ``identities`` a file that has changed since its header was read is detected. ``is_own`` is True for a reader
-    opened here. The user's own reader stays open.
+    Attributes:
+        identities: of the files, by which reads detect that a file has changed since its header was read.
+        is_own: whether the reader was opened by this module, and is closed with the load. A reader that the caller
+            passed stays open.
+        notes: lines for the report.
     """
 
     index: CheckpointIndex
@@ -37,7 +40,7 @@ class OpenSource:
     notes: tuple[str, ...] = ()
 
     def closing(self) -> AbstractContextManager[object]:
-        """Return a context that closes a reader opened here."""
+        """Return a context that closes the reader, unless it is the caller's."""
         return self.reader if self.is_own else nullcontext()
 
 
@@ -55,6 +58,7 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource
 def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
     """Open a checkpoint's storage on every rank, or keep it open on none. Collective: yes."""
     with ExitStack() as stack:
+        # If opening fails on another rank, the stack closes this rank's reader, too.
         with world.collective("open the folder"):
             opened = _open_in(stack, place, hub)
         stack.pop_all()
@@ -77,8 +81,8 @@ def read_index(
 ) -> OpenSource:
     """Read the headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
-    Ranks verify that they have opened one checkpoint, see [Note: One checkpoint] in ``loading/audit.py``. One
-    that is refused is closed, unless it is the user's (``is_own`` False).
+    Ranks verify that they have opened the same checkpoint, see [Note: One checkpoint] in ``loading/audit.py``.
+    After an error the reader is closed, unless it is the caller's (``is_own`` False).
     """
     reader = opened.reader
     with ExitStack() as stack:
@@ -87,15 +91,16 @@ def read_index(
         with world.broadcast("read headers") as exchange:
             if world.rank == 0:
                 exchange.local = _read_headers(reader, weights_name=opened.file or weights_name, extra_files=extra)
-        index, identities = exchange.result
-        found: dict[str, str] = {}
+        index, remote_identities = exchange.result
+        identities: dict[str, str] = {}
         notes: tuple[str, ...] = ()
         if world.size > 1:
-            found, notes = require_one_checkpoint(world, reader, index)
+            identities, notes = require_one_checkpoint(world, reader, index)
         elif isinstance(reader, FilePlaces):
-            found = {file: reader.identity(file) for file in index.files}
+            identities = {file: reader.identity(file) for file in index.files}
         stack.pop_all()
-    return OpenSource(index, reader, found or identities, is_own, notes)
+    # The identities of remote files are those that the first rank saw when it read the headers.
+    return OpenSource(index, reader, identities or remote_identities, is_own, notes)
 
 
 def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
@@ -118,16 +123,17 @@ def resolve_everywhere(
     """
     with world.all_gather("find the folder") as exchange:
         exchange.local = local_path(name_or_path, hub)
-    found: list[Path | None] = exchange.result
-    # One rank decides: what exists on some machines only must not send the ranks different ways.
-    if found[0] is not None:
-        if absent := [rank for rank, path in enumerate(found) if path is None]:
+    paths: list[Path | None] = exchange.result
+    # The first rank decides whether this is a folder or a repository. If each rank did, a folder that only some
+    # machines have would send the ranks into different collectives.
+    if paths[0] is not None:
+        if absent := [rank for rank, path in enumerate(paths) if path is None]:
             raise StorageError(
                 f"{os.fspath(name_or_path)}: is a directory on rank {world.global_ranks[0]}, but not on rank "
                 f"{format_ranks(absent, world.global_ranks)}. "
                 "Put it on every machine, or on a file system that all of them share"
             )
-        return cast(Path, found[world.rank])
+        return cast(Path, paths[world.rank])
     from shardwise.files.remote import get_cache_folder, record_commit, resolve, resolve_commit
 
     repo_id = os.fspath(name_or_path)
@@ -136,11 +142,13 @@ def resolve_everywhere(
             exchange.local = resolve_commit(repo_id, hub)
     commit: str = exchange.result
     pinned = replace(hub, revision=commit)
+    # One rank of each cache: the caches of two machines may be one folder of a network file system, or two.
     downloads = world.is_first_at(f"{mount_namespace()} {get_cache_folder(hub)}")
     downloaded = None
     with world.collective("download"):
         if downloads:
             downloaded = resolve(repo_id, pinned, wanted=wanted)
             record_commit(repo_id, hub, commit)
+    # In a phase of its own, which begins when all downloads have ended.
     with world.collective("find the download"):
         return downloaded or resolve(repo_id, pinned, download=False, wanted=wanted)

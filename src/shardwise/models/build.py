@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -19,7 +19,6 @@ from shardwise.core.tensors import DType
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.models import pretrained
-from shardwise.models.initialize import NewRows
 from shardwise.models.pretrained import get_model_mapping
 
 
@@ -223,24 +222,14 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
                 item.recast(kept)
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeVocab:
-    """The number of tokens of a model, and the values of new rows."""
-
-    size: int
-    rows: NewRows = "initialized"
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"resize_vocab={self.size}: a vocabulary has at least one token")
-
-
 def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
     """Set the number of tokens in a config.
 
     Raises:
-        ConfigError: the config has no vocabulary.
+        ConfigError: the config has no vocabulary, or the size is not a number of tokens.
     """
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"resize_vocab={size!r}: is not a number of tokens. Pass an int of 1 or more")
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ConfigError(f"{type(config).__name__} has no vocab_size. Leave out resize_vocab")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 BufferRules = Mapping[str, Callable[[nn.Module], torch.Tensor]]
 """Functions that compute a buffer of a module, by glob of buffer names."""
-
-NewRows: TypeAlias = Literal["initialized", "mean"]
-"""Values of new rows of an embedding: initialized by the model's class, or the mean of the stored rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,6 @@ class Additions:
         initialize: runs the initializers of added modules on their present tensors.
         copies: names of originals by names of parameters that are initialized with their values.
         norms: vectors that are initialized with the norms of a matrix's rows, by name.
-        new_rows: initialization of rows that the checkpoint lacks.
         nested: names of scales of 4-bit weights that are computed after all scales are read.
     """
 
@@ -75,7 +71,6 @@ class Additions:
     initialize: Callable[[], None] = _nothing
     copies: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, RowNorms] = field(default_factory=dict)
-    new_rows: NewRows = "initialized"
     nested: frozenset[str] = frozenset()
 
     @property

@@ -51,13 +51,12 @@ def require_known(call: str, given: Mapping[str, object], kind: type) -> None:
         kind: declaration of the keywords that the call has.
 
     Raises:
-        ConfigError: an unknown keyword. The message has the options object that takes it, the alternative, or the
-            nearest keyword.
+        ConfigError: an unknown keyword. The message has the alternative, or the nearest keyword.
     """
     known = get_hints(kind)
     for name, value in given.items():
         if name not in known and not (name in _INSTEAD and value is None):
-            raise unknown_keyword(call, name, known, _INSTEAD, kind)
+            raise unknown_keyword(call, name, known, _INSTEAD)
 
 
 def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: str = "") -> None:

@@ -31,10 +31,10 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import HubOptions, shown, unsafe_name_reason
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.loading.audit import are_equal
-from shardwise.loading.from_pretrained import stored_prefix, weights_in
-from shardwise.loading.meta_model import ModelOptions, Outline, check_keywords, load_config, outline
+from shardwise.loading.from_pretrained import find_adapter_weights, stored_prefix
+from shardwise.loading.meta_model import MetaModel, ModelOptions, build_meta_model, check_keywords, load_config
 from shardwise.models import pretrained
-from shardwise.models.build import ResizeVocab, vocabulary_tensors
+from shardwise.models.build import vocabulary_tensors
 from shardwise.models.former_names import LowRankPair, fuse_experts, match_former_names
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
@@ -95,7 +95,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
     """
     path = folder / ADAPTER_CONFIG
     config = parse_adapter_config(read_config_file(path), what=str(path))
-    file = weights_in(folder)
+    file = find_adapter_weights(folder)
     reader = stack.enter_context(LocalReader(folder))
     index, notes = without_wrappers(open_checkpoint(reader, weights_name=file))
     executor = offline.create_executor(reader, index)
@@ -105,7 +105,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
     return _AdapterSource(config, executor, tensors, notes)
 
 
-def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str) -> int | None:
+def find_new_vocab_size(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> int | None:
     """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
     by_name, rows, renamed = built.layout.by_name, {}, make_renamer(built)
     for key, whole_name in merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
@@ -126,7 +126,7 @@ def find_new_vocab_size(lora: _AdapterSource, built: Outline, adapter_name: str)
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> Any:
+def find_class_with_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> Any:
     """Return the class of model that an adapter was trained on, if it has a head that the base does not have.
 
     None if it has none. The adapter's config names the task, or the class.
@@ -139,7 +139,7 @@ def find_class_with_head(lora: _AdapterSource, built: Outline, adapter_name: str
     return getattr(transformers, name, None) if isinstance(name, str) else None
 
 
-def find_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> dict[str, str]:
+def find_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> dict[str, str]:
     """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
     names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
     ties = pretrained.declared_ties(built.model)
@@ -148,7 +148,7 @@ def find_head(lora: _AdapterSource, built: Outline, adapter_name: str) -> dict[s
     return {name: key for key, name in names.items() if name in absent}
 
 
-def find_num_labels(lora: _AdapterSource, built: Outline, head: Mapping[str, str]) -> int | None:
+def find_num_labels(lora: _AdapterSource, built: MetaModel, head: Mapping[str, str]) -> int | None:
     """Return the number of rows of a head, if that is not the number of labels in the config."""
     expected = built.model.config.num_labels
     rows = set()
@@ -200,7 +200,7 @@ def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, w
             )
 
 
-def find_untied(lora: _AdapterSource, built: Outline, adapter_name: str) -> tuple[set[str], dict[str, str]]:
+def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tuple[set[str], dict[str, str]]:
     """Return the declared ties that are not tied in the output, and those of them that were tied in training.
 
     The latter are targets with their sources. PEFT adapts modules: with a LoRA on one of two tied modules, the
@@ -235,7 +235,7 @@ def find_untied(lora: _AdapterSource, built: Outline, adapter_name: str) -> tupl
     return set(ties), {target: origin for target, origin in ties.items() if target not in separate}
 
 
-def make_renamer(built: Outline) -> Callable[[str], str | None]:
+def make_renamer(built: MetaModel) -> Callable[[str], str | None]:
     """Return a function from a tensor's name in a checkpoint to the model's, or to None if the model has none."""
     names = {name: tensor for tensor in built.layout.saved() for name in tensor.names}
     # Transforms record that they are used, which decides how files are written.
@@ -453,23 +453,23 @@ def _plan_edits(
     reader = stack.enter_context(opened.reader)
     index = offline.read_index(opened, config)
     executor = offline.create_executor(reader, index)
-    built = outline(folder, config, index, options)
+    built = build_meta_model(folder, config, index, options)
     model_class = None if "model_class" in options else find_class_with_head(lora, built, adapter_name)
     if model_class is not None:
         options = {**options, "model_class": model_class}
-        built = outline(folder, config, index, options)
+        built = build_meta_model(folder, config, index, options)
     head = find_head(lora, built, adapter_name)
     num_labels = find_num_labels(lora, built, head)
     if num_labels is not None:
         config.num_labels = num_labels
-        built = outline(folder, config, index, options)
+        built = build_meta_model(folder, config, index, options)
     is_named = any(f".{adapter_name}." in f"{key}." for key in lora.tensors)
     if adapter_name not in ("default", lora_folder.name) and not is_named:
         raise FormatError(f"{lora_folder}: has no adapter {shown(adapter_name)}. Check adapter_name")
     require_equal_copies(lora, adapter_name)
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:
-        built = outline(folder, config, index, options, ResizeVocab(vocab_size))
+        built = build_meta_model(folder, config, index, options, vocab_size)
     untied, tied_in_training = find_untied(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied, provided=head)
     joined = merge_indexes(index, lora.executor.index, ADAPTER)

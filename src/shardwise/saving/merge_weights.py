@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
-from shardwise.core.errors import ConfigError, FormatError, StorageError, answer_keywords
+from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.core.formatting import in_bytes
 from shardwise.core.layout import TensorKind
 from shardwise.core.save_reports import MergeWeightsReport
@@ -31,7 +31,7 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.torch_files import TorchFileContents, read_torch_file
 from shardwise.files.urls import HubOptions, shown
 from shardwise.fsdp.torch_private import to_torch
-from shardwise.loading.meta_model import ModelOptions, get_model_class, load_config, outline
+from shardwise.loading.meta_model import ModelOptions, build_meta_model, get_model_class, load_config
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys, progress_bar, rename_keys
 from shardwise.ranks.call_arguments import check_options, get_hints
@@ -85,13 +85,6 @@ class NamedOutputs:
         return {self.nest.get(item[0], (item[0],)): item for item in self.to_save.tensors()}
 
 
-@answer_keywords(
-    save_path="Pass out=...",
-    output_path="Pass out=...",
-    safe_serialization='Pass file_format="bin" for pytorch_model.bin',
-    remove_checkpoint_dir="Pass remove_source=...",
-    model_path="Pass base=...",
-)
 def merge_weights(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -449,7 +442,7 @@ def _name_as_on_hub(
     options: ModelOptions,
 ) -> NamedOutputs:
     """Return the model's tensors as the hub has them."""
-    built = outline(folder, config, index, options)
+    built = build_meta_model(folder, config, index, options)
     source = offline.bind_offline(config, index, built, executor)
     if "dtype" not in options:
         source = source.as_stored()

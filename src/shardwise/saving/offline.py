@@ -29,7 +29,7 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
 from shardwise.fsdp.torch_private import to_torch
-from shardwise.loading.meta_model import Outline, compare_ties
+from shardwise.loading.meta_model import MetaModel, compare_ties
 from shardwise.loading.plan import LoadPlan, Tie, plan_load
 from shardwise.loading.prepare import get_rules
 from shardwise.models import pretrained
@@ -60,7 +60,7 @@ class OfflineModel:
 
     config: PreTrainedConfig
     index: CheckpointIndex
-    built: Outline
+    built: MetaModel
     layout: ModelLayout
     stored: Mapping[str, Expression]
     expressions: dict[str, Expression]
@@ -102,7 +102,7 @@ def create_executor(reader: StorageReader, index: CheckpointIndex) -> ReadExecut
 def bind_offline(
     config: PreTrainedConfig,
     index: CheckpointIndex,
-    built: Outline,
+    built: MetaModel,
     executor: ReadExecutor,
     untied: Collection[str] = (),
     provided: Collection[str] = (),
@@ -132,7 +132,7 @@ def bind_offline(
     return OfflineModel(config, index, built, layout, stored, expressions, plan.ignored_keys, separate, notes)
 
 
-def _resolve_ties(built: Outline, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
+def _resolve_ties(built: MetaModel, executor: ReadExecutor, untied: Collection[str]) -> set[str]:
     """Tie declared ties with equal values. Return the names with values of their own."""
     matched, twice = built.bindings.matched, built.ties_stored_twice()
     # Only values tell whether a tie that is stored under both names is one: fine-tuning may have separated them.

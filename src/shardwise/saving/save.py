@@ -16,8 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from shardwise.core import machine
-from shardwise.core.consents import OnDiffering
-from shardwise.core.errors import ConfigError, StorageError, answer_keywords
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.save_reports import SaveReport
 from shardwise.core.tensors import parse_size
 from shardwise.files.local_reader import open_storage
@@ -44,7 +43,6 @@ from shardwise.transfer.replicas import ShardSender, agree_on_shares
 def execute_save(
     world: World,
     request: prepare.SaveRequest,
-    on_differing_buffers: OnDiffering,
     options: prepare.SaveOptions,
     clock: Clock,
     *,
@@ -61,7 +59,7 @@ def execute_save(
     with writer:
         with clock.phase("plan"):
             held, places = prepare.collect_tensors_to_save(world, request)
-            shares = agree_on_shares(world, held, on_differing_buffers)
+            shares = agree_on_shares(world, held)
             budget = options.budget_bytes
             with world.collective("plan the files"):
                 prepared = prepare.prepare(
@@ -295,18 +293,6 @@ def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter)
     return dict(zip(keys, total, strict=False))
 
 
-_SAFETENSORS = "Leave it out: files are always safetensors"
-_EVERY_RANK = "Leave it out: every rank makes the call and writes its own bytes"
-_UPLOAD = "Save to a folder, and upload it with huggingface_hub.upload_folder"
-
-
-@answer_keywords(
-    safe_serialization=_SAFETENSORS,
-    push_to_hub=_UPLOAD,
-    repo_id=_UPLOAD,
-    is_main_process=_EVERY_RANK,
-    state_dict="Pass the model, whose tensors are saved",
-)
 def save(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -316,7 +302,6 @@ def save(
     max_shard_size: int | str = "50GB",
     names: prepare.WrittenNames = "hub",
     verify: bool = False,
-    on_differing_buffers: OnDiffering = "first_rank",
     options: prepare.SaveOptions = prepare.SaveOptions(),  # noqa: B008
 ) -> SaveReport:
     """Save a model as safetensors files that ``from_pretrained`` of transformers loads, with its config.
@@ -336,8 +321,6 @@ def save(
         max_shard_size: of one file's tensors, in bytes or as "5GB". A larger tensor has a file of its own.
         names: as on the hub, or the model's own.
         verify: ``True`` reads tensors and headers back before the save is committed.
-        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
-            ``"first_rank"`` saves those of the first rank, ``"error"`` raises.
         options: memory budget, progress, process group, timeouts.
 
     Raises:
@@ -355,10 +338,9 @@ def save(
     model, clock = without_compile(model), Clock()
     with get_world(options, "save") as world:
         given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
-        given["on_differing_buffers"] = on_differing_buffers
         with world.collective("plan the save"):
             request = _request(given, directory, names, dtype, max_shard_size, tokenizer)
-        return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)
+        return execute_save(world, request, options, clock, verify=verify)
 
 
 def _request(
@@ -376,15 +358,6 @@ def _request(
     return prepare.SaveRequest(arguments["model"], directory, names, saved_dtype, max_shard_bytes, tokenizer)
 
 
-@answer_keywords(
-    adapter_name="Pass adapter=...",
-    selected_adapters="Call save_adapter once for each, with adapter=...",
-    safe_serialization=_SAFETENSORS,
-    push_to_hub=_UPLOAD,
-    repo_id=_UPLOAD,
-    is_main_process=_EVERY_RANK,
-    max_shard_size="Leave it out: an adapter is one file",
-)
 def save_adapter(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -393,7 +366,6 @@ def save_adapter(
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     verify: bool = False,
-    on_differing_buffers: OnDiffering = "first_rank",
     options: prepare.SaveOptions = prepare.SaveOptions(),  # noqa: B008
 ) -> SaveReport:
     """Save one adapter of a PEFT model as ``PeftModel.from_pretrained`` loads it: its tensors and its config.
@@ -411,8 +383,6 @@ def save_adapter(
         tokenizer: saved with it, if given.
         dtype: floating-point tensors are cast to it. None saves them unchanged.
         verify: ``True`` reads tensors and headers back before the save is committed.
-        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
-            ``"first_rank"`` saves those of the first rank, ``"error"`` raises.
         options: memory budget, progress, process group, timeouts.
 
     Raises:
@@ -423,8 +393,8 @@ def save_adapter(
     """
     model, clock = without_compile(model), Clock()
     with get_world(options, "save_adapter") as world:
-        given = {"model": model, "verify": verify, "options": options, "on_differing_buffers": on_differing_buffers}
+        given = {"model": model, "verify": verify, "options": options}
         names = AdapterOnly(adapter)
         with world.collective("plan the save"):
             request = _request(given, directory, names, dtype, sys.maxsize, tokenizer)
-        return execute_save(world, request, on_differing_buffers, options, clock, verify=verify)
+        return execute_save(world, request, options, clock, verify=verify)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.core.consents import OnDiffering
-from shardwise.core.errors import ConfigError, answer_keywords
+from shardwise.core.errors import ConfigError
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors, without_compile
 from shardwise.fsdp.torch_private import saved_dtype, to_torch
@@ -62,12 +61,11 @@ def walk_tensors(
     names: WrittenNames,
     only: selection.Selection | selection.MergedAdapter,
     dtype: torch.dtype | None,
-    on_differing_buffers: OnDiffering,
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        held, outputs, sender = _prepare_sender(world, model, names, only, arguments, on_differing_buffers, options)
+        held, outputs, sender = _prepare_sender(world, model, names, only, arguments, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         device = options.device if world.rank in targets else torch.device("meta")
@@ -144,7 +142,6 @@ def _prepare_sender(
     names: WrittenNames,
     only: selection.Selection | selection.MergedAdapter,
     arguments: tuple[object, ...],
-    on_differing_buffers: OnDiffering,
     options: StreamOptions,
 ) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
@@ -156,7 +153,7 @@ def _prepare_sender(
         fqns = selection.broadcast_names_outside(world, model, held, only)
         adapter = set(fqns.values())
         held = [item for item in held if adapter.intersection(item.names)]
-    shares = agree_on_shares(world, held, on_differing_buffers).by_name
+    shares = agree_on_shares(world, held).by_name
     by_name = {name: item for item in held for name in item.names}
     sender = ShardSender(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
@@ -261,7 +258,6 @@ def _report_exit() -> Iterator[None]:
         raise GeneratorExit("its loop over the tensors ended before the last one") from None
 
 
-@answer_keywords()
 def iter_hf_tensors(
     model: nn.Module,
     *,
@@ -269,7 +265,6 @@ def iter_hf_tensors(
     names: WrittenNames = "hub",
     only: selection.Selection | selection.MergedAdapter = None,
     dtype: torch.dtype | None = None,
-    on_differing_buffers: OnDiffering = "first_rank",
     options: StreamOptions = StreamOptions(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's tensors, whole, in the order in which transformers saves them.
@@ -294,8 +289,6 @@ def iter_hf_tensors(
             ``MergedAdapter()``, the base with a LoRA of linear layers merged in, under the base's names. Every
             rank then holds the full adapter. Without ``only``, a PEFT model needs ``names="internal"``.
         dtype: of the floating-point tensors, also while they are sent. None keeps each tensor's own.
-        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
-            ``"first_rank"`` yields those of the first rank, ``"error"`` raises.
         options: bucket, device, process group, timeouts.
 
     Raises:
@@ -310,4 +303,4 @@ def iter_hf_tensors(
     Every error is the same on every rank.
     """
     dtype = resolve_dtype(dtype)
-    return walk_tensors(without_compile(model), to, names, only, dtype, on_differing_buffers, options)
+    return walk_tensors(without_compile(model), to, names, only, dtype, options)

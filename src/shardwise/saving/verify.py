@@ -22,8 +22,8 @@ from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_t
 from shardwise.files.storage import StorageReader
 from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
-from shardwise.loading.from_pretrained import find
-from shardwise.loading.meta_model import outline, prepare_for_training
+from shardwise.loading.from_pretrained import open_model
+from shardwise.loading.meta_model import build_meta_model, prepare_for_training
 from shardwise.loading.plan import plan_load
 from shardwise.loading.prepare import get_rules
 from shardwise.ranks.world import World
@@ -100,9 +100,9 @@ def _find_coverage(directory: str | os.PathLike[str], config: Mapping[str, objec
     """
     with ExitStack() as stack:
         try:
-            located = find(World(0, 1), directory, {}, stack)
+            located = open_model(World(0, 1), directory, {}, stack)
             stack.enter_context(torch.device("cpu"))
-            built = outline(located.directory, located.config, located.index, {})
+            built = build_meta_model(located.directory, located.config, located.index, {})
             # Declared ties that are stored twice are taken to be equal.
             built.equal_ties = frozenset(name for name, _ in built.ties_stored_twice())
             tuned = prepare_for_training(built, set(), {}, adapters={}, casts_to=None)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.consents import Consent, OnDiffering
-from shardwise.core.errors import ConfigError, FormatError, answer_keywords
+from shardwise.core.consents import Consent
+from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.expert_factors import TODAYS_VERSION
 from shardwise.core.expression import Expression, Stored
 from shardwise.core.layout import TensorKind
@@ -93,7 +93,6 @@ def collect_model(
     world: World,
     model: nn.Module,
     only: Selection,
-    on_differing_buffers: OnDiffering,
     options: state_values.StateOptions,
 ) -> CollectedModel:
     """Collect the tensors of a state, and compare replicas between ranks. Collective: yes.
@@ -113,9 +112,7 @@ def collect_model(
     device = staging_device(held, chosen.values())
     buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
-    tensors, differing = equal_on_all(
-        world, chosen, buffers, on_differing_buffers, budget_bytes=budget, device=device
-    )
+    tensors, differing = equal_on_all(world, chosen, buffers, budget_bytes=budget, device=device)
     return CollectedModel(held, names, tensors, differing, device)
 
 
@@ -214,19 +211,12 @@ def _target_slots(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple
     return found
 
 
-_FORM = 'Pass form="full", "full_on_all_ranks" or "sharded"'
-_STRICT = "Pass on_missing=Ignore(only=...) and on_unexpected=Ignore(only=...), with the names"
-_ANY_FORM = "Leave it out: a state may be whole or sharded, on every rank or on some"
-
-
-@answer_keywords(full_state_dict=_FORM, cpu_offload=_FORM)
 @torch.no_grad()
 def get_model_state_dict(
     model: nn.Module,
     form: StateForm = "full",
     *,
     only: Selection = None,
-    on_differing_buffers: OnDiffering = "first_rank",
     options: state_values.StateOptions = state_values.StateOptions(),  # noqa: B008
 ) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a model, by the names of the plain model.
@@ -236,14 +226,13 @@ def get_model_state_dict(
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: for whole tensors, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
-    CPU. For ``"sharded"`` none: the tensors share the memory of the model, except for buffers that differ.
+    CPU. For ``"sharded"`` none: the tensors share the memory of the model, except for buffers that differ
+    between ranks (running statistics), which are copies of the first rank's in every form.
 
     Args:
         model: any module, sharded or not. FSDP2 groups that are gathered are resharded.
         form: ``"full"``, ``"full_on_all_ranks"``, or ``"sharded"``.
         only: ``None``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
-        on_differing_buffers: for buffers whose values differ between ranks (running statistics):
-            ``"first_rank"`` returns those of the first rank in every form, ``"error"`` raises.
         options: budget, process group, timeouts.
 
     Returns:
@@ -261,15 +250,14 @@ def get_model_state_dict(
     with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
         with world.collective("check the options"):
             check_options(get_hints(get_model_state_dict), {"form": form})
-        state_values.require_same_call(world, form, only, on_differing_buffers, options=options)
-        taken = collect_model(world, model, only, on_differing_buffers, options)
+        state_values.require_same_call(world, form, only, options=options)
+        taken = collect_model(world, model, only, options)
         if form == "sharded":
             return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         budget = options.budget_bytes
         return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.device))
 
 
-@answer_keywords(strict=_STRICT, full_state_dict=_ANY_FORM, broadcast_from_rank0=_ANY_FORM)
 @torch.no_grad()
 def set_model_state_dict(
     model: nn.Module,

@@ -112,7 +112,7 @@ def _match(
     global_ranks: Sequence[int],
 ) -> matching.Match:
     """Match tensors. Numbers need no match: only the present state must not get lost."""
-    unexpected, missing = set(groups.unexpected), {*groups.missing, *_forgotten(agreed)}
+    unexpected, missing = set(groups.unexpected), {*groups.missing, *_stateless(agreed)}
     known = [
         {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected}
         for found in provided_by_rank
@@ -129,7 +129,7 @@ def _match(
     return matching.match(places, known, consent, global_ranks)
 
 
-def _forgotten(agreed: ParsedState) -> set[str]:
+def _stateless(agreed: ParsedState) -> set[str]:
     """Return parameters that have no state afterwards: all of a state from before the first step."""
     return set() if agreed.keys else {name for names in agreed.groups for name in names}
 
@@ -180,7 +180,7 @@ class OptimizerMatch:
 
     def bind(self, targets: OptimizerTargets, tensors: Mapping[Key, torch.Tensor]) -> list[str]:
         """Set the optimizers' settings and state. Return the trained parameters that then have no state."""
-        optimizer_indices, forgotten = targets.optimizer_indices, _forgotten(self.agreed)
+        optimizer_indices, forgotten = targets.optimizer_indices, _stateless(self.agreed)
         scalars = {
             Key(optimizer_indices[parameter], parameter, entry): self.agreed.scalars[name]
             for name, (parameter, entry) in self.agreed.keys.items()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.consents import Consent
-from shardwise.core.errors import ShardingError, answer_keywords
+from shardwise.core.errors import ShardingError
 from shardwise.core.reports import StateReport
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, class_name, copied, read, written_out
@@ -55,7 +55,7 @@ def collect_optimizers(
         ConfigError, ShardingError, RankMismatchError: as of
             :func:`~shardwise.state.optimizer_states.get_optimizer_state_dict`.
     """
-    held, bounds = _bound(world, model, optimizers)
+    held, bounds = _bind(world, model, optimizers)
     tensors, scalars = _state_by_label(world, bounds)
     with world.collective("check for values"):
         require_values(tensors, what)
@@ -64,7 +64,7 @@ def collect_optimizers(
         name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
     }
     both = {**tensors, **values}
-    equal_on_all(world, both, (), "error", budget_bytes=options.budget_bytes, device=device)
+    equal_on_all(world, both, (), budget_bytes=options.budget_bytes, device=device)
     return CollectedOptimizers(bounds, tensors, scalars, device)
 
 
@@ -76,7 +76,7 @@ def optimizer_targets(
     Raises:
         ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
     """
-    return OptimizerTargets.from_optimizers(*_bound(world, model, optimizers))
+    return OptimizerTargets.from_optimizers(*_bind(world, model, optimizers))
 
 
 def set_optimizer_values(
@@ -120,7 +120,7 @@ def set_optimizer_values(
     )
 
 
-def _bound(
+def _bind(
     world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> tuple[list[TensorRef], list[Bound]]:
     """Return the tensors of a model and its optimizers, after a comparison between ranks. Collective: yes."""
@@ -160,7 +160,6 @@ def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, to
     return tensors, scalars
 
 
-@answer_keywords()
 @torch.no_grad()
 def get_optimizer_state_dict(
     model: nn.Module,
@@ -212,7 +211,6 @@ def get_optimizer_state_dict(
         return written_out(taken.bounds, {**found, **scalars})
 
 
-@answer_keywords()
 @torch.no_grad()
 def set_optimizer_state_dict(
     model: nn.Module,

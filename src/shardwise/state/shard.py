@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.core.errors import ConfigError, answer_keywords
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import ShardReport
 from shardwise.fsdp import wrap
@@ -23,7 +23,6 @@ from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.state.shard_transfer import IncomingShards, SourceTable, agree_on_sources, wrap_without_values
 from shardwise.state.state_values import StateOptions
-from shardwise.transfer.matching import ValuesFrom
 from shardwise.transfer.move import distribute
 from shardwise.transfer.replicas import require_alike_models
 
@@ -76,24 +75,21 @@ def build_wrap_policy(text: str) -> WrapPolicy:
     return Classes(found) if isinstance(found, tuple) else found
 
 
-@answer_keywords(
-    module="Pass the model as the first argument",
-    ignored_params="Leave it out: parameters that fully_shard cannot shard stay whole",
-)
 def shard(
     model: nn.Module,
     sharding: Sharding = Sharding(),  # noqa: B008 - frozen
     *,
     optimizers: Sequence[Optimizer] = (),
-    values_from: ValuesFrom = "any",
     trained_dtype: TrainedDtype = "unchanged",
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> ShardReport:
     """Shard a model in place with ``fully_shard``, whatever state it is in, and bind its optimizers to the shards.
 
-    Every tensor may be live (with values) on all ranks, on some, or on none. If some ranks have its values, they
-    send the others their shards (full tensors for buffers). If no rank has them, it stays on meta for
-    :func:`~shardwise.loading.load.load` to fill. A model that is sharded already is left alone.
+    Every tensor may be live (with values) on all ranks, on some, or on none. If some ranks have its values, the
+    lowest of those that have the most of the model sends the others their shards (full tensors for buffers). If
+    values differ, those of that rank replace the others', and ``report.differed`` names the tensors. If no rank has
+    values, the tensor stays on meta for :func:`~shardwise.loading.load.load` to fill. A model that is sharded
+    already is left alone.
 
     Parameters become new objects that keep ``requires_grad``, attributes and ties. Optimizers keep their groups,
     settings and state, and their schedulers stay valid. Parameters on meta that an optimizer holds, or whose
@@ -110,7 +106,6 @@ def shard(
         sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one. Without a process
             group nothing is sharded.
         optimizers: those that were made of the model's parameters, on every rank in the same order.
-        values_from: ranks whose values are used.
         trained_dtype: dtype of the trained parameters: ``torch.float32``, or ``"unchanged"`` for the one they have.
         options: budget, process group, timeouts.
 
@@ -118,7 +113,7 @@ def shard(
         ConfigError: an argument cannot be honored.
         ShardingError: the policy matches nothing, the model is partly sharded, or parameters or optimizer state
             cannot be moved.
-        RankMismatchError: ranks have different models, optimizers, arguments, or values that must be equal.
+        RankMismatchError: ranks have different models, optimizers, arguments, or dtypes without a common choice.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank. All but the last come before anything is changed.
@@ -126,7 +121,7 @@ def shard(
     model, clock = without_compile(model), Clock()
     with get_world(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            given = {"model": model, "sharding": sharding, "values_from": values_from, "options": options}
+            given = {"model": model, "sharding": sharding, "options": options}
             with world.collective("check the arguments"):
                 _check_arguments(given, trained_dtype)
             with world.collective("build the mesh"):
@@ -141,11 +136,11 @@ def shard(
                 return replace(_report(world, model, settled, clock), was_sharded=True)
             with world.collective("check that the model can be sharded"):
                 _require_shardable(model, held, settled, optimizers)
-            settings = (wrap.comparable_settings(settled), values_from, trained_dtype, options.budget_bytes)
+            settings = (wrap.comparable_settings(settled), trained_dtype, options.budget_bytes)
             world.require_equal(repr(settings), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, held, bounds)
         with clock.phase("compare"):
-            supply = agree_on_sources(world, held, bounds, values_from, trained_dtype)
+            supply = agree_on_sources(world, held, bounds, trained_dtype)
         moved = _move(world, model, held, bounds, settled, supply, options, clock)
         return replace(_report(world, model, settled, clock), **moved)
 

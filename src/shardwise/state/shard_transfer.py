@@ -50,14 +50,12 @@ def agree_on_sources(
     world: World,
     held: Sequence[TensorRef],
     bounds: Sequence[Bound],
-    values_from: matching.ValuesFrom,
     trained_dtype: wrap.TrainedDtype,
 ) -> SourceTable:
     """Determine the ranks that have values of each tensor, compare replicas, and choose sources. Collective: yes.
 
     Raises:
-        RankMismatchError: ranks that ``values_from`` relies on have no values, values differ that it takes to be
-            equal, or there is no common choice of dtypes.
+        RankMismatchError: there is no common choice of dtypes.
     """
     keys = _state_keys(world, bounds)
     tensors = {item.fqn: item.tensor for item in held} | {
@@ -69,7 +67,7 @@ def agree_on_sources(
     gathered = world.all_gather_object(own)
     is_live = [[found for _, found in facts] for facts in gathered]
     with world.collective("select sources"):
-        chosen = matching.select_sources(names, is_live, values_from, world.global_ranks)
+        chosen = matching.select_sources(is_live)
     stored = _with_source_dtypes([[dtype for dtype, _ in facts] for facts in gathered], chosen)
     with world.collective("select dtypes"):
         agreed = matching.select_dtypes(names, chosen, stored, world.global_ranks)
@@ -83,8 +81,8 @@ def agree_on_sources(
     sums = exchange.result
     counts = list(map(sum, is_live))
     with world.collective("compare dtypes"):
-        sources, differed = matching.resolve_differences(names, chosen, sums, counts, values_from)
-    scalars = _scalars(world, bounds, counts, values_from, differed)
+        sources, differed = matching.resolve_differences(names, chosen, sums, counts)
+    scalars = _scalars(world, bounds, counts, differed)
     before = {
         name: [stored[rank][index] for rank in (*sources[index], *range(world.size))]
         for index, name in enumerate(names)
@@ -108,7 +106,6 @@ def _scalars(
     world: World,
     bounds: Sequence[Bound],
     counts: Sequence[int],
-    values_from: matching.ValuesFrom,
     differed: dict[str, int],
 ) -> dict[Key, Scalar]:
     """Return step counts and other scalars of the optimizers, from the chosen rank. Collective: yes.
@@ -125,20 +122,10 @@ def _scalars(
     chosen: dict[Key, Scalar] = {}
     for key in dict.fromkeys(key for values in gathered for key in values):
         ranks = [rank for rank, values in enumerate(gathered) if key in values]
-        rank = 0 if values_from == "first_rank" else matching.select_leader(ranks, counts)
-        if rank not in ranks:
-            raise RankMismatchError(
-                f"{values_from} relies on values that rank {world.global_ranks[rank]} does not have: {key}"
-            )
+        rank = matching.select_leader(ranks, counts)
         chosen[key] = gathered[rank][key]
-        if values_from == "first_rank" or len({repr(gathered[other][key]) for other in ranks}) == 1:
-            continue
-        differed[str(key)] = rank
-        if values_from != "any":
-            raise RankMismatchError(
-                f"{key} is {chosen[key]} on rank {world.global_ranks[rank]}, and has other values on others. Pass "
-                f"values_from='first_rank' for those of rank {world.global_ranks[0]}"
-            )
+        if len({repr(gathered[other][key]) for other in ranks}) > 1:
+            differed[str(key)] = rank
     return chosen
 
 

@@ -419,7 +419,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     Args:
         config: the configuration.
         ranks: number of ranks. None for its ``num_processes``.
-        placed: ``nodes``, ``device`` and ``memory_bytes``.
+        placed: ``device`` and ``memory_bytes``.
 
     Collective: no.
 

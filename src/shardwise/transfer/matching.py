@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from shardwise.core.consents import Consent, OnUnexpected, allows, describe_faults
 from shardwise.core.errors import KeyMismatchError, RankMismatchError
-from shardwise.core.formatting import ALL_RANKS, abbreviate, collapse, few_names, format_ranks
+from shardwise.core.formatting import ALL_RANKS, abbreviate, collapse, format_ranks
 from shardwise.core.tensors import Box, DType, follows
 from shardwise.transfer.move_plan import covers
 
@@ -244,55 +244,25 @@ it holds, readable only by the same number of ranks with the same sharding.
 _SHOWN = 8
 
 
-ValuesFrom: TypeAlias = Literal["any", "all_ranks", "first_rank"]
-"""Ranks whose values are used.
-
-``"any"``: ranks that have values keep their own, and the others get those of the lowest rank that has the most of
-the model. If values differ, those of that rank replace the others', and the report names the tensors.
-``"all_ranks"``: each rank's own; an error if one has none, or values that differ. ``"first_rank"``: rank 0's; an
-error if it has none where another has some.
-"""
-
 NO_SOURCES: tuple[int, ...] = ()
 """In place of the sources of a tensor that is on meta everywhere."""
 
 
-def select_sources(
-    names: Sequence[str],
-    live_by_rank: Sequence[Sequence[bool]],
-    values_from: ValuesFrom,
-    global_ranks: Sequence[int] = ALL_RANKS,
-) -> list[tuple[int, ...]]:
+def select_sources(live_by_rank: Sequence[Sequence[bool]]) -> list[tuple[int, ...]]:
     """Return the source rank of each rank for every tensor, or ``NO_SOURCES``.
 
-    Raises:
-        RankMismatchError: ranks that ``values_from`` requires have no values.
+    A rank with values is its own source. The others get those of the lowest rank that has the most of the model.
     """
-    counts = [sum(live) for live in live_by_rank]
-    on_meta: dict[str, list[str]] = {}  # names, by the ranks that should have values
-    chosen: list[tuple[int, ...]] = []
-    for name, live in zip(names, zip(*live_by_rank, strict=True), strict=True):
-        sources = [rank for rank, has_values in enumerate(live) if has_values]
-        if not sources:
-            chosen.append(NO_SOURCES)
+    live_counts = [sum(live) for live in live_by_rank]
+    sources: list[tuple[int, ...]] = []
+    for live in zip(*live_by_rank, strict=True):  # by tensor
+        live_ranks = [rank for rank, is_live in enumerate(live) if is_live]
+        if not live_ranks:
+            sources.append(NO_SOURCES)
             continue
-        if (values_from == "first_rank" and not live[0]) or (values_from == "all_ranks" and not all(live)):
-            absent = [rank for rank, has_values in enumerate(live) if not has_values]
-            on_meta.setdefault(_name_ranks(absent, global_ranks), []).append(name)
-        if values_from == "first_rank":
-            sources = sources[:1]
-        leader = select_leader(sources, counts)
-        chosen.append(tuple(rank if rank in sources else leader for rank in range(len(live))))
-    if on_meta:
-        lines = [
-            f"{who}: {pattern}" for who, tensors in on_meta.items() for pattern, _ in collapse(tensors)[:_SHOWN]
-        ]
-        shown = "\n  ".join(lines)
-        raise RankMismatchError(
-            f"values_from={values_from!r} requires values of tensors that are on meta on some ranks:\n  {shown}\n"
-            "Use values_from='any' to take them from the ranks that have values"
-        )
-    return chosen
+        leader = select_leader(live_ranks, live_counts)
+        sources.append(tuple(rank if is_live else leader for rank, is_live in enumerate(live)))
+    return sources
 
 
 def select_leader(ranks: Sequence[int], counts: Sequence[int]) -> int:
@@ -308,15 +278,11 @@ def resolve_differences(
     chosen: Sequence[tuple[int, ...]],
     sums_by_rank: Sequence[Mapping[str, int]],
     counts: Sequence[int],
-    values_from: ValuesFrom,
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     """Return the sources with one single rank for each tensor whose values differ, and that rank by name.
 
     ``sums_by_rank`` contains each rank's checksums of the tensors that it shares with other sources. ``counts`` are
     the tensors with values on each rank.
-
-    Raises:
-        RankMismatchError: values differ, but ``values_from`` requires them to be equal.
     """
     resolved: list[tuple[int, ...]] = []
     differing: dict[str, int] = {}
@@ -326,11 +292,6 @@ def resolve_differences(
             differing[name] = select_leader(sources, counts)
             source_ranks = (differing[name],) * len(source_ranks)
         resolved.append(source_ranks)
-    if differing and values_from != "any":
-        raise RankMismatchError(
-            f"{len(differing)} tensors have other values on some ranks than on others: {few_names(differing)}. Use "
-            "the same seed on every rank, or values_from='first_rank' for the first rank's values"
-        )
     return resolved, differing
 
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.core.consents import OnDiffering
-from shardwise.core.errors import ConfigError, RankMismatchError, ShardingError
+from shardwise.core.errors import RankMismatchError, ShardingError
 from shardwise.core.formatting import few_names, format_ranks
 from shardwise.core.layout import Factors, TensorKind, locate_box
 from shardwise.core.tensors import Box
@@ -102,7 +101,6 @@ def _stack_numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def compare_replicas(
     world: World,
     replicas: Replicas,
-    on_differing_buffers: OnDiffering,
     mismatched: Collection[ReplicaGroup] | None = None,
 ) -> tuple[str, ...]:
     """Compare replicas. Return the names of differing buffers, for which the first rank's values are used.
@@ -113,36 +111,19 @@ def compare_replicas(
     :func:`~shardwise.transfer.checksums.checksums`.
 
     Raises:
-        ConfigError: ``on_differing_buffers`` is no such mode.
-        RankMismatchError: parameters or optimizer state differ, or buffers that must not. The message names them.
+        RankMismatchError: parameters or optimizer state differ. The message names them.
     """
     if mismatched is None:
-        with world.all_reduce("compute digests", _find_mismatched_in_one_mode) as exchange:
-            if on_differing_buffers not in ("first_rank", "error"):
-                raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass 'first_rank' or 'error'")
-            exchange.local = on_differing_buffers, replicas.digests()
+        with world.all_reduce("compute digests", find_mismatched_groups) as exchange:
+            exchange.local = replicas.digests()
         mismatched = exchange.result
     # All ranks have the same result, so all of them leave here or none does.
     if not mismatched:
         return ()
-    find_differing = partial(_find_differing_buffers, world, on_differing_buffers=on_differing_buffers)
-    with world.all_reduce("compute checksums", find_differing) as exchange:
+    with world.all_reduce("compute checksums", partial(_find_differing_buffers, world)) as exchange:
         exchange.local = replicas.checksums(mismatched)
     differing: tuple[str, ...] = exchange.result
     return differing
-
-
-def _find_mismatched_in_one_mode(
-    gathered: Sequence[tuple[str, Mapping[ReplicaGroup, bytes]]],
-) -> frozenset[ReplicaGroup]:
-    """Return the groups whose ranks have different values.
-
-    Raises:
-        RankMismatchError: ``on_differing_buffers`` is not the same on all ranks.
-    """
-    if len({mode for mode, _ in gathered}) > 1:
-        raise RankMismatchError("on_differing_buffers is not the same on all ranks. Pass one value on every rank")
-    return find_mismatched_groups([digests for _, digests in gathered])
 
 
 def find_mismatched_groups(gathered: Sequence[Mapping[ReplicaGroup, bytes]]) -> frozenset[ReplicaGroup]:
@@ -167,7 +148,6 @@ def _by_group(gathered: Sequence[Mapping[ReplicaGroup, T]]) -> dict[ReplicaGroup
 def _find_differing_buffers(
     world: World,
     gathered: Sequence[Mapping[ReplicaGroup, Mapping[str, list[int]]]],
-    on_differing_buffers: OnDiffering,
 ) -> tuple[str, ...]:
     """Return the names of buffers with differing checksums. Raises :class:`RankMismatchError` for other tensors."""
     parameters: dict[str, set[int]] = {}
@@ -185,11 +165,6 @@ def _find_differing_buffers(
             "modules added after fully_shard: add adapters before it (tuning=...), or broadcast their values and "
             "all-reduce their gradients. If replicas have drifted apart, resume from the last checkpoint"
         )
-    if buffers and on_differing_buffers == "error":
-        raise RankMismatchError(
-            f"{_describe_differing(world, buffers)}. They are buffers, such as running statistics: average them "
-            "over the ranks, or pass on_differing_buffers='first_rank' to use the first rank's"
-        )
     return tuple(buffers)
 
 
@@ -203,7 +178,6 @@ def equal_on_all(
     world: World,
     tensors: Mapping[str, torch.Tensor],
     buffers: Collection[str],
-    on_differing_buffers: OnDiffering,
     *,
     budget_bytes: int,
     device: torch.device,
@@ -218,7 +192,7 @@ def equal_on_all(
     """
     with world.all_gather("describe tensors") as exchange:
         exchange.local = metadata_by_name(tensors)
-    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers, on_differing_buffers)
+    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
     if differing:
         with world.collective("plan the copies"):
@@ -243,7 +217,6 @@ def _compare_tensors(
     tensors: Mapping[str, torch.Tensor],
     metadata: Sequence[Mapping[str, TensorMetadata]],
     buffers: Collection[str],
-    on_differing_buffers: OnDiffering,
 ) -> tuple[dict[str, tuple[Boxes, ...]], tuple[str, ...]]:
     """Compare tensors and their replicas. Return the boxes by name and rank, and the names of differing buffers.
 
@@ -252,7 +225,7 @@ def _compare_tensors(
     with world.collective("compare the ranks' tensors"):
         boxes = collect_boxes(metadata, world.global_ranks)
         replicas = Replicas.among(tensors, find_shared_boxes(boxes, world.rank), buffers)
-    return boxes, compare_replicas(world, replicas, on_differing_buffers)
+    return boxes, compare_replicas(world, replicas)
 
 
 def require_alike_models(world: World, held: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
@@ -284,7 +257,7 @@ class Shares:
     differing: tuple[str, ...]
 
 
-def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffers: OnDiffering) -> Shares:
+def agree_on_shares(world: World, held: Sequence[TensorRef]) -> Shares:
     """Determine the part that each rank sends, and check that replicas are equal.
 
     Every rank reports the tensors that it holds, because a mesh that is a part of the world (the data-parallel
@@ -309,7 +282,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef], on_differing_buffer
             item.fqn: TensorMetadata.from_ref(item, str(item.tensor.dtype), get_boxes(item.tensor, item.fqn))
             for item in saved
         }
-    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers, on_differing_buffers)
+    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
     return Shares(_shares_by_name(saved, boxes), differing)
 
 
