@@ -48,7 +48,7 @@ def test_a_run_under_fsdp_continues_with_another_number_of_ranks(worlds, tmp_pat
 
 
 REFUSED = {
-    "unnamed": ("ConfigError", "indices in place of parameters' names"),
+    "unnamed": ("ConfigError", "indices in place of parameter names"),
     "groups": ("KeyMismatchError", "the state has groups of"),
     "shapes": ("KeyMismatchError", "has shape"),
     "scheduler": ("KeyMismatchError", "is of another kind of scheduler than StepLR"),

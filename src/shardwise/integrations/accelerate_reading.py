@@ -19,7 +19,7 @@ from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.fsdp.named_tensors import canonical, collect_tensors, without_compile
-from shardwise.fsdp.optimizer_states_by_name import ParameterOrder, ParsedState, read, with_names
+from shardwise.fsdp.optimizer_states_by_name import ParameterOrder, ParsedState, name_parameters, read
 from shardwise.fsdp.rebind import label
 from shardwise.integrations.accelerate_writing import agree_on_call, beside_trained
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
@@ -278,7 +278,7 @@ def _parse(state: Any, targets: OptimizerTargets, order: ParameterOrder) -> tupl
     """
     if isinstance(state, Mapping) and "param_groups" in state:
         state = {"state": {}, **state}  # a folder has no room for an empty dict
-        named = with_names(state, targets.groups, targets.shapes, order)
+        named = name_parameters(state, targets.groups, targets.shapes, order)
         groups = [
             {**group, "params": [named.get(name, name) for name in group["params"]]}
             for group in state["param_groups"]
