@@ -112,7 +112,7 @@ def _classes_in(model: nn.Module) -> str:
     return ", ".join(sorted({type(module).__name__ for module in model.modules()}))
 
 
-def repeated_blocks(model: nn.Module) -> list[str]:
+def find_repeated_blocks(model: nn.Module) -> list[str]:
     """Return the names of the outermost repeated blocks, in order.
 
     These are those that the model declares (``"no_split_modules"``), otherwise those of its lists
@@ -142,7 +142,7 @@ def _select(model: nn.Module, policy: WrapPolicy) -> list[str]:
         case Classes(names):
             return _select_by_class(model, names)
         case "module_list":
-            return listed_blocks(model)
+            return find_listed_blocks(model)
         case MinSize(numel):
             return _select_by_size(model, numel)
         case Matching(function):
@@ -188,7 +188,7 @@ def _class_names(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__ if kind not in (nn.Module, object)}
 
 
-def listed_blocks(model: nn.Module) -> list[str]:
+def find_listed_blocks(model: nn.Module) -> list[str]:
     """Return the names of the members of every outermost ``nn.ModuleList`` that has a class twice, in order."""
     blocks: list[str] = []
     for name, module in model.named_modules():
@@ -394,14 +394,12 @@ def _dtype_groups(
     are not shared. Other parameters stay unsharded. The second value has these, with the reason.
     """
     owners = inside.owners(groups)
-    trained = {
-        names[0]: parameter
-        for parameter, names in inside.names.items()
-        if parameter.requires_grad and parameter not in replicated
-    }
+    trained: dict[str, nn.Parameter] = {}
     by_group: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in trained.items():
-        by_group.setdefault(owners[name], []).append(parameter)
+    for parameter, (name, *_) in inside.names.items():
+        if parameter.requires_grad and parameter not in replicated:
+            trained[name] = parameter
+            by_group.setdefault(owners[name], []).append(parameter)
     main = {group: _main_dtype(parameters) for group, parameters in by_group.items()}
     separate: list[list[str]] = []
     whole: dict[nn.Parameter, str] = {}

@@ -41,8 +41,8 @@ from shardwise.fsdp.policies import (
     Matching,
     MinSize,
     WrapPolicy,
+    find_repeated_blocks,
     group_parameters,
-    repeated_blocks,
     shard_dim,
 )
 from shardwise.fsdp.torch_private import accelerator, has_collectives
@@ -117,7 +117,7 @@ class Sharding:
         fields, replicas, notes = read_accelerate_config(source)
         for note in notes:
             warnings.warn(note, stacklevel=2)
-        return cls(mesh=replicated_mesh(replicas), **fields)
+        return cls(mesh=make_replicated_mesh(replicas), **fields)
 
 
 def comparable_settings(sharding: Sharding) -> dict[str, str]:
@@ -140,7 +140,7 @@ def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
-def replicated_mesh(replicas: int) -> DeviceMesh | None:
+def make_replicated_mesh(replicas: int) -> DeviceMesh | None:
     """Return a mesh with this number of replicas of the sharded model (HSDP), or None for one.
 
     Collective: yes, over the default group.
@@ -279,7 +279,7 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
             raise ConfigError(_twice(canonical(name) or type(model).__name__))
-    names = repeated_blocks(model)
+    names = find_repeated_blocks(model)
     for name in names:
         if isinstance(vars(model.get_submodule(name)).get("forward"), Recomputed):
             raise ConfigError(f"{canonical(name)} is recomputed already. Prepare a model's blocks once")

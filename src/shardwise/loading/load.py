@@ -242,7 +242,7 @@ def fill(load: Load, means: Mapping[str, torch.Tensor], written: dict[str, int],
             program = load.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy gets the values of its original
             if not program.is_elementwise:
-                whole = load.initializers.whole(first, seed=seed)
+                whole = load.initializers.initialize_whole(first, seed=seed)
                 program = copy_program(whole)
             boxes = boxes_to_fill(load.plan, item.fqn)
             for target, values in values_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn):
@@ -326,7 +326,7 @@ def prepare_checkpoint(
     key_mapping: Mapping[str, str] | None,
 ) -> Load:
     """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank."""
-    form, transforms = get_base_form(model), pretrained.conversion_transforms(model, key_mapping)
+    form, transforms = get_base_form(model), pretrained.get_conversion_transforms(model, key_mapping)
     held = named_tensors.collect_tensors(model)
     layout = form.logical_layout(named_tensors.build_layout(held), held)
     bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))

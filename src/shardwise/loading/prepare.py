@@ -272,7 +272,7 @@ def plan_initial_values(
         if rows_stored(read.expression) is not None and initializers.additions.new_rows == "initialized"
     ]
     programs = initializers.programs([*plan.names(Init), *drawn])
-    faults = initialize.unfit_programs(programs, options.budget_bytes)
+    faults = initialize.list_unfit_programs(programs, options.budget_bytes)
     if faults:
         raise KeyMismatchError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))
     return programs
@@ -298,7 +298,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
     by_name = {name: item for item in held for name in item.names}
     loose = {
         target: source
-        for target, source in pretrained.declared_ties(model).items()
+        for target, source in pretrained.get_declared_ties(model).items()
         if target in by_name
         and source in by_name
         and by_name[target] is not by_name[source]

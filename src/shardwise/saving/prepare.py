@@ -133,7 +133,7 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
     """
     held = collect_tensors(model)
     files.require_scales(held)
-    return files.file_tensors(held) if names == "hub" else files.checkpoint_tensors(held)
+    return files.collect_file_tensors(held) if names == "hub" else files.checkpoint_tensors(held)
 
 
 @gc_disabled()
@@ -153,7 +153,7 @@ def prepare(
     """
     _require_possible(request, policy)
     layout = build_layout(held)
-    outputs = files.with_file_shapes(held, build_outputs(request, layout, places))
+    outputs = files.reshape_for_files(held, build_outputs(request, layout, places))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     beside = {} if request.training is None else _training_outputs(layout, places)
     own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]

@@ -203,10 +203,10 @@ def _select_outputs(
                 "only=MergedAdapter() or only=AdapterOnly(), or names='internal' for all tensors as the model "
                 "names them"
             )
-        return files.with_file_shapes(held, revert(model, layout, internal_names=names == "internal")), None
+        return files.reshape_for_files(held, revert(model, layout, internal_names=names == "internal")), None
     files.require_no_experts(held, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in held for name in item.names], only.adapter)
-    layout = adapted.layout(files.dequantized_layout(layout, held))
+    layout = adapted.layout(files.dequantize_layout(layout, held))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted
 
 
