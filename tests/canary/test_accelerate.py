@@ -145,4 +145,4 @@ def test_peft_moves_adapters_through_patched_methods_and_copies_modules(tmp_path
     assert {id(item) for item in seen} == {id(layer)}
     prefix = "base_model.model.model.norm"
     wanted = {f"{prefix}.modules_to_save.default.weight": f"{prefix}.original_module.weight"}
-    assert peft_private.copied_names(model) == wanted
+    assert peft_private.map_copied_names(model) == wanted

@@ -33,7 +33,7 @@ def llama() -> transformers.PreTrainedModel:
 
 def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
     """A key of the hub's leads to a name and a converter's pattern; that runs on the tensors of all its keys."""
-    transforms = pretrained.conversion_transforms(mixtral, {"^old": "new"})
+    transforms = pretrained.get_conversion_transforms(mixtral, {"^old": "new"})
     renamings = [item for item in transforms if isinstance(item, core_model_loading.WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, core_model_loading.WeightConverter)]
     assert renamings[0].rename_source_key("old.weight")[0] == "new.weight"
@@ -64,22 +64,22 @@ def test_conversions_are_left_on_the_model_and_run_backwards(
 ) -> None:
     mixtral.save_pretrained(tmp_path)
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
-    used = revert.saved_conversions(loaded)
+    used = revert.get_saved_conversions(loaded)
     assert any(item.was_used() for item in used)
     reverted = core_model_loading.revert_weight_conversion(loaded, loaded.state_dict())
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in reverted
-    assert revert.saved_conversions(mixtral), "a model that was not loaded has its class's own"
+    assert revert.get_saved_conversions(mixtral), "a model that was not loaded has its class's own"
 
 
 def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) -> None:
-    assert pretrained.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert pretrained.get_declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert set(modeling_utils._get_tied_weight_keys(llama)) == {"lm_head.weight"}
     assert policies._no_split_classes(llama) == {"LlamaDecoderLayer"}
     assert llama.base_model_prefix == "model"
-    assert pretrained.text_layers(llama) == 2
+    assert pretrained.count_text_layers(llama) == 2
     assert pretrained.get_attention_implementation(llama) == "sdpa"
     config = transformers.T5Config(d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2, vocab_size=8)
-    kept = pretrained.kept_dtypes(transformers.T5ForConditionalGeneration(config), torch.float16)
+    kept = pretrained.get_kept_dtypes(transformers.T5ForConditionalGeneration(config), torch.float16)
     name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
     assert kept(name) is torch.float32
     assert kept(name.replace("wo", "wi")) is None
@@ -88,7 +88,7 @@ def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) ->
 def test_building_and_initializing(llama: transformers.PreTrainedModel, tmp_path: Path) -> None:
     built = build.build_on_meta(transformers.LlamaForCausalLM, llama.config, torch.bfloat16, tmp_path)
     assert {(tensor.is_meta, tensor.dtype) for tensor in built.parameters()} == {(True, torch.bfloat16)}
-    found, config = build.auto_model_class(llama.config, transformers.AutoModelForCausalLM)
+    found, config = build.find_auto_class(llama.config, transformers.AutoModelForCausalLM)
     assert (found, config) == (transformers.LlamaForCausalLM, llama.config)
     fresh = initial_programs.built_without_weights(llama)
     assert type(fresh) is type(llama)
@@ -108,7 +108,7 @@ def test_building_and_initializing(llama: transformers.PreTrainedModel, tmp_path
     assert norm.weight.tolist() == [1] * 8
     assert bool((linear.weight == 7).all()), "only the modules that were named"
     seen = []
-    with pretrained.init_function("ones_", lambda tensor: seen.append(tensor)):
+    with pretrained.replace_init_function("ones_", lambda tensor: seen.append(tensor)):
         pretrained.run_initializers(model, {norm})
     assert [id(tensor) for tensor in seen] == [id(norm.weight)]
     pretrained.mark_initialized(norm.weight)

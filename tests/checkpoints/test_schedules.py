@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.fsdp.optimizer_states_by_name import scheduler_mismatch, unlike
+from shardwise.fsdp.optimizer_states_by_name import list_differences, scheduler_mismatch
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ PRESENT = {"lr": 0.1, "betas": (0.9, 0.999), "eps": (None, 1e-3), "fused": None,
     ],
 )
 def test_settings_of_an_optimizer_that_may_be_set(setting: str, value: Any) -> None:
-    assert unlike({"w": ("AdamW", PRESENT)}, {"w": ("AdamW", {**PRESENT, setting: value})}) == []
+    assert list_differences({"w": ("AdamW", PRESENT)}, {"w": ("AdamW", {**PRESENT, setting: value})}) == []
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,5 @@ def test_settings_of_an_optimizer_that_may_be_set(setting: str, value: Any) -> N
     ],
 )
 def test_settings_of_an_optimizer_that_are_damaged(setting: str, value: Any) -> None:
-    [fault] = unlike({"w": ("AdamW", PRESENT)}, {"w": ("AdamW", {**PRESENT, setting: value})})
+    [fault] = list_differences({"w": ("AdamW", PRESENT)}, {"w": ("AdamW", {**PRESENT, setting: value})})
     assert fault == f"the setting {setting} of AdamW is {value!r}: w"

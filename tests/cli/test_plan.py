@@ -130,7 +130,7 @@ def test_a_folder_without_a_model_exits_with_2(tmp_path):
         ({"rope_parameters": {"rope_type": "none"}}, "cannot be built from Qwen3Config: KeyError: 'none'"),
         ({"hidden_act": "none"}, "cannot be built from Qwen3Config: KeyError: 'none'"),
         ({"architectures": 5}, "(has architectures 5. Write a list|.architectures. expected a list, got int)"),
-        ({"dtype": 5}, "dtype=5 is not 'auto' or a floating dtype"),
+        ({"dtype": 5}, "dtype=5: is not a floating dtype of torch"),
     ],
 )
 def test_a_config_with_absurd_values_exits_with_2(checkpoint, tmp_path, changes, message):

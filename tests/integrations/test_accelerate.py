@@ -189,7 +189,7 @@ SAID = {
     "in DDP": ("ShardingError", "wrapped in DistributedDataParallel. Pass the model inside"),
     "sharded by others": ("ShardingError", "parameters are distributed, but not by fully_shard: 0.weight"),
     "sharded on one rank": ("RankMismatchError", "the state of the model (sharded already, or not)"),
-    "an optimizer of other parameters": ("ShardingError", "is not the model's. Make the optimizer of"),
+    "an optimizer of other parameters": ("ShardingError", "is not the model's. Create the optimizer from"),
     "on meta": ("ShardingError", "tensors are on meta. Call shardwise.load before prepare"),
     "two models": ("ConfigError", "2 models in one call"),
     "placements": ("ConfigError", "device_placement has 2 values, and there are 1 objects"),

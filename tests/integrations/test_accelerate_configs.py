@@ -99,7 +99,7 @@ def test_keys_of_fsdp1_are_translated_or_reported():
         }
     )
     assert sharding.reshard_after_forward is True
-    assert "written for FSDP1" in told[0]
+    assert "config of FSDP1" in told[0]
     for name in ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states"):
         assert any(note.startswith(f"{name}: ") and "means nothing" in note for note in told), name
     assert any("'full'" in note for note in told)
@@ -111,7 +111,7 @@ def test_keys_of_fsdp1_are_translated_or_reported():
         ({"fsdp_config": {"fsdp_ofload_params": True}}, "fsdp_ofload_params: no such key. Did you mean 'offload_"),
         ({"fsdp_configs": {}}, "fsdp_configs: no such key"),
         ({"fsdp_sharding_strategy": "NO_SHARD"}, "must be one of FULL_SHARD, SHARD_GRAD_OP, HYBRID"),
-        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD: it does not say how many replicas"),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD: the number of replicas is missing"),
         ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "must be one of FULL_STATE_DICT"),
         ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "=False and sharding.*contradict"),
         ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"}, "A contradicts auto_wrap"),
@@ -122,7 +122,7 @@ def test_keys_of_fsdp1_are_translated_or_reported():
         ({"fsdp_config": {"offload_params": "maybe"}}, "must be true or false"),
         ({"mixed_precision": "bf16", "fp16": True, "fsdp": True}, "contradict each other"),
         ({"mixed_precision": "fp8", "fsdp_config": {"version": 2}}, "must be one of no, fp32, bf16, fp16"),
-        ({"distributed_type": "DEEPSPEED"}, "this is not FSDP"),
+        ({"distributed_type": "DEEPSPEED"}, "is not FSDP"),
         ({"fsdp_config": {"ignored_modules": "lm_head"}}, "ignored_modules='lm_head': modules cannot be left out"),
         ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size=2: a Sharding has shards"),
         (

@@ -131,7 +131,7 @@ def test_a_damaged_file_is_refused(worlds, tmp_path):
 def test_a_file_that_is_no_state_of_an_optimizer(tmp_path, state):
     model = torch.nn.Linear(3, 2)
     torch.save(state, tmp_path / "optimizer.bin")
-    with pytest.raises(shardwise.ConfigError, match="the state of optimizers is {'state': "):
+    with pytest.raises(shardwise.ConfigError, match="the state of optimizers is not a state dict"):
         shardwise.load_accelerate_optimizer(model, torch.optim.SGD(model.parameters()), tmp_path)
 
 

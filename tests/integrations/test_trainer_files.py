@@ -45,7 +45,7 @@ def test_a_run_under_fsdp_continues_with_another_number_of_ranks(worlds, tmp_pat
 
 
 REFUSED = {
-    "unnamed": ("ConfigError", "indices in place of parameters' names"),
+    "unnamed": ("ConfigError", "indices in place of parameter names"),
     "state": ("FormatError", "are no place in a training"),
     "parent": ("FormatError", "Pass one of checkpoint-2 in it"),
 }

@@ -45,7 +45,7 @@ def summed(tmp_path, monkeypatch):
     one, other = torch.rand(4, 6), torch.rand(4, 6)
     save_file({"one": one, "other": other, "plain": torch.arange(3.0)}, tmp_path / "model.safetensors")
     rule = WeightConverter(["one", "other"], "total", [Sum()])
-    monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
+    monkeypatch.setattr(pretrained, "get_conversion_transforms", lambda *_: [rule])
     return tmp_path, one + other
 
 
@@ -63,7 +63,7 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
         {"one": torch.ones(60, 20), "other": torch.ones(60, 20), "plain": torch.ones(3)}, tmp_path / "m.safetensors"
     )
     rule = WeightConverter(["one", "other"], "total", [Sum()])
-    monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
+    monkeypatch.setattr(pretrained, "get_conversion_transforms", lambda *_: [rule])
     model = TwoWeights()
     model.total = nn.Parameter(torch.empty(60, 20, device="meta"))
     with pytest.raises(ConfigError, match=r"total: Sum of 2 tensors needs .*Raise budget_bytes"):
@@ -73,7 +73,7 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
 def test_a_conversion_that_cannot_be_foreseen_is_refused_by_name(tmp_path, monkeypatch):
     save_file({"one": torch.ones(8, 6)}, tmp_path / "model.safetensors")
     rule = WeightConverter("one", ["total", "rest"], [Halve()])
-    monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
+    monkeypatch.setattr(pretrained, "get_conversion_transforms", lambda *_: [rule])
     model = nn.Module()
     model.total = nn.Parameter(torch.empty(4, 6, device="meta"))
     model.rest = nn.Parameter(torch.empty(4, 6, device="meta"))

@@ -239,13 +239,13 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tied: Path, ada
     wide = reference.save_tiny(tmp_path / "wide", hidden_size=32)
     words = "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)"
     assert words in refused(wide)
-    assert f"belongs to {tied}" in refused(wide)
+    assert f"Its config has the base {tied}, r=" in refused(wide)
     words = "missing     base_model.model.model.layers.2."
     assert words in refused(reference.save_tiny(tmp_path / "deep", num_hidden_layers=3))
     words = "unexpected  base_model.model.model.layers.1."
     assert words in refused(reference.save_tiny(tmp_path / "flat", num_hidden_layers=1))
     change_json(adapter / "adapter_config.json", r=3)
-    assert "with r=3" in refused(tied)
+    assert "r=3 and target_modules" in refused(tied)
     change_json(adapter / "adapter_config.json", r=2, target_modules=["q_proj"])
     assert "unexpected  base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in refused(tied)
     change_json(adapter / "adapter_config.json", target_modules=["q_proj", "down_proj", "up_proj"])

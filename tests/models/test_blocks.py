@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.fsdp import wrap
-from shardwise.fsdp.policies import repeated_blocks
+from shardwise.fsdp.policies import find_repeated_blocks
 from shardwise.fsdp.wrap import Sharding
 
 LAYERS = [f"transformer.h.{index}" for index in range(3)]
@@ -100,7 +100,7 @@ def test_blocks_are_prepared_once():
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(ShardingError, match="Linear has neither _no_split_modules nor an nn.ModuleList"):
+    with pytest.raises(ShardingError, match="Linear: has neither _no_split_modules nor an nn.ModuleList"):
         wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=True))
     wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=False))
 
@@ -112,7 +112,7 @@ def test_every_is_a_number_of_blocks(every):
 
 
 def test_blocks_are_the_outermost_that_repeat():
-    assert repeated_blocks(stepping.dropping()) == LAYERS
+    assert find_repeated_blocks(stepping.dropping()) == LAYERS
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)])
-    assert repeated_blocks(model) == ["blocks.0", "blocks.1"]
+    assert find_repeated_blocks(model) == ["blocks.0", "blocks.1"]

@@ -12,12 +12,12 @@ from shardwise.core.tensors import Box, Strided, contiguous_strides
 from shardwise.fsdp.named_tensors import boxes_at, collect_tensors
 from shardwise.models import initial_programs
 from shardwise.models.initial_programs import ProgramTensor, fill_from_program
-from shardwise.models.initialize import Initializers, unfit_programs
+from shardwise.models.initialize import Initializers, list_unfit_programs
 
 
 def program_of(init, shape=(40, 50), dtype=torch.float32):
     tensor = ProgramTensor.fresh(shape, dtype)
-    with torch.no_grad(), initial_programs.truncated_normal_as_one_step():
+    with torch.no_grad(), initial_programs.record_truncated_normal():
         init(tensor)
     return tensor.program
 
@@ -114,15 +114,15 @@ def test_an_orthogonal_tensor_is_initialized_whole_within_the_budget():
     held = collect_tensors(model)
     assert not Initializers(model, held).programs({"weight"})["weight"].is_elementwise
     state = torch.get_rng_state()
-    one, other = (Initializers(model, held).whole(held[0], seed=3) for _ in range(2))
+    one, other = (Initializers(model, held).initialize_whole(held[0], seed=3) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one, other)
     torch.testing.assert_close(one.T @ one, torch.eye(6))
     assert (model.loaded == 7).all()
     found = Initializers(model, held).programs({"weight"})
-    assert unfit_programs(found, 1 << 20) == []
-    (fault,) = unfit_programs(found, 100)
-    assert "weight: its initializer needs it whole, 288 bytes" in fault
+    assert list_unfit_programs(found, 1 << 20) == []
+    (fault,) = list_unfit_programs(found, 100)
+    assert "weight: its initializer needs the full tensor, 288 bytes" in fault
 
 
 def test_a_tensor_that_nothing_writes_is_not_left_as_zeros():
@@ -131,8 +131,8 @@ def test_a_tensor_that_nothing_writes_is_not_left_as_zeros():
     model.forgotten = nn.Parameter(torch.empty(3))
     held = collect_tensors(model)
     forgotten = next(item for item in held if item.fqn == "forgotten")
-    with pytest.raises(KeyMismatchError, match="forgotten is missing and no initializer of the model writes it"):
-        Initializers(model, held).whole(forgotten, seed=0)
+    with pytest.raises(KeyMismatchError, match="forgotten: is missing, and no initializer of the model writes it"):
+        Initializers(model, held).initialize_whole(forgotten, seed=0)
 
 
 def test_the_user_s_random_state_is_left_alone():

@@ -246,7 +246,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         (Lora(LoraConfig(target_modules=["q_proj"], exclude_modules=["k_prj"])), r"exclude_modules.*k_proj"),
         (
             Lora(LoraConfig(target_modules=["q_proj", "k_proj"], exclude_modules=["k_proj"])),
-            r"target_modules: 'k_proj' is there, and PEFT does not adapt it",
+            r"target_modules: 'k_proj' exists, but PEFT does not adapt it",
         ),
         (Lora(LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 4})), r"PEFT cannot add .* unterminated"),
         (
@@ -298,7 +298,7 @@ def test_lists_of_an_encoder_and_a_decoder_are_named(sizes: tuple[int, int], tmp
     config = zoo.tiny_config(specimen)
     config.encoder_layers, config.decoder_layers = sizes
     zoo.save_original(zoo.build(specimen, config=config), tmp_path)
-    with pytest.raises(ConfigError, match=r"\(model.encoder.layers, model.decoder.layers\), and it is not known"):
+    with pytest.raises(ConfigError, match=r"\(model.encoder.layers, model.decoder.layers\), and none is known"):
         shardwise.from_pretrained(tmp_path, tuning=Freeze(1))
 
 
@@ -316,10 +316,10 @@ def test_tunings_refuse_invalid_settings() -> None:
         with pytest.raises(ConfigError, match=r"trainable_layers=.* must be a number of layers"):
             Freeze(count)  # type: ignore[arg-type]
     for placement in ("everywhere", None):
-        with pytest.raises(ConfigError, match="is neither 'sharded' nor 'replicated'"):
+        with pytest.raises(ConfigError, match="is not known. Pass 'sharded' or 'replicated'"):
             Lora(ALL_LINEAR, placement=placement)  # type: ignore[arg-type]
     for name in ("", "a.b", "lora_A", 3):
-        with pytest.raises(ConfigError, match="cannot name an adapter"):
+        with pytest.raises(ConfigError, match="is not a name that can be part of tensor names"):
             Lora(ALL_LINEAR, adapter=name)
 
 
@@ -455,5 +455,5 @@ def test_matrices_stored_the_other_way_round(tmp_path: Path, worlds: Worlds) -> 
     lora = LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"])
     assert_answers_as_peft(tmp_path, lora, worlds(2))
     tuning = Lora(LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"], use_dora=True))
-    with pytest.raises(ConfigError, match="c_attn: use_dora needs norms over the dimension that is sharded"):
+    with pytest.raises(ConfigError, match="c_attn: use_dora of a Conv1D needs norms over the sharded"):
         shardwise.from_pretrained(tmp_path, tuning=tuning)

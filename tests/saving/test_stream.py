@@ -233,7 +233,7 @@ def test_tensors_of_a_peft_model_are_as_peft_has_them(worlds, what):
     [
         ("hub", "the hub has no names for both together. Pass only=MergedAdapter()"),
         ("dora", "q_proj is adapted by a variant of LoRA"),
-        ("whole", "lm_head is trained whole"),
+        ("whole", "lm_head is in modules_to_save"),
         ("embedding", "embed_tokens is adapted as Embedding"),
     ],
 )

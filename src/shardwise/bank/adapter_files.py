@@ -86,7 +86,7 @@ def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
     outline = outlined(model, tenant.config, is_new=False)
     own = {matrix.fqn: tenant.matrices[matrix.key] for matrix in outline.matrices()}
     base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
-    for item in {id(item): item for item in outline.held.values()}.values():
+    for item in {id(item): item for item in outline.tensors.values()}.values():
         if item.fqn in own:
             item.install(nn.Parameter(own[item.fqn], requires_grad=False))
         elif item.kind is TensorKind.PARAMETER:

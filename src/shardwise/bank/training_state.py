@@ -31,7 +31,7 @@ from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.urls import shown
-from shardwise.fsdp.optimizer_states_by_name import set_group, unlike
+from shardwise.fsdp.optimizer_states_by_name import list_differences, set_group
 from shardwise.fsdp.torch_private import in_memory
 from shardwise.transfer.matching import OnFault
 
@@ -320,7 +320,9 @@ def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str,
 
 
 def _optimizer_faults(name: str, stored: TenantState, current: TenantState) -> list[str]:
-    faults = unlike({name: (current.optimizer, current.settings)}, {name: (stored.optimizer, stored.settings)})
+    faults = list_differences(
+        {name: (current.optimizer, current.settings)}, {name: (stored.optimizer, stored.settings)}
+    )
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
     odd = {*_unlike_keys(_restored_settings(stored.settings), _restored_settings(current.settings))}

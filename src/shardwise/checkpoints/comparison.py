@@ -18,7 +18,7 @@ from shardwise.checkpoints.train_state import (
 from shardwise.core.consents import Consent, allows, describe_faults
 from shardwise.core.errors import FormatError, KeyMismatchError
 from shardwise.files.join_entries import KeyPath
-from shardwise.fsdp.optimizer_states_by_name import by_parameter, scheduler_mismatch, unlike
+from shardwise.fsdp.optimizer_states_by_name import by_parameter, list_differences, scheduler_mismatch
 from shardwise.fsdp.torch_private import in_memory
 from shardwise.models.selection import Selection
 from shardwise.transfer.matching import STATE_REMEDIES
@@ -83,7 +83,7 @@ def compare(
         found.add("mismatched", "schedulers", f"schedulers: {fault}")
     if "optimizers" in found.components:
         stored = _settings(opened, collected, common["optimizer", "param_groups"])
-        if faults := unlike(by_parameter(collected.bounds), stored):
+        if faults := list_differences(by_parameter(collected.bounds), stored):
             found.add("mismatched", "optimizers", f"optimizers: {'; '.join(faults)}")
         elif REDUCED in common and (fault := _check_reduced(opened, collected, common[REDUCED], world_size)):
             found.add(

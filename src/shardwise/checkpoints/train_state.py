@@ -27,7 +27,7 @@ from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.layout import TensorKind
 from shardwise.files.join_entries import KeyPath
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
-from shardwise.fsdp.optimizer_states_by_name import written_groups
+from shardwise.fsdp.optimizer_states_by_name import build_param_groups
 from shardwise.fsdp.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.transfer.distributed_chunks import Views
@@ -305,7 +305,7 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
             if not isinstance(value, torch.Tensor):
                 found.common["optimizer", "state", key.parameter, key.entry] = value
     if collected.bounds:
-        groups = written_groups(collected.bounds)
+        groups = build_param_groups(collected.bounds)
         found.common["optimizer", "param_groups"] = groups
         settings = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
         summary.settings = compute_digest(settings)

@@ -30,8 +30,8 @@ _PRECISIONS: Final = {"no": None, "fp32": None, "bf16": torch.bfloat16, "fp16": 
 _REFUSED: Final = {
     **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), "FSDP on TPUs is not supported"),
     "ignored_modules": "modules cannot be left out of sharding",
-    "deepspeed_config": "only FSDP2 is done here",
-    "megatron_lm_config": "only FSDP2 is done here",
+    "deepspeed_config": "only FSDP2 is supported",
+    "megatron_lm_config": "only FSDP2 is supported",
 }
 """Keys that cannot be honored, and why."""
 
@@ -72,7 +72,7 @@ def read_accelerate_config(
     reading = _Reading(source if isinstance(source, Mapping) else _read_file(Path(source)))
     fields, replicas = reading.fields(), reading.replicas()
     if reading.faults:
-        raise ConfigError("\n  ".join([f"{name}: the model cannot be sharded so", *reading.faults]))
+        raise ConfigError("\n  ".join([f"{name}: is not a supported FSDP config", *reading.faults]))
     return fields, replicas, reading.notes
 
 
@@ -107,8 +107,8 @@ class _Reading:
         if nested and isinstance(nested, (str, os.PathLike)):
             nested = _read_file(Path(nested))
         nested = self._mapping("fsdp_config", nested)
-        own = {key: value for key, value in self._mapping("", values).items() if _is_fsdp_key(key)}
-        for key, value in {**own, **nested}.items():
+        top_level = {key: value for key, value in self._mapping("", values).items() if _is_fsdp_key(key)}
+        for key, value in {**top_level, **nested}.items():
             plain = key.removeprefix("fsdp_")
             self._take(_ALIASES.get(plain, plain), key, value)
         words = self._words(values.get("fsdp"))
@@ -117,12 +117,10 @@ class _Reading:
         kind = str(values.get("distributed_type") or "FSDP").rpartition(".")[2].upper()
         if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "NO"):
             self.faults.append(
-                f"distributed_type={values['distributed_type']}: this is not FSDP, and only FSDP2 is done here"
+                f"distributed_type={values['distributed_type']}: is not FSDP. Only FSDP2 is supported"
             )
         elif kind != "FSDP" and not self.fsdp:
-            self.faults.append(
-                f"distributed_type={kind}: nothing in it says how the model is sharded. Run accelerate config"
-            )
+            self.faults.append(f"distributed_type={kind}: there are no keys of FSDP. Run accelerate config")
 
     def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
         """Return keys with values (none if there are none), or add a fault. ``name`` is "" for the whole."""
@@ -156,7 +154,7 @@ class _Reading:
                 self.faults.append(f"{key}={value!r}: it must be one of {', '.join(words)}")
             value = word
         if value is not None and self.fsdp.setdefault(plain, value) != value:
-            self.faults.append(f"{written} and {self.written[plain]} are one key. Give one of them")
+            self.faults.append(f"{written} and {self.written[plain]} are one key. Pass one of them")
         elif value is not None:
             self.written[plain] = written
 
@@ -198,7 +196,7 @@ class _Reading:
 
     def _add_notes(self) -> None:
         if self.fsdp.get("version", "1" if "sharding_strategy" in self.fsdp else "2") == "1":
-            self.notes.append("it was written for FSDP1. The model is sharded by FSDP2")
+            self.notes.append("it is a config of FSDP1. The model is sharded by FSDP2")
         self.notes += [
             f"{key}: {why}, so it means nothing" for key, why in UNUSED_BY_FSDP2.items() if key in self.fsdp
         ]
@@ -211,13 +209,13 @@ class _Reading:
             self.notes.append("dynamo_config: call compile() on each block of the model")
         for name in ("gradient_accumulation_steps", "gradient_clipping"):
             if name in self.values:
-                self.notes.append(f"{name}: it is the training's, and no matter of sharding")
+                self.notes.append(f"{name}: is a setting of the training, not of sharding")
 
-    def _single_value(self, given: Mapping[str, Any], default: Any) -> Any:
+    def _single_value(self, values: Mapping[str, Any], default: Any) -> Any:
         """Return the value that these keys, as they are written, share, or add a fault if they differ."""
-        if len(set(given.values())) > 1:
-            self.faults.append(f"{' and '.join(given)} contradict each other")
-        return next(iter(given.values()), default)
+        if len(set(values.values())) > 1:
+            self.faults.append(f"{' and '.join(values)} contradict each other")
+        return next(iter(values.values()), default)
 
     def _wrap(self) -> WrapPolicy:
         classes = self.fsdp.get("transformer_layer_cls_to_wrap") or ()
@@ -229,11 +227,11 @@ class _Reading:
         numel = self.fsdp.get("min_num_params")
         default = "TRANSFORMER_BASED_WRAP" if names else "SIZE_BASED_WRAP" if numel else "NO_WRAP"
         policy = self.fsdp.get("auto_wrap_policy", default)
-        for key, value, wanted in (
+        for key, value, required in (
             ("transformer_layer_cls_to_wrap", ",".join(names), "TRANSFORMER_BASED_WRAP"),
             ("min_num_params", 0 if numel == "0" else numel, "SIZE_BASED_WRAP"),
         ):
-            if value and policy != wanted:
+            if value and policy != required:
                 chosen = self.written.get("auto_wrap_policy", f"auto_wrap_policy={policy}")
                 self.faults.append(f"{key}={value} contradicts {chosen}")
         if policy == "TRANSFORMER_BASED_WRAP":
@@ -248,34 +246,31 @@ class _Reading:
 
     def _dtype(self) -> torch.dtype | None:
         """Return the dtype of computation, reduction and outputs. None for float32."""
-        given = {
+        values = {
             "mixed_precision": self.values.get("mixed_precision"),
             "mixed_precision_policy": self.fsdp.get("mixed_precision_policy"),
-            **{
-                flag: self.values[flag]
-                for flag in ("bf16", "fp16")
-                if _BOOLS.get(str(self.values.get(flag)).lower())
-            },
         }
-        found: dict[str, torch.dtype | None] = {}
-        for key, value in given.items():
+        for flag in ("bf16", "fp16"):  # the Trainer's
+            if _BOOLS.get(str(self.values.get(flag)).lower()):
+                values[flag] = self.values[flag]
+        dtypes: dict[str, torch.dtype | None] = {}
+        for key, value in values.items():
             word = key if key in ("bf16", "fp16") else str(value or "no").lower()
             if word not in _PRECISIONS:
                 self.faults.append(f"{key}={value!r}: it must be one of {', '.join(_PRECISIONS)}")
             elif value is not None:
-                found[f"{key}={value}"] = _PRECISIONS[word]
-        dtype: torch.dtype | None = self._single_value(found, None)
+                dtypes[f"{key}={value}"] = _PRECISIONS[word]
+        dtype: torch.dtype | None = self._single_value(dtypes, None)
         return dtype
 
     def replicas(self) -> int:
         """Return the number of copies of the sharded model (HSDP)."""
         mapping = self._mapping("parallelism_config", self.values.get("parallelism_config"))
-        given = {key.removeprefix("parallelism_config_"): value for key, value in mapping.items()}
-        sizes = {
-            key: self._count(f"parallelism_config.{key}", value)
-            for key, value in given.items()
-            if key.endswith("_size")
-        }
+        sizes: dict[str, int] = {}
+        for key, value in mapping.items():
+            plain = key.removeprefix("parallelism_config_")
+            if plain.endswith("_size"):
+                sizes[plain] = self._count(f"parallelism_config.{plain}", value)
         for key, size in sizes.items():
             if key not in _SIZES:
                 self.faults.append(f"parallelism_config.{key}: no such key. {nearest(key, _SIZES)}".rstrip())
@@ -296,8 +291,8 @@ class _Reading:
             machines = self._count("num_machines", self.values.get("num_machines"))
         if strategy.startswith("HYBRID") and replicas == machines == 1:
             self.faults.append(
-                f"{self.written['sharding_strategy']}: it does not say how many replicas there are. Give "
-                "num_machines (one for each), or parallelism_config.dp_replicate_size"
+                f"{self.written['sharding_strategy']}: the number of replicas is missing. Pass num_machines (one "
+                "replica for each) or parallelism_config.dp_replicate_size"
             )
         return max(replicas, machines)
 

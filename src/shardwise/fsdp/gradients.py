@@ -1,6 +1,6 @@
 """Gradients of a sharded model: clipping, averaging of unsharded parameters, and the state of FSDP2's passes.
 
-Unexported names of FSDP2's groups are used here, all others of torch in ``torch_api``.
+Unexported names of FSDP2's groups are used here, all others of torch in ``torch_private``.
 """
 
 import math
@@ -32,9 +32,11 @@ def clip_gradients(
     Collective: yes, over ``group`` (default: all ranks), once.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    found = [(parameter, _local_gradient(parameter)) for parameter in parameters if parameter.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=found[0][1].device if found else None)
-    for parameter, gradient in found:
+    gradients = [(parameter, _local_gradient(parameter)) for parameter in parameters if parameter.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device if gradients else None)
+    for parameter, gradient in gradients:
+        # Every rank adds its part of the square. What several ranks hold is divided by their number, so that the
+        # sum over all ranks counts each element once, on whatever meshes parameters are.
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         total += (norm.double().square() / _copies(parameter, ranks)).to(total.device)
     if ranks > 1:
@@ -42,7 +44,7 @@ def clip_gradients(
         dist.all_reduce(total, group=group)
     norm = math.sqrt(square) if math.isfinite(square := total.item()) else square
     if math.isfinite(norm) and norm + _TINY > max_norm:
-        private("torch:_foreach_mul_")([gradient for _, gradient in found], max_norm / (norm + _TINY))
+        private("torch:_foreach_mul_")([gradient for _, gradient in gradients], max_norm / (norm + _TINY))
     return norm
 
 
@@ -122,11 +124,11 @@ class Averaging:
                 buckets.setdefault((gradient.dtype, gradient.device), []).append(gradient)
         for gradients in buckets.values():
             bucket = torch.cat([gradient.flatten() for gradient in gradients])
-            for group in self.mesh.get_all_groups():
+            for group in self.mesh.get_all_groups():  # the sum over each axis in turn is that over the mesh
                 dist.all_reduce(bucket, group=group)
             pieces = bucket.div_(self.mesh.size()).split([gradient.numel() for gradient in gradients])
-            found = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
-            torch_private.copy_all(gradients, found)
+            averaged = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+            torch_private.copy_all(gradients, averaged)
 
 
 def is_averaged(parameter: nn.Parameter) -> bool:
@@ -150,31 +152,30 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
     """
     if ranks == 1:
         return
-    in_ddp = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, DistributedDataParallel)
-        for parameter in module.parameters()
-    }
-    trained = {
-        canonical(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.numel() and parameter not in in_ddp
-    }
-    alone = [name for name, each in trained.items() if not isinstance(each, DTensor) and not is_averaged(each)]
-    elsewhere = [
-        name for name, each in trained.items() if isinstance(each, DTensor) and each.device_mesh.size() < ranks
-    ]
+    in_ddp: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            in_ddp.update(module.parameters())
+    alone: list[str] = []
+    on_smaller_mesh: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or not parameter.numel() or parameter in in_ddp:
+            continue
+        if not isinstance(parameter, DTensor):
+            if not is_averaged(parameter):
+                alone.append(canonical(name))
+        elif parameter.device_mesh.size() < ranks:
+            on_smaller_mesh.append(canonical(name))
     if alone:
         raise ConfigError(
             f"{abbreviate(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so each rank "
             "would train its own. Add them before the model is sharded, call shardwise.fsdp.gradients."
             "average_replicated_gradients(model, mesh) after adding them, or freeze them"
         )
-    if elsewhere:
+    if on_smaller_mesh:
         raise ConfigError(
-            f"{abbreviate(elsewhere)}: trained on a mesh that has not all of the {ranks} ranks. Shard the model on "
-            "a mesh of all ranks, with an axis for replicas"
+            f"{abbreviate(on_smaller_mesh)}: trained on a mesh that has not all of the {ranks} ranks. Shard the "
+            "model on a mesh of all ranks, with an axis for replicas"
         )
 
 
@@ -193,6 +194,7 @@ def reset_fsdp_state(root: Any) -> None:
         root.reset_iter_state()
         return
     shared, idle = state._comm_ctx, type(state._training_state).IDLE
+    # The buffer of the last all-gather must be kept until it is copied out, which is before this event.
     if shared.all_gather_state is not None:
         state._device_handle.current_stream().wait_event(shared.all_gather_state.event)
         shared.all_gather_state = None

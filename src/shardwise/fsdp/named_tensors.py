@@ -140,7 +140,7 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
     return list(refs.values())
 
 
-def saved_names(model: nn.Module, tensors: Sequence[TensorRef]) -> dict[str, TensorRef]:
+def map_saved_names(model: nn.Module, tensors: Sequence[TensorRef]) -> dict[str, TensorRef]:
     """Return the tensors of ``model.state_dict()`` by its names, which are not canonical, in its order."""
     of = {id(item.tensor): item for item in tensors}
     return {

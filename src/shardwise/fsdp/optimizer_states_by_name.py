@@ -18,34 +18,34 @@ from shardwise.fsdp.named_tensors import abbreviate, canonical
 from shardwise.fsdp.rebind import Bound, Key, Scalar, label
 
 
-def labeled(bounds: Sequence[Bound]) -> dict[str, Key]:
+def keys_by_label(bounds: Sequence[Bound]) -> dict[str, Key]:
     """Return all entries of optimizers' states by label."""
     return {key.label: key for bound in bounds for key in [*bound.scalars, *bound.tensors]}
 
 
-def written_out(bounds: Sequence[Bound], values: Mapping[str, Any]) -> dict[str, Any]:
+def build_state_dict(bounds: Sequence[Bound], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict of optimizers with these values by label. Settings of groups are copies."""
     state: dict[str, dict[str, Any]] = {}
     for bound in bounds:
         for key in [*bound.scalars, *bound.tensors]:
             state.setdefault(key.parameter, {})[key.entry] = values[key.label]
         state |= {name: {} for name in bound.unused}
-    return {"state": state, "param_groups": written_groups(bounds)}
+    return {"state": state, "param_groups": build_param_groups(bounds)}
 
 
-def written_groups(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
-    """Return the parameter groups of optimizers as in :func:`written_out`."""
+def build_param_groups(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
+    """Return the parameter groups of optimizers as in :func:`build_state_dict`."""
     groups: list[dict[str, Any]] = []
     for bound in bounds:
         for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
-            settings = {name: copied(value) for name, value in group.items() if name != "params"}
+            settings = {name: copy_value(value) for name, value in group.items() if name != "params"}
             if "param_names" in settings:
                 settings["param_names"] = [canonical(name) for name in settings["param_names"]]
             groups.append({"params": list(names), **settings})
     return groups
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Return an independent copy, on the CPU if it is a tensor."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
@@ -85,23 +85,23 @@ def read(
     Raises:
         ConfigError: it has another layout, or values that cannot be set.
     """
-    given = ParsedState()
-    whole: Mapping[str, Any] = {} if state is None else state
-    require_state_dict(whole)
-    for group in whole.get("param_groups", ()):
+    parsed = ParsedState()
+    state_dict: Mapping[str, Any] = {} if state is None else state
+    require_state_dict(state_dict)
+    for group in state_dict.get("param_groups", ()):
         names = group["params"]
         if not all(isinstance(name, str) for name in names):
             raise ConfigError(
-                "the state of optimizers has indices in place of parameters' names, as optimizer.state_dict() "
-                "makes it. Take get_optimizer_state_dict(model, optimizer)"
+                "the state of optimizers has indices in place of parameter names, as from optimizer.state_dict(). "
+                "Pass that of get_optimizer_state_dict(model, optimizer)"
             )
-        given.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
-        given.settings.append({key: copied(value) for key, value in group.items() if key not in _NAMES})
-    for name, entries in whole.get("state", {}).items():
+        parsed.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
+        parsed.settings.append({key: copy_value(value) for key, value in group.items() if key not in _NAMES})
+    for name, entries in state_dict.get("state", {}).items():
         plain = first_names.get(canonical(name), canonical(name))
         for entry, value in entries.items():
-            _add(given, plain, str(entry), value, shapes.get(plain))
-    return given
+            _add(parsed, plain, str(entry), value, shapes.get(plain))
+    return parsed
 
 
 def names_by_index(state: Mapping[str, Any]) -> dict[str | int, str]:
@@ -118,7 +118,7 @@ def names_by_index(state: Mapping[str, Any]) -> dict[str | int, str]:
             continue
         if not isinstance(group_names, list) or len(group_names) != len(indices):
             raise ConfigError(
-                "the state has indices in place of parameters' names, as optimizer.state_dict() makes it, so "
+                "the state has indices in place of parameter names, as optimizer.state_dict() makes it, so "
                 "its values could be set to the wrong parameters. Create optimizers from model.named_parameters(), "
                 "or save get_optimizer_state_dict(model, optimizer)"
             )
@@ -128,7 +128,9 @@ def names_by_index(state: Mapping[str, Any]) -> dict[str | int, str]:
 
 def require_state_dict(whole: object) -> None:
     """Raise ConfigError unless this has the layout of a state dict, or is an empty one."""
-    values, groups = (whole.get("state"), whole.get("param_groups")) if isinstance(whole, Mapping) else (None, None)
+    values = groups = None
+    if isinstance(whole, Mapping):
+        values, groups = whole.get("state"), whole.get("param_groups")
     is_sound = (
         isinstance(values, Mapping)
         and all(isinstance(entries, Mapping) for entries in values.values())
@@ -137,26 +139,26 @@ def require_state_dict(whole: object) -> None:
     )
     if not is_sound and whole != {}:
         raise ConfigError(
-            "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
-            "as get_optimizer_state_dict() and torch.distributed.checkpoint.state_dict make it, or None on a rank "
-            "without"
+            "the state of optimizers is not a state dict. Pass {'state': {name: {...}}, 'param_groups': [{'params':"
+            " [name, ...], ...}]} as get_optimizer_state_dict() or torch.distributed.checkpoint.state_dict make "
+            "it, or None on a rank without state"
         )
 
 
 _NAMES = ("params", "param_names")
 
 
-def _add(given: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
+def _add(parsed: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
     name = label(parameter, entry)
-    given.keys[name] = parameter, entry
+    parsed.keys[name] = parameter, entry
     is_tensor = isinstance(value, torch.Tensor)
     # One number may be a tensor of its parameter's shape.
     if is_tensor and (isinstance(value, DTensor) or value.numel() != 1 or (value.ndim and value.shape == shape)):
-        given.tensors[name] = value
+        parsed.tensors[name] = value
     elif is_tensor:
-        given.scalars[name] = copied(value)
+        parsed.scalars[name] = copy_value(value)
     elif value is None or isinstance(value, (int, float, str)):
-        given.scalars[name] = value
+        parsed.scalars[name] = value
     else:
         raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors and numbers can be set")
 
@@ -168,7 +170,7 @@ def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
         if isinstance(present, torch.Tensor):
             present.copy_(torch.as_tensor(value))
         else:
-            group[name] = copied(value)
+            group[name] = copy_value(value)
 
 
 _LATER = frozenset({"maximize", "decoupled_weight_decay"})
@@ -190,45 +192,45 @@ def class_name(optimizer: Optimizer) -> str:
 
 def by_parameter(bounds: Sequence[Bound]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the class and the group's settings of each parameter's optimizer."""
-    return {
-        name: (class_name(bound.optimizer), group)
-        for bound in bounds
-        for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True)
-        for name in names
-    }
+    settings: dict[str, tuple[str, dict[str, Any]]] = {}
+    for bound in bounds:
+        for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
+            settings.update(dict.fromkeys(names, (class_name(bound.optimizer), group)))
+    return settings
 
 
-def unlike(
+def list_differences(
     present: Mapping[str, tuple[str, Mapping[str, Any]]], stored: Mapping[str, tuple[str, Mapping[str, Any]]]
 ) -> list[str]:
     """Return sentences on the differences between a state and the present optimizers. Empty if it fits.
 
     Both have, by parameter, a class ("" if unknown) and settings.
     """
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for name in present.keys() & stored.keys():
         (here, settings), (there, saved) = present[name], stored[name]
         if there and here != there:
-            found.setdefault(f"saved by {there}, and there is {here} now", []).append(name)
+            by_reason.setdefault(f"saved by {there}, and there is {here} now", []).append(name)
         else:
             for why in _differences(settings, saved):
-                found.setdefault(f"{why} ({here})", []).append(name)
+                by_reason.setdefault(f"{why} ({here})", []).append(name)
             for setting in settings.keys() & saved.keys():
                 if not _is_setting(saved[setting], settings[setting]):
-                    found.setdefault(f"the setting {setting} of {here} is {saved[setting]!r:.80}", []).append(name)
-    return [f"{why}: {abbreviate(sorted(names))}" for why, names in sorted(found.items())]
+                    why = f"the setting {setting} of {here} is {saved[setting]!r:.80}"
+                    by_reason.setdefault(why, []).append(name)
+    return [f"{why}: {abbreviate(sorted(names))}" for why, names in sorted(by_reason.items())]
 
 
 def _differences(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
+    reasons: list[str] = []
     for setting in sorted(_DECIDING & {*settings, *saved}):
         if setting not in saved and setting not in _LATER:
-            found.append(f"saved without {setting}, which this optimizer has")
+            reasons.append(f"saved without {setting}, which this optimizer has")
         elif setting not in settings:
-            found.append(f"saved with {setting}, which this optimizer does not have")
+            reasons.append(f"saved with {setting}, which this optimizer does not have")
         elif setting in _SWITCHES & saved.keys() and bool(settings[setting]) != bool(saved[setting]):
-            found.append(f"saved with {setting}={saved[setting]!r}, and it is {settings[setting]!r} now")
-    return found
+            reasons.append(f"saved with {setting}={saved[setting]!r}, and it is {settings[setting]!r} now")
+    return reasons
 
 
 def _is_setting(value: Any, present: Any) -> bool:

@@ -86,7 +86,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
         return []
     candidates: tuple[WrapPolicy, ...] = ("model_plan", "no_split_modules", "module_list")
     for candidate in candidates if policy == "auto" else (policy,):
-        if names := _matching(model, candidate):
+        if names := _select(model, candidate):
             if isinstance(policy, Classes):
                 _require_matches(model, policy)
             return names
@@ -99,11 +99,11 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
 
 def _require_matches(model: nn.Module, policy: Classes) -> None:
     """Raise if a class matches nothing, even if others do."""
-    there = {name for prefix, module in model.named_modules() if prefix for name in _class_names(module)}
-    absent = sorted(set(policy.names) - there)
+    present = {name for prefix, module in model.named_modules() if prefix for name in _class_names(module)}
+    absent = sorted(set(policy.names) - present)
     if absent:
         raise ShardingError(
-            f"{policy}: {', '.join(absent)} matches nothing in {type(model).__name__}; its modules are of "
+            f"{policy}: {', '.join(absent)} matches nothing in {type(model).__name__}. Name some of its classes: "
             f"{_classes_in(model)}"
         )
 
@@ -112,7 +112,7 @@ def _classes_in(model: nn.Module) -> str:
     return ", ".join(sorted({type(module).__name__ for module in model.modules()}))
 
 
-def repeated_blocks(model: nn.Module) -> list[str]:
+def find_repeated_blocks(model: nn.Module) -> list[str]:
     """Return the names of the outermost repeated blocks, in order.
 
     These are those that the model declares (``"no_split_modules"``), otherwise those of its lists
@@ -123,46 +123,46 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     """
     candidates: list[WrapPolicy] = ["no_split_modules", "module_list"]
     for candidate in candidates:
-        names = _matching(model, candidate)
+        names = _select(model, candidate)
         outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
         if outermost:
             return outermost
     raise ShardingError(
-        f"{type(model).__name__} has neither _no_split_modules nor an nn.ModuleList of blocks, so there are none "
-        "to recompute. Pass activation_checkpointing=False"
+        f"{type(model).__name__}: has neither _no_split_modules nor an nn.ModuleList of blocks, so there are no "
+        "blocks to recompute. Pass activation_checkpointing=False"
     )
 
 
-def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
+def _select(model: nn.Module, policy: WrapPolicy) -> list[str]:
     match policy:
         case "model_plan":
-            return _planned(model)
+            return _select_by_plan(model)
         case "no_split_modules":
-            return _find_by_class(model, _no_split_classes(model))
+            return _select_by_class(model, _no_split_classes(model))
         case Classes(names):
-            return _find_by_class(model, names)
+            return _select_by_class(model, names)
         case "module_list":
-            return listed_blocks(model)
+            return find_listed_blocks(model)
         case MinSize(numel):
-            return _large_enough(model, numel)
+            return _select_by_size(model, numel)
         case Matching(function):
-            return _answering(model, function)
+            return _select_by_function(model, function)
         case "auto" | "whole_model":
             return []
 
 
-def _planned(model: nn.Module) -> list[str]:
+def _select_by_plan(model: nn.Module) -> list[str]:
     """Return the modules whose parameters the plan frees after use.
 
     Modules that it keeps gathered stay in the root group, which is also kept.
     """
     freed = {rule for rule, style in _fsdp_plan(model).items() if style == "free_full_weight"}
-    names = [
-        name
-        for name, module in model.named_modules()
-        if (name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed)
-        and not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # containers have no forward to gather for
-    ]
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # containers have no forward to gather for
+            continue
+        if name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed:
+            names.append(name)
     repeats = any(re.search(r"\.\d+(\.|$)", name) for name in names)
     return names if repeats else []  # a plan that misses the blocks would leave them all in the root group
 
@@ -179,45 +179,49 @@ def _no_split_classes(model: nn.Module) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
-def _find_by_class(model: nn.Module, classes: Iterable[str]) -> list[str]:
-    wanted = set(classes)
-    return [name for name, module in model.named_modules() if name and wanted & _class_names(module)]
+def _select_by_class(model: nn.Module, classes: Iterable[str]) -> list[str]:
+    names = set(classes)
+    return [name for name, module in model.named_modules() if name and names & _class_names(module)]
 
 
 def _class_names(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__ if kind not in (nn.Module, object)}
 
 
-def listed_blocks(model: nn.Module) -> list[str]:
+def find_listed_blocks(model: nn.Module) -> list[str]:
     """Return the names of the members of every outermost ``nn.ModuleList`` that has a class twice, in order."""
-    found: list[str] = []
+    blocks: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in found)
+        inside = any(name.startswith(f"{block}.") for block in blocks)
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
             kinds = [type(member) for member in module]
             if len(set(kinds)) < len(kinds) and any(True for _ in module.parameters()):
+                # Of a member that is in the list twice, the first index counts.
                 members = {id(member): index for index, member in reversed(list(enumerate(module)))}
-                found += [f"{name}.{index}" if name else str(index) for index in sorted(members.values())]
-    return found
+                prefix = f"{name}." if name else ""
+                blocks += [f"{prefix}{index}" for index in sorted(members.values())]
+    return blocks
 
 
-def _answering(model: nn.Module, function: Callable[..., bool]) -> list[str]:
+def _select_by_function(model: nn.Module, function: Callable[..., bool]) -> list[str]:
     """Return the modules that a function selects, without containers, which have no forward to gather for."""
     is_fsdp1_policy = "recurse" in inspect.signature(function).parameters
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
         if not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             continue
-        options: dict[str, object] = {}
         if is_fsdp1_policy:
-            options = {"recurse": False, "nonwrapped_numel": sum(map(torch.numel, module.parameters()))}
-        if function(module=module, **options) if is_fsdp1_policy else function(module):
-            found.append(name)
-    return found
+            numel = sum(map(torch.numel, module.parameters()))
+            is_selected = function(module=module, recurse=False, nonwrapped_numel=numel)
+        else:
+            is_selected = function(module)
+        if is_selected:
+            names.append(name)
+    return names
 
 
-def _large_enough(model: nn.Module, numel: int) -> list[str]:
-    found: set[str] = set()
+def _select_by_size(model: nn.Module, numel: int) -> list[str]:
+    selected: set[str] = set()
     seen: set[nn.Module | nn.Parameter] = set()
 
     def ungrouped_numel(name: str, module: nn.Module) -> int:
@@ -235,11 +239,11 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
                 count += ungrouped_numel(f"{name}.{child_name}" if name else child_name, child)
         if count < numel or not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return count
-        found.add(name)
+        selected.add(name)
         return 0
 
     ungrouped_numel("", model)
-    return [name for name, _ in model.named_modules() if name in found]
+    return [name for name, _ in model.named_modules() if name in selected]
 
 
 MAX_PADDING = 1.1
@@ -278,10 +282,12 @@ def group_parameters(
     """
     inside = _ModuleNames.from_model(model)
     whole = {**_unshardable(inside), **kept_whole}
+    # Ties first: they decide which group a parameter is in, and so what dtype most of a group has.
     groups = _merge_tied(inside, select_blocks(model, policy))
     separate, mixed = _dtype_groups(inside, groups, set(whole))
     groups += separate
     whole |= mixed
+    # fully_shard is called from the inside out, because it takes all parameters that no inner group has taken.
     groups.sort(key=_depth, reverse=True)
     owners = inside.owners(groups)
     members: dict[str, list[nn.Parameter]] = {name: [] for name in ["", *(names[0] for names in groups)]}
@@ -302,12 +308,12 @@ class _ModuleNames:
     @classmethod
     def from_model(cls, model: nn.Module) -> _ModuleNames:
         modules = dict(model.named_modules(remove_duplicate=False))
-        found: dict[nn.Parameter, list[str]] = {}
+        parameters: dict[nn.Parameter, list[str]] = {}
         for prefix, module in modules.items():
             for name, parameter in get_parameters(module).items():
                 if parameter is not None:
-                    found.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
-        return cls(modules, found)
+                    parameters.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
+        return cls(modules, parameters)
 
     def owners(self, groups: Iterable[Sequence[str]]) -> dict[str, str]:
         """Return, by a parameter's name, the first block of the innermost group that it is in ("" for the root).
@@ -316,13 +322,13 @@ class _ModuleNames:
         """
         first = {id(self.modules[name]): names[0] for names in groups for name in names}
         first[id(self.modules[""])] = ""
-        found: dict[str, str] = {}
+        by_name: dict[str, str] = {}
         for name in (name for names in self.names.values() for name in names):
             path = name.rpartition(".")[0]
             while id(self.modules[path]) not in first:
                 path = path.rpartition(".")[0]
-            found[name] = first[id(self.modules[path])]
-        return found
+            by_name[name] = first[id(self.modules[path])]
+        return by_name
 
 
 def _merge_tied(inside: _ModuleNames, blocks: Sequence[str]) -> list[list[str]]:
@@ -332,7 +338,7 @@ def _merge_tied(inside: _ModuleNames, blocks: Sequence[str]) -> list[list[str]]:
     blocks is left to the root group.
     """
     owners = inside.owners([block] for block in blocks)
-    parent = {block: block for block in [*blocks, ""]}
+    parent = {block: block for block in [*blocks, ""]}  # a union-find forest, whose roots stand for groups
 
     def find(block: str) -> str:
         while parent[block] != block:
@@ -360,15 +366,15 @@ def _unshardable(inside: _ModuleNames) -> dict[nn.Parameter, str]:
     These have no dimensions or no elements, or are trained and of another dtype than most of their module's own
     trained elements.
     """
-    found = {parameter: "it has no dimensions" for parameter in inside.names if parameter.ndim == 0}
-    found |= {parameter: "it has no elements" for parameter in inside.names if parameter.numel() == 0}
+    reasons = {parameter: "it has no dimensions" for parameter in inside.names if parameter.ndim == 0}
+    reasons |= {parameter: "it has no elements" for parameter in inside.names if parameter.numel() == 0}
     for module in inside.modules.values():
-        own = [p for p in get_parameters(module).values() if p is not None and p.requires_grad and p.ndim > 0]
-        main = _main_dtype(own)
-        for parameter in own:
+        trained = [p for p in get_parameters(module).values() if p is not None and p.requires_grad and p.ndim > 0]
+        main = _main_dtype(trained)
+        for parameter in trained:
             if parameter.dtype != main:
-                found.setdefault(parameter, "its module has most of its parameters in another dtype")
-    return found
+                reasons.setdefault(parameter, "its module has most of its parameters in another dtype")
+    return reasons
 
 
 def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
@@ -388,14 +394,12 @@ def _dtype_groups(
     are not shared. Other parameters stay unsharded. The second value has these, with the reason.
     """
     owners = inside.owners(groups)
-    trained = {
-        names[0]: parameter
-        for parameter, names in inside.names.items()
-        if parameter.requires_grad and parameter not in replicated
-    }
+    trained: dict[str, nn.Parameter] = {}
     by_group: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in trained.items():
-        by_group.setdefault(owners[name], []).append(parameter)
+    for parameter, (name, *_) in inside.names.items():
+        if parameter.requires_grad and parameter not in replicated:
+            trained[name] = parameter
+            by_group.setdefault(owners[name], []).append(parameter)
     main = {group: _main_dtype(parameters) for group, parameters in by_group.items()}
     separate: list[list[str]] = []
     whole: dict[nn.Parameter, str] = {}
@@ -404,11 +408,9 @@ def _dtype_groups(
         module = name.rpartition(".")[0]
         if parameter.dtype == main[group] or [module] in separate:
             continue
-        fits = all(
-            other.dtype == parameter.dtype and len(inside.names[other]) == 1
-            for fqn, other in trained.items()
-            if fqn.startswith(f"{module}.") and owners[fqn] == group
-        )
+        # As a group, the module would take all trained parameters in it that no inner group has.
+        members = [other for fqn, other in trained.items() if fqn.startswith(f"{module}.") and owners[fqn] == group]
+        fits = all(other.dtype == parameter.dtype and len(inside.names[other]) == 1 for other in members)
         if module and module != group and fits:
             separate.append([module])
         else:

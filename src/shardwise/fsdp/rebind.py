@@ -89,14 +89,11 @@ class Bound:
         scalars: Mapping[Key, Scalar],
     ) -> None:
         """Set new parameters by name, and their state. Groups keep their settings and their order."""
-        on_device = {
-            name
-            for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
-            for name in names
-            if group.get("capturable") or group.get("fused")
-        }
+        on_device: set[str] = set()  # parameters whose count of steps is read by kernels
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             group["params"] = [parameters[name] for name in names]
+            if group.get("capturable") or group.get("fused"):
+                on_device.update(names)
         for name in self.unused:
             self.optimizer.state[parameters[name]] = {}
         for key, value in [*tensors.items(), *scalars.items()]:
@@ -126,7 +123,7 @@ def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def bind_optimizers(
     optimizers: Sequence[Optimizer],
-    held: Sequence[TensorRef],
+    tensors: Sequence[TensorRef],
     remedy: str = "Create the optimizer after sharding, or before its first step",
     *,
     by_rank: bool = False,
@@ -135,7 +132,7 @@ def bind_optimizers(
 
     Args:
         optimizers: of the model.
-        held: tensors of the model.
+        tensors: those of the model.
         remedy: advice for state that cannot be sharded like its parameter.
         by_rank: whether rank-local state is accepted, as that of this rank.
 
@@ -144,10 +141,10 @@ def bind_optimizers(
         ShardingError: parameters are not the model's or are in two groups, an optimizer does not step shards, or
             state cannot be sharded. The message has all of them.
     """
-    given: object = optimizers
-    if not isinstance(given, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
-        raise ConfigError("optimizers is a sequence of torch optimizers: optimizers=(optimizer,)")
-    binder = _Binder({item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}, by_rank)
+    unchecked: object = optimizers
+    if not isinstance(unchecked, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
+        raise ConfigError("optimizers: is not a sequence of torch optimizers. Pass optimizers=(optimizer,)")
+    binder = _Binder({item.tensor: item.fqn for item in tensors if isinstance(item.tensor, nn.Parameter)}, by_rank)
     bounds = [binder.bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
     faults = [*binder.faults, *(f"{sentence}. {remedy}" for sentence in binder.unshardable)]
     if faults:
@@ -191,8 +188,8 @@ class _Binder:
             if name is None:
                 called = group["param_names"][position] if "param_names" in group else f"number {position}"
                 self.faults.append(
-                    f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's. Make the "
-                    "optimizer of model.parameters(), and have nothing replace them"
+                    f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's. Create the "
+                    "optimizer from model.parameters(), and do not replace these afterwards"
                 )
             elif name in self.groups:
                 self.faults.append(f"{name} is in {place} and in {self.groups[name]}. Leave it in one of them")
@@ -219,7 +216,7 @@ class _Binder:
             bound.scalars[key] = value
         else:
             shapes = f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
-            self.unshardable.append(f"{shapes}: it has no shards that follow the parameter's")
+            self.unshardable.append(f"{shapes}: it cannot be sharded like the parameter")
 
 
 def _to_device(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
@@ -232,7 +229,7 @@ def _to_device(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_rea
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting as a value that can be compared between processes."""
+    """Return a setting as a value that can be compared between processes, of other objects the class."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if not value.is_meta else "meta"
     if isinstance(value, (list, tuple)):
@@ -287,13 +284,13 @@ def require_sharded_parameters(optimizer: Optimizer, parameters: Mapping[str, to
         return
     block: int = vars(optimizer)["block_size"]
     whose = f"torchao's {type(optimizer).__name__}"
-    left = []
+    unquantized = []
     for name, each in sharded.items():
-        splits = [
-            (each.shape[dim], int(size))
-            for size, place in zip(each.device_mesh.shape, each.placements, strict=True)
-            if (dim := splitting_dim(place)) is not None
-        ]
+        splits: list[tuple[int, int]] = []  # (size of the dim, number of shards)
+        for size, place in zip(each.device_mesh.shape, each.placements, strict=True):
+            dim = splitting_dim(place)
+            if dim is not None:
+                splits.append((each.shape[dim], int(size)))
         numel = each.numel() // math.prod(count for _, count in splits)
         if numel >= _LEAST and any(length % count for length, count in splits):
             raise ShardingError(
@@ -301,12 +298,12 @@ def require_sharded_parameters(optimizer: Optimizer, parameters: Mapping[str, to
                 "compiled step takes those of one size. Train on a number of ranks that divides it, or use AdamW"
             )
         if numel < _LEAST or numel % block:
-            left.append(name)
-    if left:
+            unquantized.append(name)
+    if unquantized:
         _log.warning(
             "%s: keeps 32 bits of %d of %d parameters, such as %s, whose shards have fewer than %d elements or no "
             "multiple of %d",
-            *(whose, len(left), len(sharded), left[0], _LEAST, block),
+            *(whose, len(unquantized), len(sharded), unquantized[0], _LEAST, block),
         )
 
 
@@ -340,25 +337,27 @@ def rebuild_state_tensor(
         KeyMismatchError: the optimizer has other blocks.
     """
     plain = values.get("")
+    # torchao decides by the parameter's size whether its state is quantized, and in which blocks.
     if _library(type(optimizer)) == "torchao":
-        made: torch.Tensor = optimizer._new_buffer(parameter.detach(), entry == "exp_avg")
+        state: torch.Tensor = optimizer._new_buffer(parameter.detach(), entry == "exp_avg")
     elif plain is None:
         raise KeyMismatchError(
             f"{entry} was saved in another form than {type(optimizer).__name__} has. {_CREATE_ALIKE}"
         )
     elif getattr(optimizer, "is_paged", False) and plain.shape == parameter.shape:
-        made = optimizer.get_state_buffer(parameter, dtype=plain.dtype)
+        state = optimizer.get_state_buffer(parameter, dtype=plain.dtype)
     else:
-        made = torch.empty_like(plain, device=parameter.device)
-    for name, here in inner_tensors(made).items():
-        given = values.get(name)
-        is_alike = given is not None and (given.shape, given.dtype) == (here.shape, here.dtype)
-        if given is None or not is_alike or (name == "qmap" and not torch.equal(given, here.cpu())):
+        state = torch.empty_like(plain, device=parameter.device)
+    for name, inner in inner_tensors(state).items():
+        stored = values.get(name)
+        # "qmap" is torchao's codebook. With another one the same codes are other values.
+        is_alike = stored is not None and (stored.shape, stored.dtype) == (inner.shape, inner.dtype)
+        if stored is None or not is_alike or (name == "qmap" and not torch.equal(stored, inner.cpu())):
             raise KeyMismatchError(
                 f"{entry} was saved in other blocks than {type(optimizer).__name__} keeps. {_CREATE_ALIKE}"
             )
-        here.copy_(given)
-    return made
+        inner.copy_(stored)
+    return state
 
 
 _CREATE_ALIKE = "Create the optimizer as it was created when it was saved, or start with a new one"

@@ -40,8 +40,8 @@ from shardwise.fsdp.policies import (
     Matching,
     MinSize,
     WrapPolicy,
+    find_repeated_blocks,
     group_parameters,
-    repeated_blocks,
     shard_dim,
 )
 from shardwise.fsdp.torch_private import accelerator, has_collectives
@@ -96,7 +96,7 @@ class Sharding:
         fields, replicas, notes = read_accelerate_config(source)
         for note in notes:
             warnings.warn(note, stacklevel=2)
-        return cls(mesh=replicated_mesh(replicas), **fields)
+        return cls(mesh=make_replicated_mesh(replicas), **fields)
 
 
 def comparable_settings(sharding: Sharding) -> dict[str, str]:
@@ -119,7 +119,7 @@ def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
-def replicated_mesh(replicas: int) -> DeviceMesh | None:
+def make_replicated_mesh(replicas: int) -> DeviceMesh | None:
     """Return a mesh with this number of replicas of the sharded model (HSDP), or None for one.
 
     Collective: yes, over the default group.
@@ -142,8 +142,8 @@ def replicated_mesh(replicas: int) -> DeviceMesh | None:
 
 def _device_type(group: dist.ProcessGroup | None) -> str:
     """Return the device type of a mesh of these ranks."""
-    found = accelerator()
-    return found.type if found is not None and has_collectives(found, group) else "cpu"
+    device = accelerator()
+    return device.type if device is not None and has_collectives(device, group) else "cpu"
 
 
 def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
@@ -158,8 +158,8 @@ def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
     ranks = sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
     if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks:
         raise ShardingError(
-            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group of the call has "
-            f"{ranks}. Pass process_group=... in the options, with the mesh's ranks"
+            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, but the process group of the call has "
+            f"{ranks}. Pass a process_group with the mesh's ranks in the options"
         )
     return replace(sharding, mesh=mesh)
 
@@ -193,6 +193,7 @@ def wrap(
         "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, shard_size)),
         "ignored_params": set(grouping.whole),
     }
+    # From the inside out: fully_shard takes the parameters of its modules that no earlier call has taken.
     modules = dict(model.named_modules())
     for group in grouping.blocks:
         members = [modules[name] for name in group.modules]
@@ -209,7 +210,7 @@ def wrap(
 
 
 class _GatheredSave:
-    """``save_pretrained`` of a sharded model. transformers' removes the files of the folder before it fails."""
+    """``save_pretrained`` of a sharded model, where that of transformers would delete files before it fails."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -257,7 +258,7 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
             raise ConfigError(_twice(canonical(name) or type(model).__name__))
-    names = repeated_blocks(model)
+    names = find_repeated_blocks(model)
     for name in names:
         if isinstance(vars(model.get_submodule(name)).get("forward"), Recomputed):
             raise ConfigError(f"{canonical(name)} is recomputed already. Prepare a model's blocks once")
@@ -385,7 +386,7 @@ _FSDP1_OPTIONS = {
 }
 
 
-def as_policy(given: Any) -> Any:
+def as_policy(policy: Any) -> Any:
     """Convert classes, functions, and policies of FSDP1 or partials of them, to a :data:`WrapPolicy`.
 
     Classes, and ``transformer_auto_wrap_policy`` with its classes, become ``Classes``. The latter without classes
@@ -395,41 +396,43 @@ def as_policy(given: Any) -> Any:
     Raises:
         ConfigError: a partial has unknown arguments.
     """
-    function, keywords = given, {}
-    if isinstance(given, functools.partial):
-        if given.args:
-            raise ConfigError(f"wrap is a functools.partial with {len(given.args)} positional arguments. Name them")
-        function, keywords = given.func, dict(given.keywords)
+    function, keywords = policy, {}
+    if isinstance(policy, functools.partial):
+        if policy.args:
+            raise ConfigError(
+                f"wrap is a functools.partial with {len(policy.args)} positional arguments. Name them"
+            )
+        function, keywords = policy.func, dict(policy.keywords)
     option = _FSDP1_OPTIONS.get(function) if callable(function) else None
     if option is None:
-        return _as_classes(given)
+        return _as_classes(policy)
     value = keywords.pop(option, None)
-    if left := {name: value for name, value in keywords.items() if value is not None}:
-        raise ConfigError(f"wrap: {function.__name__} has {left}, which is not known. Name the classes to wrap")
+    if unknown := {name: value for name, value in keywords.items() if value is not None}:
+        raise ConfigError(f"wrap: {function.__name__} has {unknown}, which is not known. Name the classes to wrap")
     if function is size_based_auto_wrap_policy:
         return MinSize(int(value or inspect.signature(function).parameters[option].default))
-    found = "no_split_modules" if value is None and function is given else _as_classes(value)
-    if not isinstance(found, str | Classes):
+    classes = "no_split_modules" if value is None and function is policy else _as_classes(value)
+    if not isinstance(classes, str | Classes):
         raise ConfigError(f"transformer_layer_cls={value!r} must be a set of classes, as in {{LlamaDecoderLayer}}")
-    return found
+    return classes
 
 
-def _as_classes(given: Any) -> Any:
+def _as_classes(policy: Any) -> Any:
     """Convert classes of modules, sorted by name, or a function. Other values are returned unchanged."""
-    kinds = given if isinstance(given, (set, frozenset, list, tuple)) else (given,)
+    kinds = policy if isinstance(policy, (set, frozenset, list, tuple)) else (policy,)
     if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
         return Classes(tuple(sorted(kind.__name__ for kind in kinds)))
-    return Matching(given) if callable(given) and not isinstance(given, type) else given
+    return Matching(policy) if callable(policy) and not isinstance(policy, type) else policy
 
 
-def require_movable(held: Sequence[TensorRef]) -> None:
+def require_movable(tensors: Sequence[TensorRef]) -> None:
     """Reject parameters that sharding would change.
 
     Raises:
         ShardingError: parameters are of a tensor subclass, have gradients, or share memory without being one
             parameter. The message names them.
     """
-    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    parameters = [item for item in tensors if item.kind is TensorKind.PARAMETER]
     faults = [
         f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantized or wrapped"
         for item in parameters
@@ -438,9 +441,10 @@ def require_movable(held: Sequence[TensorRef]) -> None:
     with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
     if with_gradient:
         faults.append(f"{abbreviate(with_gradient)}: a gradient would be lost. Take the step, or call zero_grad()")
-    at: dict[object, str] = {}
+    at: dict[object, str] = {}  # names by location and layout in memory
     for item in parameters:
         if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
+            # Two parameters of one storage are a tie only to the user. Sharded, each would get values of its own.
             memory = item.tensor.untyped_storage().data_ptr(), item.tensor.storage_offset()
             layout = item.tensor.device, item.tensor.shape, item.tensor.stride()
             other = at.setdefault((memory, layout), item.fqn)
@@ -467,16 +471,16 @@ def require_trainable_dtype(dtype: object) -> None:
         isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
     ):
         raise ConfigError(
-            f"trained dtype: {dtype!r} is not a floating dtype of 16 bits or more. Pass torch.float32, or "
+            f"trained_dtype={dtype!r}: is not a floating dtype of 16 bits or more. Pass torch.float32 or "
             "'unchanged'"
         )
 
 
-def get_trained_dtype(wanted: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
-    """Return ``wanted`` if the parameter is trained and ``wanted`` is wider than its dtype, otherwise its dtype.
+def get_trained_dtype(trained_dtype: TrainedDtype, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:  # noqa: FBT001
+    """Return ``trained_dtype`` if it is wider than the dtype and the parameter is trained, otherwise the dtype.
 
     8-bit floats and integers keep their dtype.
     """
-    if isinstance(wanted, str) or not requires_grad or not dtype.is_floating_point or dtype.itemsize < 2:
+    if isinstance(trained_dtype, str) or not requires_grad or not dtype.is_floating_point or dtype.itemsize < 2:
         return dtype
-    return wanted if torch.promote_types(dtype, wanted) == wanted else dtype
+    return trained_dtype if torch.promote_types(dtype, trained_dtype) == trained_dtype else dtype

@@ -80,7 +80,7 @@ def pending_tensors(model: nn.Module) -> list[PendingTensors]:
     """Return the pending tensors of a model and the models inside of it."""
     held = collect_tensors(model)
     on_meta = {name for item in held for name in item.names if item.tensor.is_meta}
-    copies = peft_private.copied_names(model)
+    copies = peft_private.map_copied_names(model)
     found: list[PendingTensors] = []
     for module in model.modules():
         pending = _pending.get(module)

@@ -20,7 +20,7 @@ from shardwise.files.four_bit_blocks import compute_nested_codes, compute_offset
 from shardwise.fsdp.named_tensors import TensorRef, canonical, local_boxes, local_tensor
 from shardwise.loading.prepare import BaseForm
 from shardwise.models.four_bit.base import quantize_bindings
-from shardwise.models.four_bit.files import dequantized_layout
+from shardwise.models.four_bit.files import dequantize_layout
 from shardwise.models.four_bit.layers import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.ranks.world import World
 from shardwise.transfer.move import gather
@@ -108,7 +108,7 @@ class _FourBitBases(BaseForm):
     """4-bit linear layers and experts, whose scales may have to be quantized after the read."""
 
     def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
-        return dequantized_layout(layout, held)
+        return dequantize_layout(layout, held)
 
     def update_bindings(self, model: nn.Module, bindings: Bindings) -> Bindings:
         return quantize_bindings(model, bindings)

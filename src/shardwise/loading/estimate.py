@@ -20,7 +20,7 @@ from shardwise.files.checkpoint_index import CheckpointIndex, wrapper_notes
 from shardwise.files.storage import ReadPolicy
 from shardwise.files.urls import is_url
 from shardwise.fsdp.named_tensors import collect_tensors
-from shardwise.fsdp.policies import WrapPolicy, repeated_blocks
+from shardwise.fsdp.policies import WrapPolicy, find_repeated_blocks
 from shardwise.fsdp.torch_private import from_torch
 from shardwise.fsdp.wrap import Sharding, prepare_blocks
 from shardwise.loading import estimate_arithmetic, meta_model
@@ -237,7 +237,7 @@ def _trace(
     from shardwise.models.activations import trace_activations  # needs a private name of torch to be imported
 
     try:
-        blocks = repeated_blocks(tuned.base)
+        blocks = find_repeated_blocks(tuned.base)
     except ShardingError:  # a model without any runs as a whole
         blocks = []
     in_root = {*world.groups[-1].parameters, *world.whole}

@@ -198,7 +198,7 @@ def fill(load: Load, written: dict[str, int], staging: StagingBuffer) -> None:
             if not program.is_elementwise:
                 # An orthogonal matrix, for example: its shards cannot be initialized one by one. Every rank
                 # initializes the full tensor, one at a time, and copies its own part.
-                whole = load.initializers.whole(first, seed=seed)
+                whole = load.initializers.initialize_whole(first, seed=seed)
                 program = copy_program(whole)
             boxes = boxes_to_fill(load.plan, item.fqn)
             for target, values in values_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn):
@@ -277,7 +277,7 @@ def prepare_checkpoint(
 
     The ``request`` has no bindings yet.
     """
-    form, transforms = get_base_form(model), pretrained.conversion_transforms(model, key_mapping)
+    form, transforms = get_base_form(model), pretrained.get_conversion_transforms(model, key_mapping)
     tensors = named_tensors.collect_tensors(model)
     layout = form.logical_layout(named_tensors.build_layout(tensors), tensors)
     bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))

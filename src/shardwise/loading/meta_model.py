@@ -27,7 +27,7 @@ from shardwise.loading.audit import are_equal
 from shardwise.loading.load import get_base_form
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models import build, pretrained
-from shardwise.models.build import resized, set_vocab_size, vocabulary_tensors
+from shardwise.models.build import find_vocabulary_tensors, resize_vocabulary, set_vocab_size
 from shardwise.models.four_bit.base import convert_base_to_four_bits
 from shardwise.models.four_bit.config import Fp4, Mxfp4, Nf4, Quantization, from_transformers, is_mxfp4
 from shardwise.models.initialize import BufferRules
@@ -214,7 +214,7 @@ class MetaModel:
         of every pair, as in transformers' ``tie_weights``.
         """
         families: dict[str, list[str]] = {}
-        for target, origin in pretrained.declared_ties(self.model).items():
+        for target, origin in pretrained.get_declared_ties(self.model).items():
             families.setdefault(origin, [origin]).append(target)
         present = [[name for name in members if self.bindings.matched.get(name)] for members in families.values()]
         return sorted((other, names[0]) for names in present for other in names[1:])
@@ -309,7 +309,7 @@ def build_meta_model(
             f"{model_class.__name__}: its buffers take {in_bytes(nbytes)}, more than the weights in {directory}. "
             "Check its config"
         )
-    transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
+    transforms = pretrained.get_conversion_transforms(model, options.get("key_mapping"))
     return bind_checkpoint(model, index, dtype, transforms, vocab_size)
 
 
@@ -326,14 +326,14 @@ def bind_checkpoint(
     """
     held = collect_tensors(model)
     layout = build_layout(held)
-    kept = pretrained.kept_dtypes(model, dtype)
+    kept = pretrained.get_kept_dtypes(model, dtype)
 
     def get_dtype(name: str) -> torch.dtype:
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
     bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, extra_tensors(index))
     if vocab_size is not None:
-        bindings = resized(bindings, vocabulary_tensors(model, held), vocab_size)
+        bindings = resize_vocabulary(bindings, find_vocabulary_tensors(model, held), vocab_size)
     build.keep_dtypes(model, dtype, bindings.primary)
     return MetaModel(model, transforms, layout, bindings)
 

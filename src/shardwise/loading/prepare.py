@@ -269,7 +269,7 @@ def plan_initial_values(
     """
     grown = [name for name, read in plan.reads().items() if count_stored_rows(read.expression) is not None]
     programs = initializers.programs([*plan.names(Init), *grown])
-    faults = initialize.unfit_programs(programs, options.budget_bytes)
+    faults = initialize.list_unfit_programs(programs, options.budget_bytes)
     if faults:
         raise KeyMismatchError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))
     return programs
@@ -294,7 +294,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
     """
     by_name = {name: item for item in held for name in item.names}
     untied: list[tuple[str, str]] = []
-    for target, source in pretrained.declared_ties(model).items():
+    for target, source in pretrained.get_declared_ties(model).items():
         is_shared = target in by_name and by_name[target] is by_name.get(source)
         are_both_stored = bindings.matched.get(target) and bindings.matched.get(source)
         if target in by_name and source in by_name and not is_shared and not are_both_stored:

@@ -49,15 +49,17 @@ def trace_activations(
         if parameter.requires_grad and name not in roots:
             parameter.register_post_accumulate_grad_hook(_free_gradient)
     model.train()
-    watch = _LiveBytes((*model.parameters(), *model.buffers()))
-    passes = _Passes(watch, [base.get_submodule(name) for name in blocks])
-    with mode, watch, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+    live_bytes = _LiveBytes((*model.parameters(), *model.buffers()))
+    passes = _Passes(live_bytes, [base.get_submodule(name) for name in blocks])
+    with mode, live_bytes, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         ids = torch.zeros(size, dtype=torch.int64, device="cpu")
-        known = inspect.signature(base.forward).parameters
-        keywords = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
+        parameters = inspect.signature(base.forward).parameters
+        keywords = {
+            name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in parameters
+        }
         output = next(leaf for leaf in tree_leaves(model(input_ids=ids, **keywords)) if _needs_gradient(leaf))
         output.float().sum().backward()
-    return passes.found()
+    return passes.result()
 
 
 def _free_gradient(parameter: torch.Tensor) -> None:
@@ -102,8 +104,8 @@ class _LiveBytes(dispatch_mode()):  # type: ignore[misc]
 
     def take_peak(self) -> int:
         """Return the peak since the last call."""
-        found, self.peak = max(self.peak, self.live), self.live
-        return found
+        peak, self.peak = max(self.peak, self.live), self.live
+        return peak
 
     @staticmethod
     def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,9 +115,12 @@ class _LiveBytes(dispatch_mode()):  # type: ignore[misc]
             return 1
         if func is aten._grouped_mm.default:  # torch's fake implementation is for bfloat16 only
             left, right = args[:2]
-            count = left.shape[0] if left.ndim == 3 else len(args[2]) if left.ndim == right.ndim else None
-            shape = (left.shape[-2], right.shape[-1])
-            return left.new_empty(shape if count is None else (count, *shape))
+            shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
+            if left.ndim == 3:  # (groups, rows, in) @ (groups, in, out)
+                shape = (left.shape[0], *shape)
+            elif left.ndim == right.ndim:  # (rows, in) @ (in, out), with one product for each range of "in"
+                shape = (len(args[2]), *shape)
+            return left.new_empty(shape)
         return func(*args, **kwargs)
 
     def _count(self, tensor: torch.Tensor, nbytes: int) -> None:
@@ -163,10 +168,10 @@ class _Passes:
     def _end_blocks(self, _: torch.Tensor) -> None:
         self.backward = max(self.watch.take_peak() - self.kept, self.backward)
 
-    def found(self) -> Activations:
-        rest = self.watch.take_peak()
+    def result(self) -> Activations:
+        peak = self.watch.take_peak()
         if not self.is_back:  # only the head is trained
-            self.loss = rest - self.kept
+            self.loss = peak - self.kept
         elif not self.backward:  # nothing before the blocks is trained
-            self.backward = max(rest - self.kept, 0)
-        return Activations(self.kept, self.loss, self.backward, rest if self.backward else 0)
+            self.backward = max(peak - self.kept, 0)
+        return Activations(self.kept, self.loss, self.backward, peak if self.backward else 0)

@@ -34,14 +34,16 @@ def read_config(
         if (directory / "adapter_config.json").is_file():
             raise ConfigError(f"{directory}: is an adapter. Pass its base, and tuning=ExistingLora(...)")
         raise ConfigError(
-            f"no usable config in {directory}: there is no config.json, so the model's class is unknown. Put the "
-            "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
+            f"no usable config in {directory}: there is no config.json, so the model's class is unknown. Copy the "
+            "model's into it or, in Python, pass config= (a distributed checkpoint has none of its own)"
         )
     try:
         _require_moderate(json.loads((directory / "config.json").read_text("utf-8")))
-        own: Any = _config_class(model_class)
-        keywords = {**overrides} if own else {**overrides, "trust_remote_code": trust_remote_code}
-        config, unused = (own or AutoConfig).from_pretrained(directory, return_unused_kwargs=True, **keywords)
+        config_class: Any = _config_class(model_class)
+        keywords = {**overrides} if config_class else {**overrides, "trust_remote_code": trust_remote_code}
+        config, unused = (config_class or AutoConfig).from_pretrained(
+            directory, return_unused_kwargs=True, **keywords
+        )
     except Exception as error:  # the content is untrusted, and errors are of many kinds
         cause = " ".join(str(error).split()).removesuffix(".")
         raise ConfigError(f"no usable config in {directory}: {cause}. Check config.json") from error
@@ -90,8 +92,8 @@ def resolve_class(
     if pretrained.get_model_mapping(model_class) is not None:
         remote = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
         if remote is not None and trust_remote_code:
-            return remote_model_class(remote, str(directory)), config
-        return auto_model_class(config, model_class)
+            return import_remote_class(remote, str(directory)), config
+        return find_auto_class(config, model_class)
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
         kind = model_class.config_class or PreTrainedConfig
         configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
@@ -113,20 +115,19 @@ def _class_from_config(
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"the config in {directory} has architectures {names!r:.80}. Write a list of names")
     auto_map = getattr(config, "auto_map", None) or {}
-    own = next(
-        (auto_map[auto] for auto in ("AutoModelForCausalLM", "AutoModel", *auto_map) if auto in auto_map), None
-    )
-    if own is not None and trust_remote_code:
-        return remote_model_class(own, str(directory)), config
+    autos = ("AutoModelForCausalLM", "AutoModel", *auto_map)
+    remote = next((auto_map[auto] for auto in autos if auto in auto_map), None)
+    if remote is not None and trust_remote_code:
+        return import_remote_class(remote, str(directory)), config
     for name in names:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found, config
-    if (registered := registered_model_class(config, names)) is not None:
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+            return model_class, config
+    if (registered := find_registered_class(config, names)) is not None:
         return registered, config
-    if own is not None:
+    if remote is not None:
         raise ConfigError(
-            f"{directory} contains its own model code ({own}). Pass trust_remote_code=True to run it, if "
+            f"{directory}: contains its own model code ({remote}). Pass trust_remote_code=True to run it, if "
             "you trust it"
         )
     unknown = f"{', '.join(names)}, which transformers {transformers.__version__} does not have"
@@ -143,21 +144,23 @@ def resolve_dtype(
     That is the dtype of the config, otherwise the one ``named`` by the checkpoint's index, otherwise the first
     float of at least 16 bits in ``stored``. It is also set on the config and its sub-configs.
     """
-    found: object = dtype
+    resolved: object = dtype
     if dtype == "auto":
         floats = (to_torch(each) for each in stored if each.kind == "float" and each.bits >= 16)
-        found = getattr(config, "dtype", None) or named or next(floats, torch.get_default_dtype())
-    wanted = found
-    if isinstance(found, str):
-        found = getattr(torch, found, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype={wanted!r} is not 'auto' or a floating dtype of torch")
-    config.dtype = found
+        resolved = getattr(config, "dtype", None) or named or next(floats, torch.get_default_dtype())
+    requested = resolved
+    if isinstance(resolved, str):
+        resolved = getattr(torch, resolved, None)
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise ConfigError(
+            f"dtype={requested!r}: is not a floating dtype of torch. Pass 'auto' or torch.bfloat16, say"
+        )
+    config.dtype = resolved
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
         if sub_config is not None:
-            sub_config.dtype = found
-    return found
+            sub_config.dtype = resolved
+    return resolved
 
 
 def build_on_meta(
@@ -194,9 +197,9 @@ def _generation_config(directory: Path) -> GenerationConfig | None:
     Raises:
         FormatError: it cannot be read.
     """
-    own: dict[str, Any] = {"config_file_name": "generation_config.json"}
-    of_model: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
-    keywords = own if (directory / "generation_config.json").is_file() else of_model
+    keywords: dict[str, Any] = {"config_file_name": "generation_config.json"}
+    if not (directory / "generation_config.json").is_file():
+        keywords = {"config_file_name": "config.json", "_from_model_config": True}
     file = keywords["config_file_name"]
     if not (directory / file).is_file():
         return None
@@ -214,12 +217,12 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
     As in transformers, the result of a conversion follows the conversion's first result: ``siblings`` maps its name
     to that one's. Tensors without a sibling keep their dtype.
     """
-    kept_dtype = pretrained.kept_dtypes(model, dtype)
+    kept_dtype = pretrained.get_kept_dtypes(model, dtype)
     for item in collect_tensors(model):
         if item.kind.is_saved and item.fqn in siblings:
-            kept = kept_dtype(siblings[item.fqn])
-            if kept is not None and kept != item.tensor.dtype:
-                item.recast(kept)
+            dtype_to_keep = kept_dtype(siblings[item.fqn])
+            if dtype_to_keep is not None and dtype_to_keep != item.tensor.dtype:
+                item.recast(dtype_to_keep)
 
 
 def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
@@ -238,7 +241,7 @@ def set_vocab_size(config: PreTrainedConfig, size: int) -> None:
         config.vocab_size = size
 
 
-def vocabulary_tensors(model: PreTrainedModel, held: list[TensorRef]) -> set[str]:
+def find_vocabulary_tensors(model: PreTrainedModel, tensors: list[TensorRef]) -> set[str]:
     """Return the names of tensors with a row for each token: the input embedding, the head, and its bias.
 
     Raises:
@@ -248,11 +251,11 @@ def vocabulary_tensors(model: PreTrainedModel, held: list[TensorRef]) -> set[str
         modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     except NotImplementedError as error:
         raise ConfigError(f"{type(model).__name__} has no embedding of tokens. Leave out resize_vocab") from error
-    own = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
-    return {name for item in held if id(item.tensor) in own for name in item.names}
+    ids = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
+    return {name for item in tensors if id(item.tensor) in ids for name in item.names}
 
 
-def resized(bindings: Bindings, names: set[str], size: int) -> Bindings:
+def resize_vocabulary(bindings: Bindings, names: set[str], size: int) -> Bindings:
     """Return the bindings for a model with ``size`` tokens. ``names`` are its tensors with a row for each token."""
     matched = dict(bindings.matched)
     for name in names & matched.keys():
@@ -267,17 +270,17 @@ def _with_rows(expression: Expression, size: int) -> Expression:
     return concat([expression, Unstored((size - rows, *expression.shape[1:]), expression.dtype)], 0)
 
 
-def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
+def find_registered_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
     """Return a class of one of these names that a user has registered with an Auto class, or None."""
     for auto_class in list(vars(private("transformers.models.auto:modeling_auto")).values()):
-        own = getattr(get_model_mapping(auto_class), "_extra_content", {})
-        found = own.get(type(config)) if isinstance(own, dict) else None
-        if found is not None and found.__name__ in names:
-            return found
+        registered = getattr(get_model_mapping(auto_class), "_extra_content", {})
+        model_class = registered.get(type(config)) if isinstance(registered, dict) else None
+        if model_class is not None and model_class.__name__ in names:
+            return model_class
     return None
 
 
-def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, PreTrainedConfig]:
+def find_auto_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, PreTrainedConfig]:
     """Return the model class of an Auto class for this config, and the config of that class.
 
     Raises:
@@ -286,14 +289,14 @@ def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, Pr
     mapping = auto_class._model_mapping
     if type(config) not in mapping:
         raise ConfigError(f"{auto_class.__name__} has no model for {type(config).__name__}")
-    found = private("transformers.models.auto.auto_factory:_get_model_class")(config, mapping)
+    model_class = private("transformers.models.auto.auto_factory:_get_model_class")(config, mapping)
     text = config.sub_configs.get("text_config")
-    if text is not None and getattr(found, "config_class", None) == text:
-        return found, config.get_text_config()
-    return found, config
+    if text is not None and getattr(model_class, "config_class", None) == text:
+        return model_class, config.get_text_config()
+    return model_class, config
 
 
-def remote_model_class(reference: str, folder: str) -> Any:
+def import_remote_class(reference: str, folder: str) -> Any:
     """Import the model class in a checkpoint's own code, with the user's consent."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

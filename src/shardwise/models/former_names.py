@@ -51,17 +51,20 @@ def match_former_names(
 
 def _match(
     model: PreTrainedModel,
-    known: Mapping[str, str],
+    former_by_key: Mapping[str, str],
     names: Mapping[str, object],
     transforms: Sequence[Any],
     matched: MatchedNames,
 ) -> list[str]:
-    """Add names that transformers knows. ``known`` has the former names by them. Return those of the others."""
-    assigned = assign_keys(model, list(known), names, transforms)
-    matched.plain.update({known[key]: name for name, keys in assigned.plain.items() for key in keys})
+    """Add the names that are keys to transformers. Return the former names of the other keys.
+
+    ``former_by_key`` has the former name of each key.
+    """
+    assigned = assign_keys(model, list(former_by_key), names, transforms)
+    matched.plain.update({former_by_key[key]: name for name, keys in assigned.plain.items() for key in keys})
     matched.conversions.extend(assigned.conversions.values())
-    matched.former.update({key: known[key] for item in assigned.conversions.values() for key in item.keys})
-    return [known[key] for key in assigned.unmatched]
+    matched.former.update({key: former_by_key[key] for item in assigned.conversions.values() for key in item.keys})
+    return [former_by_key[key] for key in assigned.unmatched]
 
 
 def _text_prefix(model: PreTrainedModel) -> str | None:
@@ -118,27 +121,27 @@ def fuse_experts(
         for name, old in matched.former.items()
     }
     fused: dict[str, FusedPair] = {}
-    faults: list[str] = []
+    errors: list[str] = []
     transposed = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False) is True}
 
     def get_dtype(name: str) -> torch.dtype:
         return to_torch(layout.by_name[name].dtype)
 
-    for conversion, made, why in trace_conversions(model, layout, leaves, get_dtype, matched.conversions):
-        for name, expression in made.items():
+    for conversion, expressions, why in trace_conversions(model, layout, leaves, get_dtype, matched.conversions):
+        for name, expression in expressions.items():
             parts = {old: pairs[matched.former[old]] for old in conversion.keys}
             pair = _fuse(expression, parts, is_transposed=name.rpartition(".")[0] in transposed)
             is_whole = expression.shape == layout.by_name[name].shape
             if pair is None or not is_whole:
-                why = f"{name}: the adapter has not all of its layers, or in several ranks or scalings"
+                why = f"{name}: the adapter lacks some of its layers, or they differ in rank or scaling"
             else:
                 fused[name] = pair
         if why:
-            faults.append(why)
-    if faults:
-        listed = "\n  ".join(faults)
+            errors.append(why)
+    if errors:
+        listed = "\n  ".join(errors)
         raise KeyMismatchError(
-            f"{what}: its matrices of single experts do not fit the model's, which are fused\n  {listed}\n"
+            f"{what}: its matrices of single experts do not fit the fused experts of the model\n  {listed}\n"
             "Merge it into a base that stores experts one by one"
         )
     return fused
@@ -148,6 +151,11 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
     """Fuse pairs whose products are parts of a weight: rows of one expert each. None if they are not."""
     if len(weight.shape) != 3 or len({pair.scaling for pair in pairs.values()}) != 1:
         return None
+    # For example gate_up (experts, 2 * width, in) of gates and ups (width, in), with pairs of rank r. lora_A has
+    # 2 r rows for each expert, first those of the gate. lora_B of an expert is (2 * width, 2 r),
+    #     gate.lora_B       0
+    #          0        up.lora_B
+    # so that its product with lora_A is the gate's delta in the rows of the gate, and the up's in those of the up.
     experts, rows, columns = weight.shape
     by_row: dict[int, dict[int, LowRankPair]] = {}  # by first row in an expert, and by expert
     for copy in copies(weight, Box.whole(weight.shape)):
@@ -155,6 +163,7 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
         expert, start = divmod(copy.target.offset, rows * columns)
         strides = (1, columns) if is_transposed else (columns, 1)
         into = Strided(copy.target.offset, shape, strides)
+        # Each part must be copied whole, as rows one after the other (columns, if the weight is transposed).
         if copies(copy.leaf, Box.whole(shape), into) != [copy] or start % strides[0]:
             return None
         by_row.setdefault(start // strides[0], {})[expert] = pairs[copy.leaf.key]
@@ -166,15 +175,15 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
     blocks = []
     for number, part in enumerate(parts):
         height = part[0].lora_B.shape[0]
-        own = stack([part[expert].lora_B for expert in range(experts)], 2)  # (rows, ranks, experts)
-        zeros = [_zeros((height, rank, experts), dtype) for rank in ranks]
-        blocks.append(concat([*zeros[:number], own, *zeros[number + 1 :]], 1))
+        diagonal = stack([part[expert].lora_B for expert in range(experts)], 2)  # (rows, ranks, experts)
+        zeros = [_make_zeros((height, rank, experts), dtype) for rank in ranks]
+        blocks.append(concat([*zeros[:number], diagonal, *zeros[number + 1 :]], 1))
     lora_B = concat(blocks, 0)
     r = sum(ranks)
     return FusedPair(lora_A, reshape(lora_B, (lora_B.shape[0], r * experts)), r, parts[0][0].scaling)
 
 
-def _zeros(shape: tuple[int, ...], dtype: DType) -> Expression:
+def _make_zeros(shape: tuple[int, ...], dtype: DType) -> Expression:
     return Computed(_ZeroBlocks(dtype), "zeros", shape, dtype, ())
 
 

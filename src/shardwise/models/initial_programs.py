@@ -61,6 +61,7 @@ class Program:
     is_elementwise: bool = True
 
     def add(self, step: _InPlaceStep, *, overwrites: bool) -> None:
+        # Earlier steps have no effect any more. If they were replayed, they would consume random numbers.
         if overwrites and step.stop - step.start == math.prod(self.shape):
             self.steps.clear()
         self.steps.append(step)
@@ -74,10 +75,10 @@ class ProgramTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, program: Program, shape: Sequence[int], rows: tuple[int, int]) -> ProgramTensor:
-        made: ProgramTensor = make_without_memory(cls, shape, program.dtype)
-        made.program = program
-        made.rows = rows
-        return made
+        tensor: ProgramTensor = make_without_memory(cls, shape, program.dtype)
+        tensor.program = program
+        tensor.rows = rows
+        return tensor
 
     @classmethod
     def fresh(cls, shape: Sequence[int], dtype: torch.dtype) -> ProgramTensor:
@@ -88,6 +89,7 @@ class ProgramTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # The generator is that of the block when the operation is replayed.
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
         target = args[0] if args and isinstance(args[0], ProgramTensor) else None
         others = [item for item in tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
@@ -171,6 +173,9 @@ def values_from_program(
     program: Program, local: torch.Tensor, boxes: Sequence[LocalBox], *, seed: int, fqn: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of ``local`` that make up this rank's boxes, with their values on the CPU."""
+    # For example rows 1 and 2 of a tensor (4, 3) are the elements 3 to 8 of the flat tensor. With blocks of 4, they
+    # are in the blocks 0 (element 3), 1 (4 to 7) and 2 (8), which are computed one after the other, each in full:
+    # a random number depends on how many were drawn before it in its block.
     for item in boxes:
         region = flatten(Region.from_box(item.box, item.local), program.shape)
         (first,), (stop,) = region.origin, region.bounds.stops
@@ -189,7 +194,7 @@ def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
     block = torch.zeros(stop - start, dtype=program.dtype, device="cpu")
     generator = torch.Generator().manual_seed(derive_seed(seed, fqn, start // BLOCK_NUMEL))
     for step in program.steps:
-        low, high = max(step.start, start), min(step.stop, stop)
+        low, high = max(step.start, start), min(step.stop, stop)  # the part of the step in this block
         if low < high:
             args = step.args
             if args and isinstance(args[0], torch.Tensor):
@@ -206,7 +211,7 @@ def derive_seed(seed: int, fqn: str, block: int) -> int:
 
 
 @contextlib.contextmanager
-def truncated_normal_as_one_step() -> Iterator[None]:
+def record_truncated_normal() -> Iterator[None]:
     """Record ``trunc_normal_`` as one step inside of this context, because its rejection sampling needs values."""
 
     def record(
@@ -222,7 +227,7 @@ def truncated_normal_as_one_step() -> Iterator[None]:
         tensor.record(_TRUNCATED_NORMAL, (mean, std, a, b), {})
         return tensor
 
-    with pretrained.init_function("trunc_normal_", record):
+    with pretrained.replace_init_function("trunc_normal_", record):
         nn.init.trunc_normal_ = record
         try:
             yield

@@ -87,14 +87,14 @@ NOTHING_ADDED = Additions()
 
 
 @contextlib.contextmanager
-def stand_ins(held: Sequence[TensorRef], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def replace_tensors(tensors: Sequence[TensorRef], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Replace tensors within the block: by those in ``chosen``, by FQN, or by meta tensors.
 
     The default device within the block is the CPU.
     """
-    originals = [item.tensor for item in held]
+    originals = [item.tensor for item in tensors]
     try:
-        for item in held:
+        for item in tensors:
             if item.fqn in chosen:
                 item.replace(chosen[item.fqn])
                 continue
@@ -106,7 +106,7 @@ def stand_ins(held: Sequence[TensorRef], chosen: Mapping[str, torch.Tensor]) -> 
         with torch.device("cpu"):
             yield
     finally:
-        for item, original in zip(held, originals, strict=True):
+        for item, original in zip(tensors, originals, strict=True):
             item.replace(original)
 
 
@@ -124,12 +124,12 @@ class Initializers:
 
     Attributes:
         model: the model. Only :meth:`compute_attributes` changes it.
-        held: its tensors.
+        tensors: those of the model.
         additions: modules added by a tuning.
     """
 
     model: nn.Module
-    held: Sequence[TensorRef]
+    tensors: Sequence[TensorRef]
     additions: Additions = NOTHING_ADDED
 
     def find_origin(self, item: TensorRef) -> Origin:
@@ -149,14 +149,14 @@ class Initializers:
         added = self.additions.initialized.intersection(names)
         others = [name for name in names if name not in self.additions.from_tuning]
         return {
-            **self._traced(others, partial(self._run, others)),
-            **self._traced(added, self.additions.initialize),
+            **self._trace(others, partial(self._run, others)),
+            **self._trace(added, self.additions.initialize),
         }
 
-    def whole(self, item: TensorRef, *, seed: int) -> torch.Tensor:
+    def initialize_whole(self, item: TensorRef, *, seed: int) -> torch.Tensor:
         """Initialize one full tensor on the CPU, for initializers that are not elementwise.
 
-        Memory: the full tensor. See :func:`unfit_programs`.
+        Memory: the full tensor. See :func:`list_unfit_programs`.
 
         Raises:
             KeyMismatchError: no initializer writes it.
@@ -164,11 +164,11 @@ class Initializers:
         from shardwise.models.initial_programs import derive_seed
 
         whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
-        untouched = get_version(whole)
-        with _seeded_random_state(derive_seed(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
+        untouched = get_version(whole)  # an initializer that writes zeros changes the version only
+        with _seed_random_state(derive_seed(seed, item.fqn, 0)), replace_tensors(self.tensors, {item.fqn: whole}):
             self._run({item.fqn})
         if get_version(whole) == untouched and whole.numel():
-            raise KeyMismatchError(f"{item.fqn} is missing and no initializer of the model writes it")
+            raise KeyMismatchError(f"{item.fqn}: is missing, and no initializer of the model writes it")
         return whole
 
     def buffers(self, rules: BufferRules, *, seed: int) -> dict[str, ComputedBuffer]:
@@ -177,14 +177,14 @@ class Initializers:
         Initializers of a transformers model write its buffers, as in ``from_pretrained``. Real buffers of other
         modules are kept, and ``reset_parameters`` computes those on meta.
         """
-        buffers = [item for item in self.held if item.kind is TensorKind.BUFFER]
+        buffers = [item for item in self.tensors if item.kind is TensorKind.BUFFER]
         outcome = {
             item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, self._transformers_modules))
             for item in buffers
         }
         by_initializer = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
         chosen = [item for item in buffers if outcome[item.fqn].origin in by_initializer]
-        values = self._written_into(chosen, seed=seed)
+        values = self._compute_buffers(chosen, seed=seed)
         for item in chosen:
             if item.fqn in values:
                 outcome[item.fqn] = ComputedBuffer(outcome[item.fqn].origin, values[item.fqn])
@@ -197,7 +197,7 @@ class Initializers:
 
         They are taken from a second model, whose constructor runs outside of meta.
         """
-        found: list[str] = []
+        names: list[str] = []
         for prefix, outer in pretrained.outermost_pretrained(self.model):
             slots = attributes_on_meta(outer)
             if not slots:
@@ -212,8 +212,8 @@ class Initializers:
                     continue  # the constructor does not compute it: an error of the audit
                 value = tree_map_only(torch.Tensor, partial(sent, device=device), value)
                 setattr(slot.module, slot.name, value)
-                found.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
-        return tuple(found)
+                names.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
+        return tuple(names)
 
     @cached_property
     def _transformers_modules(self) -> set[nn.Module]:
@@ -225,8 +225,9 @@ class Initializers:
 
         An initializer of transformers writes to its module and its descendants, so those of all parents are run.
         """
-        owners = {slot.module: None for item in self.held if item.fqn in names for slot in item.slots}
-        around = _with_parents(self.model, owners)
+        # A dict, because reset_parameters of modules draws random values in its order.
+        owners = {slot.module: None for item in self.tensors if item.fqn in names for slot in item.slots}
+        around = _add_parents(self.model, owners)
         for _, outer in pretrained.outermost_pretrained(self.model):
             pretrained.run_initializers(outer, around)
         for module in owners:
@@ -235,25 +236,27 @@ class Initializers:
                 with torch.no_grad():
                     reset()
 
-    def _traced(self, names: Collection[str], run: Callable[[], None]) -> dict[str, Program]:
+    def _trace(self, names: Collection[str], run: Callable[[], None]) -> dict[str, Program]:
         if not names:
             return {}
-        from shardwise.models.initial_programs import ProgramTensor, truncated_normal_as_one_step
+        from shardwise.models.initial_programs import ProgramTensor, record_truncated_normal
 
         chosen = {
             item.fqn: ProgramTensor.fresh(tuple(item.tensor.shape), item.tensor.dtype)
-            for item in self.held
+            for item in self.tensors
             if item.fqn in names
         }
-        with _seeded_random_state(0), truncated_normal_as_one_step(), stand_ins(self.held, chosen):
+        with _seed_random_state(0), record_truncated_normal(), replace_tensors(self.tensors, chosen):
             try:
                 run()
             except (RuntimeError, NotImplementedError):
+                # An initializer has read values, which recording tensors do not have. It is run again on a full
+                # tensor later, for each of these tensors.
                 for tensor in chosen.values():
                     tensor.program.is_elementwise = False
         return {name: tensor.program for name, tensor in chosen.items()}
 
-    def _written_into(self, buffers: Sequence[TensorRef], *, seed: int) -> dict[str, torch.Tensor]:
+    def _compute_buffers(self, buffers: Sequence[TensorRef], *, seed: int) -> dict[str, torch.Tensor]:
         """Return the values that initializers write to ``buffers``, by FQN."""
         if not buffers:
             return {}
@@ -262,31 +265,31 @@ class Initializers:
         }
         untouched = {name: get_version(tensor) for name, tensor in fresh.items()}
         values: dict[str, torch.Tensor] = {}
-        with _seeded_random_state(seed), stand_ins(self.held, fresh):
+        with _seed_random_state(seed), replace_tensors(self.tensors, fresh):
             self._run(fresh)
             for item in buffers:
                 slot = item.slots[0]
-                made = get_buffers(slot.module)[slot.name]  # an initializer may have registered another tensor
-                if made is None or made.is_meta:
+                buffer = get_buffers(slot.module)[slot.name]  # an initializer may have registered another tensor
+                if buffer is None or buffer.is_meta:
                     continue
-                if made is not fresh[item.fqn] or get_version(made) != untouched[item.fqn]:
-                    values[item.fqn] = made.detach().to(item.tensor.dtype)
+                if buffer is not fresh[item.fqn] or get_version(buffer) != untouched[item.fqn]:
+                    values[item.fqn] = buffer.detach().to(item.tensor.dtype)
         return values
 
 
-def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[str]:
+def list_unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[str]:
     """Return a sentence for each tensor that no initializer writes, or whose initialization exceeds the budget."""
-    faults: list[str] = []
+    errors: list[str] = []
     for name, program in programs.items():
         nbytes = math.prod(program.shape) * program.dtype.itemsize
         if program.is_elementwise and not program.steps and nbytes:
-            faults.append(f"{name}: no initializer of the model writes it")
+            errors.append(f"{name}: no initializer of the model writes it")
         elif not program.is_elementwise and nbytes > budget_bytes:
-            faults.append(
-                f"{name}: its initializer needs it whole, {nbytes:,} bytes, and the budget is {budget_bytes:,}. "
-                "Raise budget_bytes"
+            errors.append(
+                f"{name}: its initializer needs the full tensor, {nbytes:,} bytes, but the budget is "
+                f"{budget_bytes:,}. Raise budget_bytes"
             )
-    return faults
+    return errors
 
 
 def _by_rule(item: TensorRef, rules: BufferRules) -> ComputedBuffer | None:
@@ -297,8 +300,8 @@ def _by_rule(item: TensorRef, rules: BufferRules) -> ComputedBuffer | None:
         value = rule(item.slots[0].module)
     if value.shape != item.tensor.shape:
         raise KeyMismatchError(
-            f"{item.fqn}: the callable given computes shape {tuple(value.shape)}, the buffer has "
-            f"{tuple(item.tensor.shape)}"
+            f"{item.fqn}: the function in buffers= computes shape {tuple(value.shape)}, but the buffer has "
+            f"{tuple(item.tensor.shape)}. Return a tensor of this shape"
         )
     return ComputedBuffer(Origin.CALLABLE, value.detach().to(device="cpu", dtype=item.tensor.dtype))
 
@@ -312,7 +315,7 @@ def _buffer_origin(item: TensorRef, inside: Collection[nn.Module]) -> Origin:
     return Origin.RESET_PARAMETERS if callable(getattr(module, "reset_parameters", None)) else Origin.NOWHERE
 
 
-def _with_parents(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Module]:
+def _add_parents(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Module]:
     """Return modules and all of their parents, under any name."""
     by_name = dict(model.named_modules(remove_duplicate=False))
     names = {name for name, module in by_name.items() if module in modules}
@@ -321,7 +324,7 @@ def _with_parents(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Mo
 
 
 @contextlib.contextmanager
-def _seeded_random_state(seed: int) -> Iterator[None]:
+def _seed_random_state(seed: int) -> Iterator[None]:
     """Seed the CPU's random state within the block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

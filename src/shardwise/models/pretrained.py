@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardwise.models.tracing import Conversion
 
 
-def declared_ties(model: nn.Module) -> dict[str, str]:
+def get_declared_ties(model: nn.Module) -> dict[str, str]:
     """Return the declared ties of the class and config, each name with the name it is tied to."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
@@ -48,10 +48,10 @@ def get_settings(model: nn.Module) -> dict[str, str]:
     return {name: repr(value) for name, value in sorted(fields.items()) if name != "_name_or_path"}
 
 
-def text_layers(model: nn.Module) -> int | None:
+def count_text_layers(model: nn.Module) -> int | None:
     """Return the number of layers of the text model according to its config, or None."""
-    found = getattr(_text_config(model), "num_hidden_layers", None)
-    return found if isinstance(found, int) else None
+    count = getattr(_text_config(model), "num_hidden_layers", None)
+    return count if isinstance(count, int) else None
 
 
 def has_other_models(model: nn.Module) -> bool:
@@ -73,17 +73,17 @@ def _text_config(model: nn.Module) -> object:
         return None
 
 
-def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+def get_kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """Return a function from a name to the dtype that a model of ``dtype`` keeps it in, or None for any dtype."""
     plan = dict(private("transformers:PreTrainedModel._get_dtype_plan", model)(dtype))
     build_alternation = private("transformers.core_model_loading:build_glob_alternation")
     alternation, by_group, _ = build_alternation(list(plan))
 
-    def kept(name: str) -> torch.dtype | None:
-        found = alternation.search(name)
-        return plan[by_group[found.lastgroup]] if found and found.lastgroup else None
+    def get_kept_dtype(name: str) -> torch.dtype | None:
+        match = alternation.search(name)
+        return plan[by_group[match.lastgroup]] if match and match.lastgroup else None
 
-    return kept
+    return get_kept_dtype
 
 
 def mark_loaded(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
@@ -111,7 +111,7 @@ def progress_bar(label: str, total_bytes: int, *, enabled: bool) -> tqdm:
     )
 
 
-def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | None) -> list[Any]:
+def get_conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | None) -> list[Any]:
     """Return the renames and converters for a model, those of ``key_mapping`` (regex to replacement) first.
 
     Raises:
@@ -134,7 +134,7 @@ def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | Non
 
 def rename_keys(keys: Iterable[str], key_mapping: Mapping[str, str]) -> dict[str, str]:
     """Return the keys of a checkpoint of an unknown model with their names under ``key_mapping``."""
-    renamings = conversion_transforms(nn.Module(), key_mapping)
+    renamings = get_conversion_transforms(nn.Module(), key_mapping)
     return {key: _rename(key, renamings, [], None, {})[0] for key in keys}
 
 
@@ -190,8 +190,8 @@ def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
 
 def get_attention_implementation(model: nn.Module) -> str | None:
     """Return the attention implementation of a model ("sdpa", "flash_attention_2", ...)."""
-    found = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return found if isinstance(found, str) else None
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return implementation if isinstance(implementation, str) else None
 
 
 def quantized_configs(config: Any) -> list[Any]:
@@ -204,8 +204,10 @@ def outermost_pretrained(model: nn.Module, prefix: str = "") -> list[tuple[str, 
     """Return the outermost transformers models in a module, with their prefixes."""
     if isinstance(model, PreTrainedModel):
         return [(prefix.removesuffix("."), model)]
-    inside = [outermost_pretrained(child, f"{prefix}{name}.") for name, child in model.named_children()]
-    return [found for each in inside for found in each]
+    models: list[tuple[str, PreTrainedModel]] = []
+    for name, child in model.named_children():
+        models += outermost_pretrained(child, f"{prefix}{name}.")
+    return models
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
@@ -216,14 +218,14 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 def run_initializers(model: PreTrainedModel, modules: Collection[nn.Module]) -> None:
     """Run ``_init_weights`` on these modules of a model, children first, of the model that each belongs to."""
     for module in model.modules():
-        vars(module)["_is_hf_initialized"] = module not in modules  # the others are skipped
+        vars(module)["_is_hf_initialized"] = module not in modules  # initialize_weights skips marked modules
     guard = private("transformers.initialization:guard_torch_init_functions")
     with torch.no_grad(), original_classes(model), guard():
         model.initialize_weights()
 
 
 @contextlib.contextmanager
-def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
+def replace_init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replace torch's initializer of this name in transformers' initializers within the block."""
     functions = private("transformers.initialization:TORCH_INIT_FUNCTIONS")
     original = functions[name]
@@ -272,8 +274,10 @@ def assign_keys(
     order = private("transformers.core_model_loading:dot_natural_key") if is_renamed else None
     for key in sorted(keys, key=order):
         name, pattern = _rename(key, renamings, converters, prefix, names)
+        # A key that is the model's already is not renamed, as in transformers (a checkpoint saved with own names).
         if name not in names and key in names:
             name, pattern = _rename(key, [], [], prefix, names)
+        # Wrapper parts come last: a model may have a module that is called "module" itself.
         if name not in names and (plain := plain_key(key)) != key:
             name, pattern = _rename(plain, renamings, converters, prefix, names)
             result.wrapped += [key] if name in names else []
@@ -306,9 +310,9 @@ def bind(
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     assignment = assign_keys(model, list(stored), names, transforms)
     ends = {name.rpartition(".")[2] for name in names}
-    if wanted := [key for key in extra if key.rpartition(".")[2] in ends]:
+    if keys_of_extra := [key for key in extra if key.rpartition(".")[2] in ends]:
         stored = {**stored, **extra}
-        for name, keys in assign_keys(model, wanted, names, transforms).plain.items():
+        for name, keys in assign_keys(model, keys_of_extra, names, transforms).plain.items():
             assignment.plain.setdefault(name, []).extend(keys)
     matched = {name: [stored[key] for key in keys] for name, keys in assignment.plain.items()}
     primary = {name: name for name in assignment.plain}
@@ -321,21 +325,21 @@ def bind(
         leaves = {key: Stored(key, item.shape, item.dtype) for key, item in stored.items()}
         composed = {key for key, item in stored.items() if get_stored_key(item) is None}
         dtypes = get_dtype or (lambda name: to_torch(layout.by_name[name].dtype))
-        for conversion, made, why in trace_conversions(
+        for conversion, expressions, why in trace_conversions(
             model, layout, leaves, dtypes, assignment.conversions.values()
         ):
             if why:
                 faults[why] = conversion.targets
-            for name, expression in made.items():
+            for name, expression in expressions.items():
                 if name in names:
-                    is_composed = not composed.isdisjoint(conversion.keys)
-                    found = substitute(expression, stored) if is_composed else expression
-                    matched.setdefault(name, []).append(found)
+                    if not composed.isdisjoint(conversion.keys):
+                        expression = substitute(expression, stored)
+                    matched.setdefault(name, []).append(expression)
                     primary[name] = conversion.target
                 else:
                     unmatched.update(dict.fromkeys(conversion.keys, name))
     return Bindings(
-        matched={name: tuple(found) for name, found in matched.items()},
+        matched={name: tuple(items) for name, items in matched.items()},
         primary=primary,
         unmatched=unmatched,
         errors=faults,

@@ -16,7 +16,7 @@ from shardwise.core.layout import ModelLayout, TensorLayout
 from shardwise.core.tensors import DType
 from shardwise.fsdp import torch_private
 from shardwise.models.pretrained import quantized_configs
-from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, recorded_expressions
+from shardwise.models.tracing import ModelFacade, NotStructural, Recorded, get_expressions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
         KeyMismatchError: transformers computes some of the tensors, and does not only move their elements.
     """
     tensors = {name: tensor for tensor in layout.saved() for name in names_in_file(model, tensor)}
-    conversions = [] if internal_names else saved_conversions(model)
+    conversions = [] if internal_names else get_saved_conversions(model)
     if not conversions:
         return {name: Output.unchanged(name, tensor) for name, tensor in tensors.items()}
     recorded: dict[str, torch.Tensor] = {}
@@ -57,7 +57,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     run = private("transformers.core_model_loading:revert_weight_conversion")
     try:
         state_dict = dict(run(ModelFacade(model, layout, conversions), recorded))
-        expressions = recorded_expressions(state_dict)
+        expressions = get_expressions(state_dict)
     except NotStructural as error:
         raise KeyMismatchError(
             f"{torch_private.original_class(model).__name__}: transformers computes a tensor of its checkpoint in "
@@ -83,6 +83,7 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
         return tuple(names)
     if not isinstance(model, PreTrainedModel):
         return tuple(names[:1])
+    # As in save_pretrained: declared targets of ties are left out, as long as one name stays.
     targets = private("transformers.modeling_utils:_get_tied_weight_keys")(model)
     for name in sorted(names):
         if len(names) > 1 and any(re.search(pattern, name) for pattern in targets):
@@ -90,27 +91,29 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
     return tuple(names)
 
 
-def saved_conversions(model: nn.Module) -> list[Any]:
+def get_saved_conversions(model: nn.Module) -> list[Any]:
     """Return the renames and converters that the load used, otherwise those of the model's class.
 
     As in ``revert_weight_conversion``, a model that was not loaded has no legacy names, and no prefix to restore.
     """
     if not isinstance(model, PreTrainedModel):
         return []
-    used = getattr(model, "_weight_conversions", None)
-    if used is not None:
-        return list(used)
+    recorded = getattr(model, "_weight_conversions", None)
+    if recorded is not None:
+        return list(recorded)
     with torch_private.original_classes(model):
-        found = private("transformers.conversion_mapping:get_model_conversion_mapping")(model, add_legacy=False)
+        conversions = private("transformers.conversion_mapping:get_model_conversion_mapping")(
+            model, add_legacy=False
+        )
     prefix_change = private("transformers.core_model_loading:PrefixChange")
-    return [item for item in found if not isinstance(item, prefix_change)]
+    return [item for item in conversions if not isinstance(item, prefix_change)]
 
 
 def save_configs(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
     """Write the config, generation config and own code of a model, as ``save_pretrained`` does.
 
     ``dtype`` is the dtype for the config. The ``quantization_config`` of a checkpoint that was dequantized is left
-    out. The model's own config is not changed. Modules that are not of transformers have no such files.
+    out. The model's own config is not changed. Modules that are not models of transformers have no such files.
     """
     if not isinstance(model, PreTrainedModel):
         return

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import Factors, ModelLayout
-from shardwise.fsdp.named_tensors import TensorRef, canonical, saved_names
+from shardwise.fsdp.named_tensors import TensorRef, canonical, map_saved_names
 from shardwise.fsdp.torch_private import get_parameters
 from shardwise.ranks.world import World
 
@@ -32,7 +32,7 @@ Selection: TypeAlias = AdapterOnly | None
 _IN_PEFT_MODEL = "base_model.model."
 
 
-def names_outside(model: nn.Module, held: Sequence[TensorRef], selection: Selection) -> dict[str, str]:
+def names_outside(model: nn.Module, tensors: Sequence[TensorRef], selection: Selection) -> dict[str, str]:
     """Return the canonical FQNs of the selected tensors by their names in the state dict, in order.
 
     For ``AdapterOnly``, PEFT may query the hub for the vocabulary size of the base model.
@@ -41,9 +41,9 @@ def names_outside(model: nn.Module, held: Sequence[TensorRef], selection: Select
         ConfigError: the model has no such adapter.
         ShardingError: PEFT computes tensors instead of selecting and renaming them.
     """
-    inside = saved_names(model, held)
+    inside = map_saved_names(model, tensors)
     if selection is None:
-        return _plain({name: canonical(name) for name in inside})
+        return _to_canonical_keys({name: canonical(name) for name in inside})
     return _names_in_peft(model, inside, selection.adapter)
 
 
@@ -73,30 +73,29 @@ def _names_in_peft(model: nn.Module, inside: Mapping[str, TensorRef], adapter: s
     changed = [name for name, tensor in chosen.items() if id(tensor) not in known]
     if changed:
         raise ShardingError(
-            f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is not "
-            "a tensor of the model. Pass only=None for the whole state"
+            f"{changed[0]} ({len(changed)} in all): is not a tensor of the model, but computed by PEFT when it "
+            f"saves adapter {adapter!r}. Pass only=None for the whole state"
         )
     # Files have the names of PEFT's model, even if transformers has added the adapter to its own model.
     prefix = "" if hasattr(model, "get_base_model") else _IN_PEFT_MODEL
-    return _plain({prefix + name: known[id(tensor)] for name, tensor in chosen.items()})
+    return _to_canonical_keys({prefix + name: known[id(tensor)] for name, tensor in chosen.items()})
 
 
-def _plain(names: Mapping[str, str]) -> dict[str, str]:
+def _to_canonical_keys(names: Mapping[str, str]) -> dict[str, str]:
     """Make the keys canonical.
 
     Raises:
         ShardingError: two names are equal without wrapper prefixes.
     """
-    found: dict[str, str] = {}
+    fqns: dict[str, str] = {}
     for name, fqn in names.items():
         plain = canonical(name)
-        if plain in found:
+        if plain in fqns:
             raise ShardingError(
-                f"{name}: another tensor is named {plain} without the parts of wrappers. Rename a module, since a "
-                "state has one tensor for a name"
+                f"{name}: another tensor is named {plain} without wrapper prefixes, too. Rename one of the modules"
             )
-        found[plain] = fqn
-    return found
+        fqns[plain] = fqn
+    return fqns
 
 
 def _peft_state_dict(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
@@ -171,7 +170,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             owners.setdefault(id(parameter), []).append(name)
     for name, module in modules.items():
         if isinstance(module, AuxiliaryTrainingWrapper):
-            raise ConfigError(f"{name} is trained whole (modules_to_save), and cannot be merged. Use PEFT's merge")
+            raise ConfigError(f"{name} is in modules_to_save, which cannot be merged. Use PEFT's merge_and_unload")
         if isinstance(module, BaseTunerLayer):
             layers[name] = module
             if why := _merge_obstacle(module, adapter, Linear):
@@ -182,6 +181,8 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
                     f"{name} is tied to {tied[0]}, which a merge would change, too. Take it out of target_modules, "
                     "or merge the saved adapter with shardwise.merge_adapter, which unties them"
                 )
+    # In an adapted layer, q_proj.base_layer.weight is q_proj.weight in the base, and q_proj.lora_A is not in it.
+    # Other tensors keep their names.
     inside: dict[str, str] = {}
     for name in names:
         path = name.split(".")
@@ -191,13 +192,11 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             inside[name.removeprefix(prefix)] = name
         elif name.startswith(f"{owner}.base_layer."):
             inside[f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}".removeprefix(prefix)] = name
-    factors = {
-        f"{name}.weight".removeprefix(prefix): Factors(
-            f"{name}.lora_A.{adapter}.weight", f"{name}.lora_B.{adapter}.weight", layer.scaling[adapter]
-        )
-        for name, layer in layers.items()
-        if adapter in layer.lora_A
-    }
+    factors: dict[str, Factors] = {}
+    for name, layer in layers.items():
+        if adapter in layer.lora_A:
+            lora_A, lora_B = (f"{name}.{half}.{adapter}.weight" for half in ("lora_A", "lora_B"))
+            factors[f"{name}.weight".removeprefix(prefix)] = Factors(lora_A, lora_B, layer.scaling[adapter])
     return Adapted(base, inside, factors)
 
 
@@ -214,24 +213,23 @@ def _merge_obstacle(layer: Any, adapter: str, linear: Any) -> str:
     if adapter in getattr(layer, "lora_variant", {}) or layer.use_dora.get(adapter):
         return "is adapted by a variant of LoRA"
     if layer.lora_bias.get(adapter):
-        return "has a bias of LoRA's"
+        return "has a bias (lora_bias)"
     return ""
 
 
 def parameters_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the local names of each module's own parameters, by the module's name."""
-    return {
-        canonical(prefix): tuple(
-            name for name, parameter in get_parameters(module).items() if parameter is not None
-        )
-        for prefix, module in model.named_modules(remove_duplicate=False)
-    }
+    names: dict[str, tuple[str, ...]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        parameters = get_parameters(module).items()
+        names[canonical(prefix)] = tuple(name for name, parameter in parameters if parameter is not None)
+    return names
 
 
 def find_transposed_modules(model: nn.Module) -> frozenset[str]:
     """Return the names of modules whose weights are (in, out) or (experts, in, out) instead of (out, in)."""
-    return frozenset(
-        canonical(prefix)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False) is True
-    )
+    names: set[str] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False) is True:
+            names.add(canonical(prefix))
+    return frozenset(names)

@@ -78,11 +78,11 @@ def trace_conversions(
     """Yield each conversion with its results by name, or with a sentence on why it has none."""
     tracer = _Tracer(model, layout, stored, get_dtype)
     for conversion in conversions:
-        if why := _index_gap(conversion):
+        if why := _find_index_gap(conversion):
             yield conversion, {}, why
             continue
         try:
-            made = tracer.trace(conversion)
+            expressions = tracer.trace(conversion)
         except ConfigError:  # a private name that this torch lacks
             raise
         except Exception as error:  # converters raise anything, which is reported with all other faults
@@ -90,10 +90,10 @@ def trace_conversions(
             several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             yield conversion, {}, f"{conversion.target} from {keys[0]}{several} by {conversion.label}: {error}"
         else:
-            yield conversion, made, ""
+            yield conversion, expressions, ""
 
 
-def _index_gap(conversion: Conversion) -> str | None:
+def _find_index_gap(conversion: Conversion) -> str | None:
     """Return a sentence if the keys of a list (experts, for example) are not numbered 0, 1, 2, ... without gaps."""
     for keys in conversion.sources.values():
         if len(keys) < 2:
@@ -102,10 +102,10 @@ def _index_gap(conversion: Conversion) -> str | None:
         varying = [column for column in columns if len(set(column)) > 1]
         if len(varying) != 1 or not all(token.isdigit() for token in varying[0]):
             continue
-        found = sorted(int(token) for token in varying[0])
-        wanted = range(len(found))
-        if found != list(wanted):
-            absent = sorted(set(range(found[-1] + 1)) - set(found))
+        numbers = sorted(int(token) for token in varying[0])
+        expected = range(len(numbers))
+        if numbers != list(expected):
+            absent = sorted(set(range(numbers[-1] + 1)) - set(numbers))
             return f"{conversion.target}: its sources, such as {keys[0]}, are numbered with gaps: {absent} absent"
     return None
 
@@ -129,39 +129,42 @@ class _Tracer:
         )
         kind = (id(conversion.converter), _NUMBER.sub("#", conversion.target), shapes)
         if kind in self.memo:
-            made = self.reuse(*self.memo[kind], conversion)
-            if made is not None and all(self.fits(name, item) for name, item in made.items()):
-                return made
-        made = self.record(conversion)
-        if not any(map(computes, made.values())):
-            self.memo[kind] = (made, conversion)
-        return made
+            # Layers with equal sources may still have different tensors (an odd last layer, say), so shapes are
+            # compared with the model's.
+            expressions = self.reuse(*self.memo[kind], conversion)
+            if expressions is not None and all(self.fits(name, item) for name, item in expressions.items()):
+                return expressions
+        expressions = self.record(conversion)
+        if not any(map(computes, expressions.values())):
+            self.memo[kind] = (expressions, conversion)
+        return expressions
 
     def fits(self, name: str, expression: Expression) -> bool:
         tensor = self.layout.by_name.get(name)
         return tensor is not None and tensor.shape == expression.shape
 
     def reuse(
-        self, made: dict[str, Expression], first: Conversion, conversion: Conversion
+        self, expressions: dict[str, Expression], first: Conversion, conversion: Conversion
     ) -> dict[str, Expression] | None:
         """Return the results of an equal layer for the keys of this one, or None if names collide."""
+        # For example the target of the first is layers.0.experts.up, and this one's is layers.7.experts.up: its
+        # result layers.0.experts.down has layers.0.experts in common with the target, and is layers.7.experts.down.
         leaves = {old: self.stored[new] for old, new in zip(first.keys, conversion.keys, strict=True)}
-        here = conversion.target.split(".")
+        words_of_target = conversion.target.split(".")
         renamed: dict[str, Expression] = {}
-        for name, expression in made.items():
+        for name, expression in expressions.items():
             words, origin = name.split("."), first.target.split(".")
             common = next((i for i, (a, b) in enumerate(zip(words, origin, strict=False)) if a != b), len(words))
-            renamed[".".join(here[:common] + words[common:])] = substitute(expression, leaves)
-        return renamed if len(renamed) == len(made) else None
+            renamed[".".join(words_of_target[:common] + words[common:])] = substitute(expression, leaves)
+        return renamed if len(renamed) == len(expressions) else None
 
     def record(self, conversion: Conversion) -> dict[str, Expression]:
         dtype = self.get_dtype(conversion.target)
+        recorded = [Recorded(self.stored[key], dtype) for key in conversion.keys]
         try:
-            return recorded_expressions(
-                self.run(conversion, [Recorded(self.stored[key], dtype) for key in conversion.keys])
-            )
+            return get_expressions(self.run(conversion, recorded))
         except NotStructural:
-            return self.computed(conversion, dtype)
+            return self.trace_computed(conversion, dtype)
 
     def run(self, conversion: Conversion, tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
         """Run the converter on tensors in the order of its keys."""
@@ -169,23 +172,23 @@ class _Tracer:
         sources = {pattern: list(islice(following, len(keys))) for pattern, keys in conversion.sources.items()}
         return convert(conversion.converter, conversion.target, sources, self.facade)
 
-    def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
+    def trace_computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
         """Return the converter as one node that computes. A run on meta tensors gives the shapes."""
         inputs = tuple(self.stored[key] for key in conversion.keys)
-        made = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
+        meta = self.run(conversion, [torch.empty(item.shape, dtype=dtype, device="meta") for item in inputs])
         nbytes = _COMPUTING_FACTOR * sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
         shapes = tuple(item.shape for item in inputs)
-        outputs = {name: tuple(tensor.shape) for name, tensor in made.items()}
+        outputs = {name: tuple(tensor.shape) for name, tensor in meta.items()}
         operation = _ConverterRun(conversion.label, shapes, outputs, nbytes, self, conversion, dtype)
         return {
-            name: Computed(operation, name, shape, from_torch(made[name].dtype, name), inputs)
+            name: Computed(operation, name, shape, from_torch(meta[name].dtype, name), inputs)
             for name, shape in outputs.items()
         }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ConverterRun(FullOperation):
-    """A converter that computes, of stored tensors that are cast to ``dtype``."""
+    """A converter that computes. Its stored tensors are cast to ``dtype`` first."""
 
     tracer: _Tracer
     conversion: Conversion
@@ -227,9 +230,9 @@ class Recorded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, expression: Expression, dtype: torch.dtype) -> Recorded:
-        made: Recorded = make_without_memory(cls, expression.shape, dtype)
-        made.expression = expression
-        return made
+        tensor: Recorded = make_without_memory(cls, expression.shape, dtype)
+        tensor.expression = expression
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Recorded({self.expression})"
@@ -246,15 +249,15 @@ class Recorded(torch.Tensor):
         return handler(*args, **(kwargs or {}))
 
 
-def recorded_expressions(made: Mapping[str, Any]) -> dict[str, Expression]:
+def get_expressions(results: Mapping[str, Any]) -> dict[str, Expression]:
     """Return the recorded expressions of results, by name.
 
     Raises:
         NotStructural: one is computed.
     """
-    if computed := [name for name, item in made.items() if not isinstance(item, Recorded)]:
+    if computed := [name for name, item in results.items() if not isinstance(item, Recorded)]:
         raise NotStructural(f"{computed[0]} is computed")
-    return {name: item.expression for name, item in made.items()}
+    return {name: item.expression for name, item in results.items()}
 
 
 def _same(tensor: Recorded, expression: Expression) -> Recorded:
@@ -274,7 +277,7 @@ def _to_copy(tensor: Recorded, *, dtype: torch.dtype | None = None, **_: Any) ->
 def _view(tensor: Recorded, size: Sequence[int], *_strides: Any, **_: Any) -> Recorded:
     sizes = list(size)
     if -1 in sizes:
-        known = -numel(sizes)
+        known = -numel(sizes)  # (4, -1, 2): 8 elements, times -1
         if known == 0:
             raise NotStructural("a reshape of an empty tensor with an unknown size")
         sizes[sizes.index(-1)] = tensor.numel() // known
@@ -288,9 +291,13 @@ def _unsqueeze(tensor: Recorded, dim: int) -> Recorded:
 
 
 def _squeeze(tensor: Recorded, dims: int | Sequence[int] | None = None) -> Recorded:
-    chosen = range(tensor.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    gone = {_dim(tensor, dim) for dim in chosen if tensor.shape[dim] == 1}
-    return _same(tensor, reshape(tensor.expression, [size for d, size in enumerate(tensor.shape) if d not in gone]))
+    if dims is None:
+        dims = range(tensor.ndim)
+    elif isinstance(dims, int):
+        dims = [dims]
+    removed = {_dim(tensor, dim) for dim in dims if tensor.shape[dim] == 1}
+    shape = [size for dim, size in enumerate(tensor.shape) if dim not in removed]
+    return _same(tensor, reshape(tensor.expression, shape))
 
 
 def _permute(tensor: Recorded, dims: Sequence[int]) -> Recorded:
@@ -313,7 +320,7 @@ def _slice(
 ) -> Recorded:
     dim = _dim(tensor, dim)
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
-    size = max(0, -(-(last - first) // step))
+    size = max(0, -(-(last - first) // step))  # rounded up
     return _same(tensor, slice_dim(tensor.expression, dim, first if size else 0, size, step))
 
 
@@ -397,9 +404,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor]], model: Any) -> dict[str, Any]:
     """Run a converter on full tensors, by source pattern. Return the results by full name."""
-    fresh = deepcopy(converter)
+    fresh = deepcopy(converter)  # it collects the tensors, and is used for every layer
     for pattern, tensors in sources.items():
         for tensor in tensors:
             fresh.add_tensor(target, pattern, pattern, tensor)
-    made = fresh.convert(target, model=model, config=getattr(model, "config", None))
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    results = fresh.convert(target, model=model, config=getattr(model, "config", None))
+    return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.core.computed import Bindings
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.named_tensors import collect_tensors
-from shardwise.fsdp.policies import listed_blocks
+from shardwise.fsdp.policies import find_listed_blocks
 from shardwise.fsdp.torch_private import get_parameters
 from shardwise.fsdp.wrap import TrainedDtype, get_trained_dtype
 from shardwise.models import pretrained
@@ -95,8 +95,8 @@ class Freeze(Tuning):
                 raise ConfigError(f"{name}={value!r} must be a tuple of names: {name}=({example!r},)")
         if self.trainable_modules and not self.trainable_layers:
             raise ConfigError(
-                f"trainable_modules={self.trainable_modules!r} are inside of trainable layers, of which there are "
-                "none. Pass trainable_layers=n, or name what is outside of layers as extra_modules"
+                f"trainable_modules={self.trainable_modules!r}: are inside of trainable layers, and there are "
+                "none. Pass trainable_layers=n, or extra_modules for modules outside of layers"
             )
         if not self.trainable_layers and not self.extra_modules:
             raise ConfigError("Freeze() trains nothing. Pass trainable_layers=n (the last n), or extra_modules")
@@ -124,14 +124,12 @@ class _LoraTuning(Tuning):
 
     def __post_init__(self) -> None:
         if self.placement not in ("sharded", "replicated"):
-            raise ConfigError(
-                f"placement={self.placement!r} is neither 'sharded' nor 'replicated'. Pass one of these"
-            )
+            raise ConfigError(f"placement={self.placement!r}: is not known. Pass 'sharded' or 'replicated'")
         name: object = self.adapter
         if not isinstance(name, str) or not name or any(token in name for token in (".", "/", "lora_")):
             raise ConfigError(
-                f"adapter={name!r} cannot name an adapter: it becomes a part of its tensors' names, so it must "
-                "not be empty, and must not contain a dot, a slash or lora_"
+                f"adapter={name!r}: is not a name that can be part of tensor names. Pass one that is not empty, "
+                "without a dot, a slash or lora_"
             )
 
     def saves(self) -> Selection:
@@ -141,13 +139,13 @@ class _LoraTuning(Tuning):
         return repr((peft_private.comparable_text(self._config(adapters)), self.adapter, self.placement))
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
-        found, config = adapters.get(self.adapter), self._config(adapters)
-        if found is not None:
-            found = rename_adapter(base, found)
-            config = found.config
-        peft_private.require_supported(config, is_new=found is None)
-        made = inject.with_lora(base, bindings, config, self.adapter, found, is_new=found is None)
-        return inject.replicated(made) if self.placement == "replicated" else made
+        stored, config = adapters.get(self.adapter), self._config(adapters)
+        if stored is not None:
+            stored = rename_adapter(base, stored)
+            config = stored.config
+        peft_private.require_supported(config, is_new=stored is None)
+        tuned = inject.inject_lora(base, bindings, config, self.adapter, stored, is_new=stored is None)
+        return inject.replicate_adapter(tuned) if self.placement == "replicated" else tuned
 
     def _config(self, adapters: Mapping[str, Adapter]) -> LoraConfig:
         return adapters[self.adapter].config
@@ -195,26 +193,26 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
     Raises:
         ConfigError: a name matches nothing (the error contains the nearest names), or there are not enough layers.
     """
-    blocks = _layers(model) if mode.trainable_layers else []
+    blocks = _find_layers(model) if mode.trainable_layers else []
     count = abs(mode.trainable_layers)
     if count > len(blocks):
         raise ConfigError(f"trainable_layers={mode.trainable_layers}: {type(model).__name__} has {len(blocks)}")
-    chosen = blocks[-count:] if mode.trainable_layers > 0 else blocks[:count]
+    trained_blocks = blocks[-count:] if mode.trainable_layers > 0 else blocks[:count]
     modules = dict(model.named_modules())
-    trained = [modules[name] for name in chosen]
+    trained = [modules[name] for name in trained_blocks]
     if mode.trainable_modules:
-        trained = _modules_in_layers(modules, chosen, mode.trainable_modules)
-    everywhere = _layers(model, may_lack=True)
-    trained += _outside(modules, everywhere, mode.extra_modules)
+        trained = _find_in_layers(modules, trained_blocks, mode.trainable_modules)
+    everywhere = _find_layers(model, may_lack=True)
+    trained += _find_outside(modules, everywhere, mode.extra_modules)
     # Parameters that the model's class has frozen stay frozen.
-    wanted = {parameter for module in trained for parameter in module.parameters() if parameter.requires_grad}
+    to_train = {parameter for module in trained for parameter in module.parameters() if parameter.requires_grad}
     for parameter in model.parameters():
-        parameter.requires_grad_(parameter in wanted)
-    if not wanted:
-        raise ConfigError(f"{mode} trains nothing of {type(model).__name__}: what it names has no parameters")
+        parameter.requires_grad_(parameter in to_train)
+    if not to_train:
+        raise ConfigError(f"{mode} trains nothing of {type(model).__name__}: these modules have no parameters")
 
 
-def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
+def _find_layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
     """Return the names of the model's layers in order. Among several lists, those of the text decoder are chosen.
 
     Raises:
@@ -222,69 +220,64 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
             instead.
     """
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
-    wanted = pretrained.text_layers(model)
+    count = pretrained.count_text_layers(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is decoder), "")
     lists: dict[str, list[str]] = {}
-    for name in listed_blocks(model):
+    for name in find_listed_blocks(model):
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     for name, module in decoder.named_children():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:  # a single layer, or layers of many classes
-            lists.setdefault(prefix + name, [f"{prefix}{name}.{index}" for index in range(wanted)])
+        if isinstance(module, nn.ModuleList) and len(module) == count:  # a single layer, or layers of many classes
+            lists.setdefault(prefix + name, [f"{prefix}{name}.{index}" for index in range(count)])
     of_decoder = {name: members for name, members in lists.items() if name.startswith(prefix)}
-    own = {name: members for name, members in of_decoder.items() if "." not in name.removeprefix(prefix)}
-    nearest = [own, of_decoder] if pretrained.has_other_models(model) else [own, of_decoder, lists]
+    children = {name: members for name, members in of_decoder.items() if "." not in name.removeprefix(prefix)}
+    # Candidates from the narrowest to the widest. A list with as many layers as the config says comes before all.
+    nearest = [children, of_decoder] if pretrained.has_other_models(model) else [children, of_decoder, lists]
     if pretrained.is_encoder_decoder(model):
         nearest = [lists]  # the encoder's layers are first, the decoder's last
     else:
-        nearest = [{name: near[name] for name in near if len(near[name]) == wanted} for near in nearest] + nearest
+        fitting = [{name: members for name, members in level.items() if len(members) == count} for level in nearest]
+        nearest = fitting + nearest
     for candidates in nearest:
         if len(candidates) == 1:
             return next(iter(candidates.values()))
     if may_lack:
         return [name for members in lists.values() for name in members]
     if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of layers. Name what is trained as extra_modules")
+        raise ConfigError(f"{type(model).__name__} has no list of layers. Pass extra_modules to train")
     raise ConfigError(
-        f"{type(model).__name__} has several lists of layers ({', '.join(lists)}), and it is not known which "
-        "are the language model's. Name what is trained of them as extra_modules"
+        f"{type(model).__name__} has several lists of layers ({', '.join(lists)}), and none is known to be the "
+        "language model's. Pass those to train as extra_modules"
     )
 
 
-def _modules_in_layers(
-    modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]
-) -> list[nn.Module]:
-    candidates = [
-        (name.removeprefix(f"{block}."), module)
-        for name, module in modules.items()
-        for block in blocks
-        if name.startswith(f"{block}.")
-    ]
-    return _named("trainable_modules: no module of the layers", candidates, names)
+def _find_in_layers(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
+    candidates: list[tuple[str, nn.Module]] = []  # by name in the layer
+    for name, module in modules.items():
+        inside = (name.removeprefix(f"{block}.") for block in blocks if name.startswith(f"{block}."))
+        candidates += [(local, module) for local in inside]
+    return _find_modules("trainable_modules: no module of the layers", candidates, names)
 
 
-def _outside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
+def _find_outside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
     full = [name for name in names if name in modules]  # a full name is never ambiguous
-    candidates = [
-        (name, module)
-        for name, module in modules.items()
-        if name and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
-    ]
+    prefixes = tuple(f"{block}." for block in blocks)
+    candidates = [(name, each) for name, each in modules.items() if name and not f"{name}.".startswith(prefixes)]
     others = [name for name in names if name not in modules]
-    return [modules[name] for name in full] + _named(
+    return [modules[name] for name in full] + _find_modules(
         "extra_modules: no module outside of the layers", candidates, others
     )
 
 
-def _named(none: str, candidates: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[nn.Module]:
+def _find_modules(none: str, candidates: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[nn.Module]:
     """Return the modules with these names.
 
     Raises:
         ConfigError: a name matches nothing.
     """
-    for wanted in names:
-        if not any(matches(name, wanted) for name, _ in candidates):
-            raise ConfigError(f"{none} is named {wanted!r}{near(wanted, [name for name, _ in candidates])}")
-    return [module for name, module in candidates if any(matches(name, wanted) for wanted in names)]
+    for pattern in names:
+        if not any(matches(name, pattern) for name, _ in candidates):
+            raise ConfigError(f"{none} is named {pattern!r}{near(pattern, [name for name, _ in candidates])}")
+    return [module for name, module in candidates if any(matches(name, pattern) for pattern in names)]
 
 
 def tune(
@@ -310,15 +303,15 @@ def tune(
         ConfigError: a name matches nothing, or a setting is not supported.
         KeyMismatchError: an existing adapter does not fit the model.
     """
-    made = tuning.prepare(base, bindings, adapters)
-    _recast(made.model, trained_dtype, casts_to)
-    if not made.stays_whole:
-        return made
-    parameters = dict(made.model.named_parameters(remove_duplicate=False))
-    return replace(made, whole={parameters[name]: reason for name, reason in made.stays_whole.items()})
+    tuned = tuning.prepare(base, bindings, adapters)
+    _recast_trained(tuned.model, trained_dtype, casts_to)
+    if not tuned.stays_whole:
+        return tuned
+    parameters = dict(tuned.model.named_parameters(remove_duplicate=False))
+    return replace(tuned, whole={parameters[name]: reason for name, reason in tuned.stays_whole.items()})
 
 
-def _recast(model: nn.Module, trained_dtype: TrainedDtype, casts_to: torch.dtype | None) -> None:
+def _recast_trained(model: nn.Module, trained_dtype: TrainedDtype, casts_to: torch.dtype | None) -> None:
     """Change the dtypes of trained parameters, still on meta.
 
     Raises:
@@ -337,10 +330,12 @@ def _recast(model: nn.Module, trained_dtype: TrainedDtype, casts_to: torch.dtype
 
 def _require_one_dtype(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        own = {local: parameter for local, parameter in get_parameters(module).items() if parameter is not None}
-        kinds = {(parameter.dtype, parameter.requires_grad) for parameter in own.values()}
+        parameters = {
+            local: parameter for local, parameter in get_parameters(module).items() if parameter is not None
+        }
+        kinds = {(parameter.dtype, parameter.requires_grad) for parameter in parameters.values()}
         if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
-            words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
+            words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in parameters.items())
             raise ConfigError(
                 f"{name} would compute with parameters of two dtypes ({words}), and only some are trained. "
                 "Pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained_dtype='unchanged'"

@@ -34,7 +34,7 @@ from shardwise.loading.audit import are_equal
 from shardwise.loading.from_pretrained import find_adapter_weights, stored_prefix
 from shardwise.loading.meta_model import MetaModel, ModelOptions, build_meta_model, check_keywords, load_config
 from shardwise.models import pretrained
-from shardwise.models.build import vocabulary_tensors
+from shardwise.models.build import find_vocabulary_tensors
 from shardwise.models.former_names import LowRankPair, fuse_experts, match_former_names
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
@@ -119,7 +119,7 @@ def find_new_vocab_size(lora: _AdapterSource, built: MetaModel, adapter_name: st
         ):
             rows[name] = shape[0]
     try:
-        vocabulary = vocabulary_tensors(built.model, collect_tensors(built.model)) if rows else set()
+        vocabulary = find_vocabulary_tensors(built.model, collect_tensors(built.model)) if rows else set()
     except ConfigError:
         return None
     sizes = {size for name, size in rows.items() if name in vocabulary}
@@ -142,7 +142,7 @@ def find_class_with_head(lora: _AdapterSource, built: MetaModel, adapter_name: s
 def find_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> dict[str, str]:
     """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
     names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
-    ties = pretrained.declared_ties(built.model)
+    ties = pretrained.get_declared_ties(built.model)
     stored = {*built.bindings.matched, *ties, *ties.values()}
     absent = {name for tensor in built.layout.saved() for name in tensor.names} - stored
     return {name: key for key, name in names.items() if name in absent}
@@ -215,7 +215,7 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
     expressions = stored_tensors(lora.executor.index)
     ties = {
         target: origin
-        for target, origin in pretrained.declared_ties(built.model).items()
+        for target, origin in pretrained.get_declared_ties(built.model).items()
         if target in built.layout.by_name
     }
     separate: set[str] = set()

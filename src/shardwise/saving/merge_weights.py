@@ -465,7 +465,7 @@ def _find_conversions(folder: Path, config: PreTrainedConfig, source: offline.Of
     except (FormatError, StorageError):
         return []
     model = source.built.model
-    transforms = pretrained.conversion_transforms(model, None)
+    transforms = pretrained.get_conversion_transforms(model, None)
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
     assign_keys(model, keys, names, transforms)
     return transforms if any(item.was_used() for item in transforms) else []

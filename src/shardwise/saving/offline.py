@@ -139,7 +139,7 @@ def _resolve_ties(built: MetaModel, executor: ReadExecutor, untied: Collection[s
     differing = set(compare_ties(built, twice, executor))
     built.equal_ties = frozenset(name for name, _ in twice) - differing
     separate = differing | set(untied)
-    sources = pretrained.declared_ties(built.model)
+    sources = pretrained.get_declared_ties(built.model)
     # A name that loses its tie starts as a copy of the tensor that it was tied to.
     copies = {}
     for name in separate:

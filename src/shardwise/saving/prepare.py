@@ -127,7 +127,7 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
     """
     tensors = collect_tensors(model)
     files.require_scales(tensors)
-    return files.file_tensors(tensors) if names == "hub" else files.checkpoint_tensors(tensors)
+    return files.collect_file_tensors(tensors) if names == "hub" else files.checkpoint_tensors(tensors)
 
 
 @gc_disabled()
@@ -147,7 +147,7 @@ def prepare(
     """
     _require_possible(request)
     layout = build_layout(tensors)
-    outputs = files.with_file_shapes(tensors, build_outputs(request, layout, fqns))
+    outputs = files.reshape_for_files(tensors, build_outputs(request, layout, fqns))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     training = {} if request.training is None else _training_outputs(layout, fqns)
     parameter_tensors = [

@@ -217,10 +217,10 @@ def _select_outputs(
                 f"{type(model).__name__}: has PEFT adapters, and the hub has no names for base and adapter "
                 "together. Pass only=MergedAdapter(), only=AdapterOnly(), or names='internal'"
             )
-        return files.with_file_shapes(refs, revert(model, layout, internal_names=names == "internal")), None
+        return files.reshape_for_files(refs, revert(model, layout, internal_names=names == "internal")), None
     files.require_no_experts(refs, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
-    layout = adapted.layout(files.dequantized_layout(layout, refs))
+    layout = adapted.layout(files.dequantize_layout(layout, refs))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted
 
 

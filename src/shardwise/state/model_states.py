@@ -176,7 +176,7 @@ def set_model_values(
 
 def _computed(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
     """Return buffers on meta that no state has, with the values that the model's initializers compute."""
-    waiting = [item for item in initializers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
+    waiting = [item for item in initializers.tensors if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
     if not waiting or only is not None:
         return []
     found = initializers.buffers({}, seed=0)

@@ -13,7 +13,13 @@ from shardwise.core.errors import KeyMismatchError, RankMismatchError
 from shardwise.core.formatting import abbreviate
 from shardwise.core.tensors import DType
 from shardwise.fsdp.named_tensors import TensorRef
-from shardwise.fsdp.optimizer_states_by_name import ParsedState, by_parameter, labeled, set_group, unlike
+from shardwise.fsdp.optimizer_states_by_name import (
+    ParsedState,
+    by_parameter,
+    keys_by_label,
+    list_differences,
+    set_group,
+)
 from shardwise.fsdp.rebind import Bound, Key, state_like
 from shardwise.fsdp.torch_private import in_memory, to_torch
 from shardwise.ranks.world import World
@@ -42,7 +48,7 @@ class OptimizerTargets:
             bounds,
             {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
             {name: item.fqn for item in held for name in item.names},
-            labeled(bounds),
+            keys_by_label(bounds),
         )
 
     @property
@@ -95,7 +101,7 @@ def _require_same_kind(targets: OptimizerTargets, agreed: ParsedState) -> None:
         for names, settings in zip(agreed.groups, agreed.settings, strict=True)
         for name in names
     }
-    if found := unlike(by_parameter(targets.bounds), stored):
+    if found := list_differences(by_parameter(targets.bounds), stored):
         shown = "\n  ".join(abbreviate(found))
         raise KeyMismatchError(
             f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "

@@ -14,7 +14,7 @@ from shardwise.core.consents import Consent
 from shardwise.core.errors import ShardingError
 from shardwise.core.reports import StateReport
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
-from shardwise.fsdp.optimizer_states_by_name import ParsedState, class_name, copied, read, written_out
+from shardwise.fsdp.optimizer_states_by_name import ParsedState, build_state_dict, class_name, copy_value, read
 from shardwise.fsdp.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World, repr_digest
@@ -41,7 +41,7 @@ class CollectedOptimizers:
     def written(self) -> dict[str, Any]:
         """Return the state by the names of parameters, sharing the optimizers' tensors."""
         own = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        return written_out(self.bounds, {**own, **self.scalars})
+        return build_state_dict(self.bounds, {**own, **self.scalars})
 
 
 def collect_optimizers(
@@ -207,8 +207,8 @@ def get_optimizer_state_dict(
         found = gather(world, taken.tensors, form, budget_bytes=options.budget_bytes, device=taken.device)
         if world.rank not in receivers(form, world.size):
             return {}
-        scalars = {name: copied(value) for name, value in taken.scalars.items()}
-        return written_out(taken.bounds, {**found, **scalars})
+        scalars = {name: copy_value(value) for name, value in taken.scalars.items()}
+        return build_state_dict(taken.bounds, {**found, **scalars})
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from shardwise.files.urls import HubOptions, redact, without_secrets
 from shardwise.fsdp.accelerate_config import read_accelerate_config
 from shardwise.fsdp.policies import Classes, MinSize, WrapPolicy
 from shardwise.fsdp.torch_private import accelerator
-from shardwise.fsdp.wrap import Sharding, replicated_mesh
+from shardwise.fsdp.wrap import Sharding, make_replicated_mesh
 from shardwise.integrations import ShardwiseTrainer, for_trainer
 from shardwise.loading.estimate import PlanOptions, plan
 from shardwise.loading.from_pretrained import from_pretrained
@@ -192,7 +192,7 @@ def _sharding(own: ShardwiseArguments) -> Sharding:
     elif own.min_num_params:
         wrap = MinSize(own.min_num_params)
     offload = CPUOffloadPolicy() if own.cpu_offload else OffloadPolicy()
-    return Sharding(mesh=replicated_mesh(own.dp_replicate_size), wrap=wrap, offload_policy=offload)
+    return Sharding(mesh=make_replicated_mesh(own.dp_replicate_size), wrap=wrap, offload_policy=offload)
 
 
 def lora_config(arguments: TrlArguments) -> Any:

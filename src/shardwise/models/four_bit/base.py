@@ -67,11 +67,9 @@ def _select(
     Raises:
         ConfigError: a name matches nothing and ``names_must_match``, or the whole choice does and ``must_match``.
     """
-    uses = Counter(
-        id(parameter)
-        for _, module in model.named_modules(remove_duplicate=False)
-        for parameter in get_parameters(module).values()
-    )
+    uses: Counter[int] = Counter()  # by id of the parameter
+    for _, each in model.named_modules(remove_duplicate=False):
+        uses.update(map(id, get_parameters(each).values()))
     linear: dict[str, nn.Linear] = {}
     stacks: dict[str, tuple[nn.Module, str]] = {}
     skip_modules: dict[str, str] = {}
@@ -166,11 +164,11 @@ def convert_base_to_four_bits(
     Raises:
         ConfigError: a name matches nothing, or no layer is left.
     """
-    forms = {
-        name: form
-        for name, expressions in bindings.matched.items()
-        if (form := next(filter(None, map(find_quant_type, expressions)), None)) is not None
-    }
+    forms: dict[str, tuple[FourBitForm, int]] = {}
+    for name, expressions in bindings.matched.items():
+        form = next(filter(None, map(find_quant_type, expressions)), None)
+        if form is not None:
+            forms[name] = form
     stacks = _find_stored_stacks(model, bindings) if keeps_experts else {}
     candidates = forms.keys() | stacks.keys()
     if not candidates and config is None:

@@ -41,7 +41,7 @@ def has_four_bits(model: nn.Module) -> bool:
     )
 
 
-def file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
+def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
     """Return a model's tensors as files have them, with scales as floats and the metadata.
 
     Raises:
@@ -154,7 +154,7 @@ def _as_floats(raw: torch.Tensor) -> torch.Tensor:
     )
 
 
-def dequantized_layout(layout: ModelLayout, tensors: Sequence[TensorRef]) -> ModelLayout:
+def dequantize_layout(layout: ModelLayout, tensors: Sequence[TensorRef]) -> ModelLayout:
     """Return the layout with dequantized weights in place of 4-bit ones and their scales. These have no boxes."""
     slots = {item.fqn: item.slots[0] for item in tensors}
     layouts: list[TensorLayout] = []
@@ -178,7 +178,7 @@ def dequantized_layout(layout: ModelLayout, tensors: Sequence[TensorRef]) -> Mod
     return ModelLayout(tuple(layouts))
 
 
-def with_file_shapes(tensors: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
+def reshape_for_files(tensors: Sequence[TensorRef], outputs: Mapping[str, Output]) -> dict[str, Output]:
     """Return the outputs with the shapes of files: codes (n, 1) and scales (n,).
 
     Codes of MXFP4 are (experts, out, in / 32, 16). Outputs of other forms are unchanged.

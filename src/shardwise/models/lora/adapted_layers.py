@@ -19,7 +19,7 @@ from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
 from shardwise.models.initial_programs import Program, copy_program, fill_from_program
 from shardwise.models.initialize import Initializers
 from shardwise.models.lora import peft_private
-from shardwise.models.lora.inject import with_lora
+from shardwise.models.lora.inject import inject_lora
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -80,7 +80,7 @@ class AdapterOutline:
     """An adapter without a model: its sites in the order of the model, and its initialization."""
 
     sites: tuple[AdaptedSite, ...]
-    held: Mapping[str, TensorRef]
+    tensors: Mapping[str, TensorRef]
     initializers: Initializers
     programs: Mapping[str, Program]
 
@@ -98,7 +98,7 @@ class AdapterOutline:
         """Initialize a contiguous matrix as ``from_pretrained`` with ``Lora(config)`` does, from (seed, FQN)."""
         program = self.programs[matrix.fqn]
         if not program.is_elementwise:
-            whole = self.initializers.whole(self.held[matrix.fqn], seed=seed)
+            whole = self.initializers.initialize_whole(self.tensors[matrix.fqn], seed=seed)
             program = copy_program(whole)
         box = LocalBox(Box.whole(matrix.shape), Strided.contiguous(matrix.shape))
         fill_from_program(program, values, [box], seed=seed, fqn=matrix.fqn)
@@ -121,24 +121,24 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig, *, is_new: bool) 
         ConfigError: nothing matches, or the adapter has other parts than pairs of matrices.
     """
     _require_matrices(config)
-    made = with_lora(base, Bindings({}), config, _ADAPTER, None, is_new=is_new)
-    held = {name: item for item in collect_tensors(made.model) for name in item.names}
-    faults: list[str] = []
+    tuned = inject_lora(base, Bindings({}), config, _ADAPTER, None, is_new=is_new)
+    tensors = {name: item for item in collect_tensors(tuned.model) for name in item.names}
+    errors: list[str] = []
     sites: list[AdaptedSite] = []
-    names = {id(item.tensor): item.fqn for item in held.values()}
-    adapted: Any = made.model
-    for name, layer in peft_private.layers(adapted):
+    names = {id(item.tensor): item.fqn for item in tensors.values()}
+    model: Any = tuned.model
+    for name, layer in peft_private.layers(model):
         try:
-            sites.append(_site(name_in_base(name), layer, names))
+            sites.append(_make_site(name_in_base(name), layer, names))
         except ConfigError as error:
-            faults.append(str(error))
-    if faults:
-        raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults[:20]))
+            errors.append(str(error))
+    if errors:
+        raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(errors[:20]))
     initializers = Initializers(
-        made.model, list({id(item): item for item in held.values()}.values()), made.additions
+        tuned.model, list({id(item): item for item in tensors.values()}.values()), tuned.additions
     )
-    programs = initializers.programs(sorted(made.additions.from_tuning))
-    return AdapterOutline(tuple(sites), held, initializers, programs)
+    programs = initializers.programs(sorted(tuned.additions.from_tuning))
+    return AdapterOutline(tuple(sites), tensors, initializers, programs)
 
 
 def _require_matrices(config: LoraConfig) -> None:
@@ -148,21 +148,21 @@ def _require_matrices(config: LoraConfig) -> None:
         ConfigError: the message has these settings.
     """
     peft_private.require_supported(config, is_new=True)
-    faults = []
+    errors = []
     if config.use_dora:
-        faults.append("use_dora=True needs norms of whole weights at each step. Leave it out")
+        errors.append("use_dora=True needs norms of whole weights at each step. Leave it out")
     if config.bias != "none":
-        faults.append(f"bias={config.bias!r} trains the base, which all adapters share. Pass 'none'")
+        errors.append(f"bias={config.bias!r} trains the base, which all adapters share. Pass 'none'")
     if getattr(config, "lora_bias", False):
-        faults.append("lora_bias=True is not supported. Leave it out")
+        errors.append("lora_bias=True is not supported. Leave it out")
     if config.modules_to_save:
         names = ", ".join(sorted(config.modules_to_save))
-        faults.append(f"modules_to_save ({names}) are copies of the base. Make them target_modules")
-    if faults:
-        raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults))
+        errors.append(f"modules_to_save ({names}) are copies of the base. Make them target_modules")
+    if errors:
+        raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(errors))
 
 
-def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
+def _make_site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
     """Return the site of one of PEFT's layers. ``names`` are FQNs by ``id`` of the tensor.
 
     Raises:
@@ -172,13 +172,13 @@ def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
     from transformers.pytorch_utils import Conv1D
 
     base = layer.get_base_layer()
-    found = [
+    matrices = [
         AdaptedMatrix(names[id(getattr(owner, local))], tuple(getattr(owner, local).shape))
         for owner, local in peft_private.matrices(layer, _ADAPTER)
     ]
     r, scaling = layer.r[_ADAPTER], float(layer.scaling[_ADAPTER])
-    if len(found) == 2 and math.isfinite(scaling):
-        lora_A, lora_B = found
+    if len(matrices) == 2 and math.isfinite(scaling):
+        lora_A, lora_B = matrices
         if isinstance(layer, ParamWrapper) and getattr(base, layer.parameter_name).ndim == 3:
             return ExpertsSite(module, lora_A, lora_B, r, scaling, layer.parameter_name, layer.num_experts)
         if isinstance(layer, Embedding):  # PEFT applies no dropout to these
@@ -187,6 +187,6 @@ def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
             dropout = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
             return LinearSite(module, lora_A, lora_B, r, scaling, float(dropout))
     raise ConfigError(
-        f"{module}: a {type(base).__name__} adapted as {type(layer).__name__}. Only linear layers, embeddings and "
-        "fused experts can be, take it out of the targets"
+        f"{module}: is a {type(base).__name__} adapted as {type(layer).__name__}. Only linear layers, embeddings "
+        "and fused experts are supported. Take it out of the targets"
     )

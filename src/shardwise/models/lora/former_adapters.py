@@ -44,17 +44,17 @@ def rename_adapter(base: PreTrainedModel, adapter: Adapter) -> Adapter:
         KeyMismatchError: matrices of single experts cannot be fused. The message has the parameters.
     """
     modules = dict(base.named_modules())
-    owners = {key: _owner(key) for key in adapter.tensors}
+    owners = {key: _get_owner(key) for key in adapter.tensors}
     if all(owner in modules for owner in owners.values()):
         return adapter
     layout = build_layout(collect_tensors(base))
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
-    transforms = pretrained.conversion_transforms(base, None)
-    probes = {f"{owner}.{local}": owner for owner in owners.values() for local in _locals(adapter.config)}
+    transforms = pretrained.get_conversion_transforms(base, None)
+    probes = {f"{owner}.{local}": owner for owner in owners.values() for local in _local_names(adapter.config)}
     matched = match_former_names(base, list(probes), names, transforms)
     renamed = {probes[old]: new.rpartition(".")[0] for old, new in matched.plain.items()}
     renamed |= {owner: owner for owner in owners.values() if owner in modules}
-    pairs = _single_experts(adapter, {matched.former[key].rpartition(".")[0] for key in matched.former})
+    pairs = _collect_single_experts(adapter, {matched.former[key].rpartition(".")[0] for key in matched.former})
     fused = fuse_experts(base, layout, matched, pairs, what=adapter.directory)
     single = {name.rpartition(".")[0] for name in pairs}
     tensors = {
@@ -73,23 +73,23 @@ def rename_adapter(base: PreTrainedModel, adapter: Adapter) -> Adapter:
     if fused and config.lora_dropout:
         notes.append(f"lora_dropout is 0, not {config.lora_dropout}: PEFT has none for stacked experts")
         config.lora_dropout = 0.0
-    stacked = _stacked_tensors(config, fused, modules)
+    stacked = _build_stacked_tensors(config, fused, modules)
     return replace(adapter, config=config, tensors=tensors | stacked, notes=tuple(notes))
 
 
-def _owner(key: str) -> str:
+def _get_owner(key: str) -> str:
     """Return the module that a tensor of an adapter belongs to."""
     name = key.removeprefix(_PREFIX)
-    found = _SUFFIX.search(name)
-    return name[: found.start()] if found else name
+    match = _SUFFIX.search(name)
+    return name[: match.start()] if match else name
 
 
-def _locals(config: LoraConfig) -> list[str]:
+def _local_names(config: LoraConfig) -> list[str]:
     """Return local names of parameters by which modules are found."""
     return ["weight", *(name.rpartition(".")[2] for name in sorted(config.target_parameters or ()))]
 
 
-def _single_experts(adapter: Adapter, modules: set[str]) -> dict[str, LowRankPair]:
+def _collect_single_experts(adapter: Adapter, modules: set[str]) -> dict[str, LowRankPair]:
     """Return the matrices of single experts, by name of the weight."""
     pairs: dict[str, LowRankPair] = {}
     for module in modules:
@@ -97,7 +97,7 @@ def _single_experts(adapter: Adapter, modules: set[str]) -> dict[str, LowRankPai
         lora_A, lora_B = halves
         if lora_A is None or lora_B is None:
             raise KeyMismatchError(
-                f"{adapter.directory}: has not both matrices of {module}. Save the adapter again"
+                f"{adapter.directory}: lacks lora_A or lora_B of {module}. Save the adapter again"
             )
         scaling = peft_private.scaling(adapter.config, module, lora_A.shape[0])
         pairs[f"{module}.weight"] = LowRankPair(lora_A, lora_B, scaling)
@@ -114,13 +114,14 @@ def _set_targets(
     for name, former in adapted.items():
         if isinstance(modules.get(name), _ADAPTED_AS_MODULES):
             targets.add(name)
-        elif not any(f"{name}.{local}".endswith(wanted) for wanted in parameters for local in _locals(config)):
+        elif not any(f"{name}.{local}".endswith(tuple(parameters)) for local in _local_names(config)):
             parameters.add(f"{name}.weight")  # a router, which is no linear layer any more
         rank, alpha = peft_private.rank_and_alpha(config, former)
         if (rank, alpha) != (config.r, config.lora_alpha):
             ranks[re.escape(name)], alphas[re.escape(name)] = rank, alpha
     for name, pair in fused.items():
         parameters.add(name)
+        # The alpha with which PEFT computes this scaling.
         divisor = math.sqrt(pair.r) if config.use_rslora else pair.r
         ranks[re.escape(name)], alphas[re.escape(name)] = pair.r, pair.scaling * divisor
     config.target_modules, config.target_parameters = targets, sorted(parameters) or None
@@ -128,7 +129,7 @@ def _set_targets(
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
 
 
-def _stacked_tensors(
+def _build_stacked_tensors(
     config: Any, fused: Mapping[str, FusedPair], modules: Mapping[str, nn.Module]
 ) -> dict[str, Expression]:
     """Return the matrices of stacked experts by PEFT's names, which nest from the last parameter to the first."""
@@ -138,8 +139,9 @@ def _stacked_tensors(
         targeted = [
             other
             for other, _ in modules[module].named_parameters(recurse=False)
-            if any(f".{module}.{other}".endswith(f".{wanted}") for wanted in config.target_parameters)
+            if any(f".{module}.{other}".endswith(f".{parameter}") for parameter in config.target_parameters)
         ]
+        # PEFT wraps a module once for each of its parameters. The wrapper of the last one is the outermost.
         depth = len(targeted) - 1 - targeted.index(local)
         inside = f"{_PREFIX}{module}{'.base_layer' * depth}"
         tensors[f"{inside}.lora_A.weight"], tensors[f"{inside}.lora_B.weight"] = pair.lora_A, pair.lora_B

@@ -39,13 +39,13 @@ class Adapter:
 
 
 def match_adapter(
-    model: nn.Module, held: Sequence[TensorRef], name: str, adapter: Adapter, required: Collection[str]
+    model: nn.Module, refs: Sequence[TensorRef], name: str, adapter: Adapter, required: Collection[str]
 ) -> dict[str, Expression]:
     """Return the stored tensors of an adapter by their names in the model.
 
     Args:
         model: PEFT's model, with the adapter's modules.
-        held: its tensors.
+        refs: its tensors.
         name: the adapter's name in the model.
         adapter: the content of the adapter's folder.
         required: names of tensors that the folder must contain.
@@ -53,35 +53,35 @@ def match_adapter(
     Raises:
         KeyMismatchError: tensors are missing, unexpected, or of another shape. The message has all of them.
     """
-    fqns = names_outside(model, held, AdapterOnly(name))
-    by_name = {alias: item for item in held for alias in item.names}
+    fqns = names_outside(model, refs, AdapterOnly(name))
+    by_name = {alias: item for item in refs for alias in item.names}
     version, what = adapter.config.peft_version, adapter.directory
-    tensors = exchange_experts(model, held, name, adapter.tensors, version, what)
+    tensors = exchange_experts(model, refs, name, adapter.tensors, version, what)
     missing = [f"missing     {key}" for key, fqn in fqns.items() if key not in tensors and fqn in required]
     unexpected = [f"unexpected  {key}" for key in tensors if key not in fqns]
-    found = {key: (by_name[fqns[key]], item) for key, item in tensors.items() if key in fqns}
+    pairs = {key: (by_name[fqns[key]], item) for key, item in tensors.items() if key in fqns}
     mismatched = [
-        f"mismatched  {key}: stored {item.shape}, the model has {tuple(own.tensor.shape)}"
-        for key, (own, item) in found.items()
-        if item.shape != tuple(own.tensor.shape)
+        f"mismatched  {key}: stored {item.shape}, the model has {tuple(ref.tensor.shape)}"
+        for key, (ref, item) in pairs.items()
+        if item.shape != tuple(ref.tensor.shape)
     ]
     if missing or unexpected or mismatched:
         config, shown = adapter.config, [*missing[:_SHOWN], *unexpected[:_SHOWN], *mismatched[:_SHOWN]]
         more = len(missing) + len(unexpected) + len(mismatched) - len(shown)
         listed = "\n  ".join([*shown, *([f"... and {more} more"] if more else [])])
         raise KeyMismatchError(
-            f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config says that it belongs "
-            f"to {config.base_model_name_or_path or 'a base it does not name'}, with r={config.r} and "
-            f"target_modules={_format_targets(config.target_modules)}. Take that base, the config it was "
+            f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config has the base "
+            f"{config.base_model_name_or_path or '(not named)'}, r={config.r} and "
+            f"target_modules={_format_targets(config.target_modules)}. Load that base, with the config it was "
             "trained with, and resize_vocab if its vocabulary was resized. An adapter with embeddings can be "
             "merged (shardwise.merge_adapter)"
         )
-    return {own.fqn: item for own, item in found.values()}
+    return {ref.fqn: item for ref, item in pairs.values()}
 
 
 def exchange_experts(
     model: Any,
-    held: Sequence[TensorRef],
+    refs: Sequence[TensorRef],
     name: str,
     tensors: Mapping[str, Expression],
     peft_version: str | None,
@@ -93,7 +93,7 @@ def exchange_experts(
 
     Args:
         model: PEFT's model, with the adapter's modules.
-        held: its tensors.
+        refs: its tensors.
         name: the adapter's name in the model.
         tensors: by their names in PEFT's files, or in the model.
         peft_version: of the adapter's config, or None if it has none.
@@ -102,22 +102,22 @@ def exchange_experts(
     Raises:
         ConfigError: neither the shapes nor the version tell the layout.
     """
-    fqns = {id(item.tensor): item.fqn for item in held}
+    fqns = {id(item.tensor): item.fqn for item in refs}
     stored = {key.replace(f".{name}.", "."): key for key in tensors}
     pairs: list[tuple[str, str]] = []
     shapes: list[ExpertFactors] = []
     for lora_A, lora_B, experts, is_transposed in peft_private.expert_layers(model, name):
-        one, other = (stored.get(fqns[id(half.weight)].replace(f".{name}.", ".")) for half in (lora_A, lora_B))
-        if one is not None and other is not None:
-            found = tensors[one].shape, tensors[other].shape
-            expected = tuple(lora_A.weight.shape), tuple(lora_B.weight.shape)
-            pairs.append((one, other))
-            shapes.append(ExpertFactors(found, expected, experts, is_transposed))
+        a_key, b_key = (stored.get(fqns[id(half.weight)].replace(f".{name}.", ".")) for half in (lora_A, lora_B))
+        if a_key is not None and b_key is not None:
+            stored_shapes = tensors[a_key].shape, tensors[b_key].shape
+            model_shapes = tuple(lora_A.weight.shape), tuple(lora_B.weight.shape)
+            pairs.append((a_key, b_key))
+            shapes.append(ExpertFactors(stored_shapes, model_shapes, experts, is_transposed))
     exchanged = dict(tensors)
     if are_exchanged(shapes, peft_version, what):
-        for (one, other), item in zip(pairs, shapes, strict=True):
+        for (a_key, b_key), item in zip(pairs, shapes, strict=True):
             if item.fits_exchanged:
-                exchanged[one], exchanged[other] = item.exchange(tensors[one], tensors[other])
+                exchanged[a_key], exchanged[b_key] = item.exchange(tensors[a_key], tensors[b_key])
     return exchanged
 
 
@@ -125,7 +125,7 @@ def _format_targets(targets: object) -> str:
     return repr(sorted(targets)) if isinstance(targets, (set, list, tuple)) else repr(targets)
 
 
-def with_lora(
+def inject_lora(
     base: PreTrainedModel,
     bindings: Bindings,
     config: LoraConfig,
@@ -141,23 +141,25 @@ def with_lora(
     _require_unpacked(base, config)
     before = collect_tensors(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
-    model = _injected(base, config, name, is_new=is_new)
-    held = collect_tensors(model)
-    new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
+    # PEFT moves modules (q_proj becomes q_proj.base_layer), but keeps the objects. So a tensor is identified by its
+    # module and its local name: before with its old name, afterwards with its new one.
+    model = _inject(base, config, name, is_new=is_new)
+    refs = collect_tensors(model)
+    new_names = {(id(slot.module), slot.name): slot.fqn for item in refs for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
     base_names = {new: old for old, new in renamed.items()}
-    originals = _originals(model, name, new_names)
+    originals = _find_originals(model, name, new_names)
     matched: dict[str, tuple[Expression, ...]] = {
-        renamed.get(old, old): found for old, found in bindings.matched.items()
+        renamed.get(old, old): expressions for old, expressions in bindings.matched.items()
     }
-    additions = _additions(model, name, config, {id(item.tensor): item for item in held})
+    additions = _additions(model, name, config, {id(item.tensor): item for item in refs})
     copied = {copy: original for copy, original in originals.items() if original in base_names}
     if adapter is not None:
-        taken = match_adapter(model, held, name, adapter, additions.from_tuning.union(copied))
-        copied = {copy: original for copy, original in copied.items() if copy not in taken}
+        of_adapter = match_adapter(model, refs, name, adapter, additions.from_tuning.union(copied))
+        copied = {copy: original for copy, original in copied.items() if copy not in of_adapter}
         additions = additions.from_checkpoint()
-        matched |= {fqn: (expression,) for fqn, expression in taken.items()}
-    tied = {alias: item.names for item in held for alias in item.names}
+        matched |= {fqn: (expression,) for fqn, expression in of_adapter.items()}
+    tied = {alias: item.names for item in refs for alias in item.names}
     for copy, original in copied.items():
         stored = next((matched[alias] for alias in tied[original] if alias in matched), None)
         if stored is not None:
@@ -179,7 +181,7 @@ def with_lora(
     )
 
 
-def _injected(base: PreTrainedModel, config: LoraConfig, name: str, *, is_new: bool) -> Any:
+def _inject(base: PreTrainedModel, config: LoraConfig, name: str, *, is_new: bool) -> Any:
     """Return PEFT's model around the base.
 
     Raises:
@@ -199,8 +201,9 @@ def _injected(base: PreTrainedModel, config: LoraConfig, name: str, *, is_new: b
         _require_all_matched(config, config, everything, modules, parameters)
         raise
     if is_new:  # PEFT stores more names than match: both names of a head, and layers excluded of "all-linear"
-        own: Any = model.peft_config[name]  # in which PEFT has replaced the names of experts that are fused by now
-        targeting = config if isinstance(config.target_modules, str) else own
+        # PEFT has replaced names of single experts in this copy, if they are fused in the model.
+        peft_config: Any = model.peft_config[name]
+        targeting = config if isinstance(config.target_modules, str) else peft_config
         _require_all_matched(config, targeting, peft_private.get_targets(model, name), modules, parameters)
     return model
 
@@ -210,32 +213,31 @@ def _require_unpacked(base: PreTrainedModel, config: LoraConfig) -> None:
     packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
     if packed and config.use_dora:
         raise ConfigError(
-            f"use_dora: needs norms of rows, which weights in four bits do not have ({packed[0]}). Leave out "
-            "use_dora, or quantization"
+            f"use_dora: needs norms of rows, but {packed[0]} is in four bits. Leave out use_dora or quantization"
         )
-    for wanted in config.modules_to_save or ():
-        found = next((name for name in packed if wanted in name.split(".")), None)
-        if found is not None:
+    for target in config.modules_to_save or ():
+        packed_module = next((name for name in packed if target in name.split(".")), None)
+        if packed_module is not None:
             raise ConfigError(
-                f"modules_to_save trains {found} whole, which is in four bits. Name it in "
-                f'quantization=Nf4(skip_modules=("{wanted}",)) as well, or leave it out of modules_to_save'
+                f"modules_to_save trains {packed_module} whole, which is in four bits. Name it in "
+                f'quantization=Nf4(skip_modules=("{target}",)) as well, or leave it out of modules_to_save'
             )
 
 
-def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
+def _find_originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
     """Map the names of parameters and buffers of copied modules to those of their originals."""
-    found: dict[str, str] = {}
+    originals: dict[str, str] = {}
     for original, copy in peft_private.copies(model, adapter):
         modules = dict(original.named_modules(remove_duplicate=False))
         for inner, module in copy.named_modules(remove_duplicate=False):
             for local in (name for (owner, name) in names if owner == id(module)):
                 source = names.get((id(modules[inner]), local)) if inner in modules else None
                 if source is not None:
-                    found[names[id(module), local]] = source
-    return found
+                    originals[names[id(module), local]] = source
+    return originals
 
 
-def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, TensorRef]) -> Additions:
+def _additions(model: Any, adapter: str, config: LoraConfig, refs: Mapping[int, TensorRef]) -> Additions:
     """Return what PEFT added to the model, and its initialization.
 
     Raises:
@@ -243,23 +245,23 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
     """
     initialized: set[str] = set()
     norms: dict[str, RowNorms] = {}
-    found = list(peft_private.layers(model))
-    for name, layer in found:
+    lora_layers = list(peft_private.layers(model))
+    for name, layer in lora_layers:
         for module, local in peft_private.matrices(layer, adapter):
-            initialized.add(held[id(getattr(module, local))].fqn)
+            initialized.add(refs[id(getattr(module, local))].fqn)
         magnitude: Any = peft_private.magnitude(layer, adapter)
         if magnitude is not None:
             if not peft_private.has_row_norms(layer):
                 raise ConfigError(
-                    f"{name}: use_dora needs norms over the dimension that is sharded, for a "
-                    f"{type(layer.get_base_layer()).__name__}. Leave it out of target_modules, or use_dora"
+                    f"{name}: use_dora of a {type(layer.get_base_layer()).__name__} needs norms over the sharded "
+                    "dim. Leave it out of target_modules, or use_dora"
                 )
-            matrix = held[id(layer.get_base_layer().weight)].fqn
-            norms[held[id(magnitude.weight)].fqn] = RowNorms(matrix, peft_private.row_norms)
+            matrix = refs[id(layer.get_base_layer().weight)].fqn
+            norms[refs[id(magnitude.weight)].fqn] = RowNorms(matrix, peft_private.row_norms)
 
     def initialize() -> None:
         with torch.no_grad():
-            for _, layer in found:
+            for _, layer in lora_layers:
                 peft_private.initialize(layer, adapter, config.init_lora_weights)
 
     return Additions(initialized=frozenset(initialized), initialize=initialize, norms=norms)
@@ -279,51 +281,51 @@ def _require_all_matched(
     Raises:
         ConfigError: names match nothing. The message has all of them, with the nearest names.
     """
-    faults: list[str] = []
-    for option, source, found, known in (
+    errors: list[str] = []
+    for option, source, targeted, known in (
         ("target_modules", targeting, targets.modules, modules),
         ("target_parameters", targeting, targets.parameters, parameters),
         ("modules_to_save", config, targets.copied, modules),
         ("exclude_modules", config, modules, modules),
     ):
-        wanted = getattr(source, option)
-        for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
-            if any(matches(target, name) for target in found):
+        patterns = getattr(source, option)
+        for name in sorted(patterns) if isinstance(patterns, (list, tuple, set)) else ():
+            if any(matches(target, name) for target in targeted):
                 continue
             if any(matches(other, name) for other in known):
-                faults.append(f"{option}: {name!r} is there, and PEFT does not adapt it. Leave it out")
+                errors.append(f"{option}: {name!r} exists, but PEFT does not adapt it. Leave it out")
             else:
-                faults.append(f"{option}: nothing is named {name!r}{near(name, known)}")
-    if faults:
-        raise ConfigError("the LoRA names what the model does not have:\n  " + "\n  ".join(faults))
+                errors.append(f"{option}: nothing is named {name!r}{near(name, known)}")
+    if errors:
+        raise ConfigError("the LoRA has names that match nothing:\n  " + "\n  ".join(errors))
 
 
-def replicated(made: Tuned) -> Tuned:
-    """Return the same model with its adapter unsharded on every rank.
+def replicate_adapter(tuned: Tuned) -> Tuned:
+    """Keep the adapter of a model unsharded on every rank. Return the changed description.
 
     Raises:
         ConfigError: there are magnitudes of DoRA, whose initialization needs the sharded rows.
     """
-    if made.additions.norms:
-        raise ConfigError("use_dora needs its magnitudes where the rows are. Pass placement='sharded'")
-    return replace(made, stays_whole=dict.fromkeys(made.additions.from_tuning, "adapters are replicated"))
+    if tuned.additions.norms:
+        raise ConfigError("use_dora: initializes magnitudes from sharded rows. Pass placement='sharded'")
+    return replace(tuned, stays_whole=dict.fromkeys(tuned.additions.from_tuning, "adapters are replicated"))
 
 
-def matches(name: str, wanted: str) -> bool:
+def matches(name: str, ending: str) -> bool:
     """Return whether a module's name is, or ends with, the wanted one."""
-    return name == wanted or name.endswith(f".{wanted}")
+    return name == ending or name.endswith(f".{ending}")
 
 
-def near(wanted: str, known: Iterable[str]) -> str:
+def near(unknown: str, names: Iterable[str]) -> str:
     """Return a sentence with the nearest names, to append to an error.
 
     Names are compared by their last parts, as many as ``wanted`` has.
     """
-    depth = wanted.count(".") + 1
-    ends = {".".join(name.split(".")[-depth:]) for name in known if name}
+    depth = unknown.count(".") + 1
+    ends = {".".join(name.split(".")[-depth:]) for name in names if name}
     ends = {end for end in ends if not end.isdigit()}
-    found = difflib.get_close_matches(wanted, sorted(ends), n=3, cutoff=0.4)
-    nearest = f". The nearest are {', '.join(found)}" if found else ""
+    closest = difflib.get_close_matches(unknown, sorted(ends), n=3, cutoff=0.4)
+    nearest = f". The nearest are {', '.join(closest)}" if closest else ""
     return nearest or f". There are {', '.join(sorted(ends)[:12])}"
 
 

@@ -104,27 +104,27 @@ def require_supported(config: LoraConfig, *, is_new: bool) -> None:
         ConfigError: the message has all such settings.
     """
     _require_lora(config)
-    faults = []
+    errors = []
     copied: object = config.modules_to_save
     if isinstance(copied, str):
-        faults.append(f"modules_to_save={copied!r}: is not a list of names. Pass a list")
+        errors.append(f"modules_to_save={copied!r}: is not a list of names. Pass a list")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.name not in _FREE_FIELDS.split() and value != default and value not in (None, False, [], {}, ()):
-            faults.append(f"{field.name}={value!r}: is not supported. Leave it out")
+            errors.append(f"{field.name}={value!r}: is not supported. Leave it out")
     init = config.init_lora_weights
     changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
     is_known = isinstance(init, bool) or str(init).lower() == "gaussian"
     if changes_base or (is_new and not is_known):
         why = "changes the base's weights" if changes_base else "needs full weights, or data"
-        faults.append(f"init_lora_weights={init!r}: {why}. Pass True, False or 'gaussian'")
+        errors.append(f"init_lora_weights={init!r}: {why}. Pass True, False or 'gaussian'")
     if config.use_dora and is_new and init is False:
-        faults.append(f"init_lora_weights={init!r}: needs full products of matrices with use_dora. Pass True")
+        errors.append(f"init_lora_weights={init!r}: needs full products of matrices with use_dora. Pass True")
     if config.ensure_weight_tying:
-        faults.append("ensure_weight_tying=True: ties adapters by views, which cannot be sharded. Leave it out")
-    if faults:
-        raise ConfigError("LoraConfig: cannot be set up sharded.\n  " + "\n  ".join(faults))
+        errors.append("ensure_weight_tying=True: ties adapters by views, which cannot be sharded. Leave it out")
+    if errors:
+        raise ConfigError("LoraConfig: is not supported on a sharded model.\n  " + "\n  ".join(errors))
 
 
 def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -> PeftModel:
@@ -139,37 +139,37 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     from peft import get_peft_model
 
     _require_names()
-    own: Any = copy.deepcopy(config)
-    own.inference_mode = False
+    peft_config: Any = copy.deepcopy(config)
+    peft_config.inference_mode = False
     if not is_new:
-        own.init_lora_weights = True
-    own.peft_version = peft_version  # whose layout the tensors have from here on
-    own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
-    # PEFT draws random values that are discarded. The random state is restored.
+        peft_config.init_lora_weights = True
+    peft_config.peft_version = peft_version  # whose layout the tensors have from here on
+    peft_config.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     names = dict(base.named_modules())
-    explicit = own.target_modules if isinstance(own.target_modules, set | list) else ()
+    explicit = peft_config.target_modules if isinstance(peft_config.target_modules, set | list) else ()
     is_explicit = not is_new and bool(explicit) and all(name in names for name in explicit)
     quiet = warnings.catch_warnings()
     unconverted = _without_conversion() if is_explicit else nullcontext()
+    # PEFT draws random values that are discarded. The random state is restored.
     with quiet, unconverted, pretrained.not_initializing(), torch.random.fork_rng(devices=[]), patch_shapes(base):
         warnings.simplefilter("ignore")  # rejected before, or in the report
         try:
-            model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
+            model: PeftModel = get_peft_model(base, peft_config, adapter_name=adapter, low_cpu_mem_usage=True)
         except Exception as error:  # the config is untrusted, and errors are of many kinds
             remedy = " Set lora_dropout=0.0" if "lora_dropout" in str(error) else ""
             raise ConfigError(f"{type(base).__name__}: PEFT cannot add this LoRA, {error}{remedy}") from error
-    own.init_lora_weights = config.init_lora_weights
+    peft_config.init_lora_weights = config.init_lora_weights
     if is_explicit:
-        own.target_modules = set(explicit)  # of which PEFT keeps the shortest ends that tell them apart
+        peft_config.target_modules = set(explicit)  # of which PEFT keeps the shortest ends that tell them apart
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
         # It calls the model's forward directly, which bypasses FSDP2's hooks.
-        model.base_model.forward = partial(_called, model.base_model)  # a nested function could not be pickled
+        model.base_model.forward = partial(_forward, model.base_model)  # a nested function could not be pickled
     for _, layer in layers(model):
         if _is_packed(layer) and hasattr(layer, "parameter_name"):
-            layer._activate_lora = partial(_with_products, layer)
+            layer._activate_lora = partial(_activate_deltas, layer)
     tuner: Any = model.base_model
-    tuner.merge_adapter = partial(_merged, tuner)
-    tuner._unload_and_optionally_merge = partial(_unloaded, tuner)
+    tuner.merge_adapter = partial(_merge_in_place, tuner)
+    tuner._unload_and_optionally_merge = partial(_unload, tuner)
     model.train(base.training)
     return model
 
@@ -215,15 +215,15 @@ def _is_packed(layer: Any) -> bool:
 
 
 @contextmanager
-def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
+def _activate_deltas(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
     """Replace ``ParamWrapper._activate_lora`` for stacked experts in four bits, whose weights are not changed."""
     experts, count = layer.get_base_layer(), layer.num_experts
     before = experts.deltas
     for name in adapters:
         if name in layer.lora_A:
             A, B = layer.lora_A[name].weight, layer.lora_B[name].weight
-            first = A.reshape(count, -1, A.shape[1]).mT  # expert by expert
-            second = B.reshape(len(B), -1, count).permute(2, 1, 0)  # and rank by rank
+            first = A.reshape(count, -1, A.shape[1]).mT  # (experts * r, in) to (experts, in, r)
+            second = B.reshape(len(B), -1, count).permute(2, 1, 0)  # (out, r * experts) to (experts, r, out)
             experts.deltas += ((layer.parameter_name, first, layer.scaling[name] * second),)
     try:
         yield
@@ -231,19 +231,21 @@ def _with_products(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
         experts.deltas = before
 
 
-def _merged(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
+def _merge_in_place(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
     """Run ``BaseTuner.merge_adapter`` if it is possible in place."""
     _require_kept_weights(tuner, safe_merge=safe_merge)
     type(tuner).merge_adapter(tuner, adapter_names, safe_merge)
 
 
-def _unloaded(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002
+def _unload(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002
     """Run ``BaseTuner._unload_and_optionally_merge`` if it is possible."""
     if merge:
         _require_kept_weights(tuner, safe_merge=safe_merge)
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
     if group is not None:
-        raise ConfigError(f"{group}: is an FSDP2 group with its adapter, and cannot be unloaded. {_INSTEAD}")
+        raise ConfigError(
+            f"{group}: is an FSDP2 group of a layer and its adapter, and cannot be unloaded. {_INSTEAD}"
+        )
     return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
 
 
@@ -259,8 +261,8 @@ def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
             raise ConfigError(f"{name}: is in four bits, and cannot be merged into in place. {_INSTEAD}")
         if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
             continue
-        own = [getattr(*found) for adapter in layer.r for found in matrices(layer, adapter)]
-        if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in own):
+        matrices_of_layer = [getattr(*factor) for adapter in layer.r for factor in matrices(layer, adapter)]
+        if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in matrices_of_layer):
             raise ConfigError(
                 f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {_INSTEAD}"
             )
@@ -275,7 +277,7 @@ def _require_names() -> None:
     require_private("peft.tuners.tuners_utils:BaseTuner", "merge_adapter _unload_and_optionally_merge")
 
 
-def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
+def _forward(tuner: Any, *args: Any, **keywords: Any) -> Any:
     """Run ``BaseTuner.forward`` of PEFT 0.21."""
     return tuner.model(*args, **keywords)
 
@@ -347,8 +349,8 @@ def matrices(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
 def magnitude(layer: Any, adapter: str) -> nn.Module | None:
     """Return the module that holds the magnitudes of DoRA as ``weight``."""
     vectors = layer.lora_magnitude_vector  # an nn.ModuleDict, which has no get
-    found: nn.Module | None = vectors[adapter] if adapter in vectors else None  # noqa: SIM401
-    return found
+    module: nn.Module | None = vectors[adapter] if adapter in vectors else None  # noqa: SIM401
+    return module
 
 
 def rank_and_alpha(config: LoraConfig, module: str) -> tuple[int, float]:
@@ -439,16 +441,16 @@ def find_adapter_layer(given: Iterable[object]) -> nn.Module | None:
     return next((item for item in given if isinstance(item, kind) and isinstance(item, nn.Module)), None)
 
 
-def copied_names(model: nn.Module) -> dict[str, str]:
+def map_copied_names(model: nn.Module) -> dict[str, str]:
     """Map the names of parameters and buffers that PEFT copied for training to those of their originals."""
     if importlib.util.find_spec("peft") is None:
         return {}
     wrapper = private("peft.utils.other:ModulesToSaveWrapper")
-    found: dict[str, str] = {}
+    originals: dict[str, str] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, wrapper):
             by_adapter: Any = module.modules_to_save
             for adapter, copied in by_adapter.items():
                 for name, _ in [*copied.named_parameters(), *copied.named_buffers()]:
-                    found[f"{prefix}.modules_to_save.{adapter}.{name}"] = f"{prefix}.original_module.{name}"
-    return found
+                    originals[f"{prefix}.modules_to_save.{adapter}.{name}"] = f"{prefix}.original_module.{name}"
+    return originals
