@@ -1,4 +1,4 @@
-"""A tenant, whatever it does, leaves the bits of the others as they are."""
+"""An adapter, whatever it does, leaves the bits of the others as they are."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def calm(base: Path) -> dict[str, dict[str, Any]]:
 
 
 def poisoned(bank: Any, value: float) -> None:
-    bank._tenants["x"].matrices[next(iter(bank._tenants["x"].matrices))][0, 0] = value
+    bank._adapters["x"].matrices[next(iter(bank._adapters["x"].matrices))][0, 0] = value
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])
@@ -85,19 +85,19 @@ def test_others_are_what_they_were_to_the_bit(base, calm, backend, trouble):
 
 
 def test_who_is_idle_stays_as_it_is(base):
-    """A schedule is moved by a tenant's own steps alone, and settings are its own (decay, moments: bad input)."""
+    """A schedule is moved by an adapter's own steps alone, and settings are its own (decay, moments: bad input)."""
     members = dict.fromkeys(("a", "b"), replace(recipes()["ada"], schedule=banking.falling))
     bank = bank_of(base, members)
     train(bank, members, 2)
-    before = dict(bank._tenants["b"].optimizer.param_groups[0])
+    before = dict(bank._adapters["b"].optimizer.param_groups[0])
     bank.forward_backward([("a", rows_for("a", members["a"], 0))])
     bank.optim_step("a", weight_decay=0.5)
-    assert bank._tenants["b"].optimizer.param_groups[0] == before
-    assert bank._tenants["a"].optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert bank._adapters["b"].optimizer.param_groups[0] == before
+    assert bank._adapters["a"].optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-def test_lengths_are_a_tenants_own():
-    """A tenant's rows are as long as its own longest wants, in whatever company; one pass for each length."""
+def test_lengths_are_an_adapters_own():
+    """An adapter's rows are as long as its own longest wants, in whatever company; one pass for each length."""
     entries = [
         RowCounts("a", (2, 0), 7, 9),
         RowCounts("b", (1, 1), 65, 9),
@@ -116,7 +116,7 @@ def tiny(**changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(Qwen3Config(**{**banking.SIZES, **changes}))
 
 
-def test_bases_that_couple_tenants_are_refused(base):
+def test_bases_that_couple_adapters_are_refused(base):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ConfigError, match="rotary_emb has dynamic rotary embeddings, which depend on the longest"):
         shardwise.AdapterBank(tiny(rope_parameters=rope))
@@ -127,7 +127,7 @@ def test_bases_that_couple_tenants_are_refused(base):
     images = ResNetForImageClassification(
         ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
     )
-    words = "normalization is a BatchNorm2d, which normalizes over all tenants' rows"
+    words = "normalization is a BatchNorm2d, which normalizes over all adapters' rows"
     with pytest.raises(ConfigError, match=words):
         shardwise.AdapterBank(images)
     with pytest.raises(ConfigError, match="Qwen3Model has no language model head"):
@@ -154,7 +154,7 @@ def test_dropout_of_the_base_is_refused_in_training_mode():
     with pytest.raises(TrainingError, match=r"drawn random numbers \(dropout in training mode"):
         bank.forward_backward([("x", batch)])
     bank._model.eval()
-    assert bank.forward_backward([("x", batch)]).tenants["x"].num_supervised_tokens
+    assert bank.forward_backward([("x", batch)]).adapters["x"].num_supervised_tokens
     assert bank.optim_step("x").is_taken
 
 
@@ -240,7 +240,7 @@ def test_invalid_calls_are_refused(base):
         bank.optim_step("ada")
     bank.forward_backward([("ada", batch)])
     require("the window of 'ada' is full", ("bob", batch), ("ada", batch))
-    assert not bank._tenants["bob"].window.micro_batches
+    assert not bank._adapters["bob"].window.micro_batches
     for changes, match in (
         ({"lrate": 1.0}, "lrate: AdamW has .*lr.*max_grad_norm"),
         ({"lr": float("nan")}, "lr=nan is not a valid value"),
@@ -255,6 +255,6 @@ def test_invalid_calls_are_refused(base):
             bank.optim_step("ada", **changes)
     for number in range(3):
         bank.forward_backward([("cy", rows_for("cy", members["cy"], number))])
-    with pytest.raises(ConfigError, match="lr: the schedule of this tenant sets it"):
+    with pytest.raises(ConfigError, match="lr: the schedule of this adapter sets it"):
         bank.optim_step("cy", lr=1.0)
     assert bank.optim_step("ada", lr=0.5).learning_rate == 0.5

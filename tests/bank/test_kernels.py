@@ -24,7 +24,7 @@ IN, OUT = 8, 12
 
 @st.composite
 def parts_of(draw, dtype=torch.float32):
-    """Tenants side by side, some rows of nobody between them, and after."""
+    """Adapters side by side, some rows of nobody between them, and after."""
     parts, start = [], 0
     for number in range(draw(st.integers(1, 4))):
         start += draw(st.sampled_from([0, 0, 0, 3]))

@@ -1,4 +1,4 @@
-"""A tenant: its matrices in one flat buffer, their gradient in another, its optimizer and its window."""
+"""An adapter: its matrices in one flat buffer, their gradient in another, its optimizer and its window."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
+from typing_extensions import TypedDict
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.lora import adapted_layers, peft_private
@@ -35,12 +36,12 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    """Make the default optimizer of a tenant."""
+    """Make the default optimizer of an adapter."""
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
 
 
 def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
-    """Make the optimizer of a tenant's flat parameter.
+    """Make the optimizer of an adapter's flat parameter.
 
     Raises:
         ConfigError: the optimizer cannot be made, is not known to be elementwise, or has other parameters.
@@ -53,7 +54,7 @@ def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
     if kind not in _ELEMENTWISE:
         known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
         raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} is not known to be elementwise, and a tenant has one flat "
+            f"{kind.__module__}.{kind.__qualname__} is not known to be elementwise, and an adapter has one flat "
             f"parameter. Use one of {known}"
         )
     if len(optimizer.param_groups) != 1 or [id(one) for one in optimizer.param_groups[0]["params"]] != [id(flat)]:
@@ -66,11 +67,11 @@ ScheduleMaker: TypeAlias = Callable[[Optimizer], Any]
 
 
 Reduction: TypeAlias = Literal["mean", "sum"]
-"""A tenant's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
+"""An adapter's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
 
 
 def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
-    """Make the schedule of a tenant.
+    """Make the schedule of an adapter.
 
     Raises:
         ConfigError: the schedule lacks methods of torch's, or depends on a metric.
@@ -87,16 +88,15 @@ def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
 
 
 def unchanging(optimizer: Optimizer) -> ConstantLR:
-    """Make the default schedule of a tenant, which leaves the learning rate as it is."""
+    """Make the default schedule of an adapter, which leaves the learning rate as it is."""
     return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantOptions:
-    """Options of a tenant's training.
+class AdapterOptions(TypedDict, total=False):
+    """Options of an adapter's training.
 
     Attributes:
-        optimizer: makes an elementwise optimizer of the tenant's one flat parameter.
+        optimizer: makes an elementwise optimizer of the adapter's one flat parameter.
         schedule: makes the learning rate scheduler, which is stepped with the optimizer.
         max_grad_norm: gradients with a larger norm are scaled down to it. Infinity for no limit.
         gradient_accumulation_steps: micro-batches (calls of ``forward_backward``) of a window, at whose end it
@@ -105,30 +105,44 @@ class TenantOptions:
         seed: seed of the initial matrices and of dropout.
     """
 
-    optimizer: OptimizerMaker = adamw
-    schedule: ScheduleMaker = unchanging
-    max_grad_norm: float = math.inf
-    gradient_accumulation_steps: int = 1
-    reduction: Reduction = "mean"
-    seed: int = 0
+    optimizer: OptimizerMaker
+    schedule: ScheduleMaker
+    max_grad_norm: float
+    gradient_accumulation_steps: int
+    reduction: Reduction
+    seed: int
 
-    def __post_init__(self) -> None:
-        faults = [
-            f"{name}={getattr(self, name)!r}: is not a function. Pass one"
-            for name in ("optimizer", "schedule")
-            if not callable(getattr(self, name))
-        ]
-        limit: object = self.max_grad_norm
-        if not isinstance(limit, int | float) or not limit > 0:
-            faults.append(f"max_grad_norm={limit!r}: is not above 0. Leave it out for no limit")
-        if not _is_integer(self.gradient_accumulation_steps) or self.gradient_accumulation_steps < 1:
-            faults.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: pass 1 or more")
-        if self.reduction not in get_args(Reduction):
-            faults.append(f"reduction={self.reduction!r}: pass 'mean' or 'sum'")
-        if not _is_integer(self.seed):
-            faults.append(f"seed={self.seed!r}: is not an integer")
-        if faults:
-            raise ConfigError("invalid options of a tenant:\n  " + "\n  ".join(faults))
+
+DEFAULT_OPTIONS: Final[AdapterOptions] = {
+    "optimizer": adamw,
+    "schedule": unchanging,
+    "max_grad_norm": math.inf,
+    "gradient_accumulation_steps": 1,
+    "reduction": "mean",
+    "seed": 0,
+}
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Check the values of options whose names are valid.
+
+    Raises:
+        ConfigError: values are invalid. The message has all of them.
+    """
+    faults = []
+    for name, value in options.items():
+        if name in ("optimizer", "schedule") and not callable(value):
+            faults.append(f"{name}={value!r}: is not a function. Pass one")
+        elif name == "max_grad_norm" and not (isinstance(value, int | float) and value > 0):
+            faults.append(f"max_grad_norm={value!r}: is not above 0. Leave it out for no limit")
+        elif name == "gradient_accumulation_steps" and not (_is_integer(value) and value > 0):
+            faults.append(f"gradient_accumulation_steps={value!r}: pass 1 or more")
+        elif name == "reduction" and value not in get_args(Reduction):
+            faults.append(f"reduction={value!r}: pass 'mean' or 'sum'")
+        elif name == "seed" and not _is_integer(value):
+            faults.append(f"seed={value!r}: is not an integer")
+    if faults:
+        raise ConfigError("invalid options of an adapter:\n  " + "\n  ".join(faults))
 
 
 def _is_integer(value: object) -> bool:
@@ -136,7 +150,7 @@ def _is_integer(value: object) -> bool:
 
 
 class AdapterState(Enum):
-    """State of a tenant, by what it takes next."""
+    """State of an adapter, by what it takes next."""
 
     ACCUMULATING = auto()
     """A micro-batch: its window is not full."""
@@ -147,14 +161,14 @@ class AdapterState(Enum):
 
 
 @dataclass(slots=True)
-class TenantWindow:
-    """Counts of a tenant since its last step, on all ranks."""
+class AccumulationWindow:
+    """Counts of an adapter since its last step, on all ranks."""
 
     micro_batches: int = 0
     num_supervised_tokens: int = 0
 
 
-class Tenant:
+class BankAdapter:
     """An adapter and its training.
 
     Memory: with AdamW, 16 bytes for each trained number.
@@ -165,7 +179,7 @@ class Tenant:
         name: str,
         config: LoraConfig,
         outline: adapted_layers.AdapterOutline,
-        options: TenantOptions,
+        options: AdapterOptions,
         device: torch.device,
         world: World,
     ) -> None:
@@ -183,17 +197,17 @@ class Tenant:
         self.matrices = _views(self.flat.detach(), self.shapes)
         self.gradients = _views(self.gradient, self.shapes)
         for matrix in outline.matrices():
-            outline.initialize(matrix, self.matrices[matrix.key], options.seed)
+            outline.initialize(matrix, self.matrices[matrix.key], options["seed"])
         self.pairs = {
             key: pair
             for site in outline.sites
             for key, pair in _matrix_pairs(site, self.matrices, self.gradients).items()
         }
         self.world = world
-        self.optimizer = create_optimizer(options.optimizer, self.flat)
-        self.schedule = made_schedule(options.schedule, self.optimizer)
-        self.max_grad_norm = options.max_grad_norm
-        self.window = TenantWindow()
+        self.optimizer = create_optimizer(options["optimizer"], self.flat)
+        self.schedule = made_schedule(options["schedule"], self.optimizer)
+        self.max_grad_norm = options["max_grad_norm"]
+        self.window = AccumulationWindow()
         self.failure: Exception | None = None
         """The error of a step that failed, on this rank or another one. Its values are those of no step."""
         self.windows = 0
@@ -204,7 +218,7 @@ class Tenant:
     def state(self) -> AdapterState:
         if self.failure is not None:
             return AdapterState.FAILED
-        is_full = self.window.micro_batches >= self.options.gradient_accumulation_steps
+        is_full = self.window.micro_batches >= self.options["gradient_accumulation_steps"]
         return AdapterState.FULL if is_full else AdapterState.ACCUMULATING
 
     @property
@@ -240,8 +254,8 @@ class Tenant:
             for key in changes
             if key not in known and key != "max_grad_norm"
         ]
-        if "lr" in changes and self.options.schedule is not unchanging:
-            faults.append("lr: the schedule of this tenant sets it. Create it without one")
+        if "lr" in changes and self.options["schedule"] is not unchanging:
+            faults.append("lr: the schedule of this adapter sets it. Create it without one")
         for key, value in changes.items():
             present, numbers = self.settings.get(key), value if isinstance(value, tuple) else (value,)
             lengths = [len(each) if isinstance(each, tuple) else -1 for each in (present, value)]
@@ -273,7 +287,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """A tenant's matrices at one site and their gradients, float32: views of its flat buffers.
+    """An adapter's matrices at one site and their gradients, float32: views of its flat buffers.
 
     ``A`` is (r, in), ``B`` is (out, r).
     """
@@ -336,7 +350,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def require_name(name: object) -> str:
-    """Return a tenant's name that is safe as the name of a folder or file, and in a log.
+    """Return an adapter's name that is safe as the name of a folder or file, and in a log.
 
     Raises:
         ConfigError: the name is not safe.
@@ -350,11 +364,11 @@ def require_name(name: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLoss:
-    """Outcome of a micro-batch for one tenant.
+class AdapterLoss:
+    """Outcome of a micro-batch for one adapter.
 
     Attributes:
-        loss: of the rows of all ranks, by the tenant's ``reduction``.
+        loss: of the rows of all ranks, by the adapter's ``reduction``.
         num_supervised_tokens: of the rows of all ranks.
         logprobs: log probability of each label of this rank's rows, (tokens - 1,) for each row.
     """
@@ -369,18 +383,18 @@ class FusedLosses:
     """Outcome of a call of ``forward_backward``.
 
     Attributes:
-        tenants: by name.
-        passes: number of passes through the base. Tenants whose rows have one length share a pass.
+        adapters: by name.
+        passes: number of passes through the base. Adapters whose rows have one length share a pass.
         backends: how adapters were computed and why, with the number of layers on this rank.
     """
 
-    tenants: dict[str, TenantLoss]
+    adapters: dict[str, AdapterLoss]
     passes: int
     backends: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class TenantStep:
+class AdapterStep:
     """Outcome of a call of ``optim_step``, equal on every rank.
 
     Attributes:
@@ -397,8 +411,8 @@ class TenantStep:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantStart:
-    """Position from which the training of a loaded tenant continues, or the reason why it starts anew.
+class AdapterStart:
+    """Position from which the training of a loaded adapter continues, or the reason why it starts anew.
 
     Attributes:
         steps: optimizer steps.

@@ -1,4 +1,4 @@
-"""State of a tenant's training except for tensors, as JSON that is validated when it is read."""
+"""State of an adapter's training except for tensors, as JSON that is validated when it is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.bank.adapter import Tenant, TenantOptions
+from shardwise.bank.adapter import BankAdapter, require_options
 from shardwise.checkpoints import base_identity as bases
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.files.checkpoint_index import parse_object
@@ -25,7 +25,7 @@ from shardwise.fsdp.torch_private import original_class
 from shardwise.models.lora.adapted_layers import AdaptedSite, ExpertsSite
 from shardwise.ranks.world import World
 
-_FORMAT = "shardwise tenant 1"
+_FORMAT = "shardwise tenant 1"  # of saved files: an adapter was called a tenant when the format was defined
 
 _BASE_KEYS = {"name", "architecture", "shapes", "identity"}
 
@@ -43,8 +43,8 @@ _OF, _IS = "of", "is"
 
 
 @dataclass(frozen=True, slots=True)
-class TenantState:
-    """State of a tenant except for tensors, equal on every rank and for any number of ranks.
+class TrainingFacts:
+    """State of an adapter except for tensors, equal on every rank and for any number of ranks.
 
     Attributes:
         base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
@@ -82,7 +82,7 @@ class TenantState:
     num_supervised_tokens: int
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a resumed tenant that are used unless others are passed."""
+        """Return the options of a resumed adapter that are used unless others are passed."""
         names = ("gradient_accumulation_steps", "reduction", "seed", "max_grad_norm")
         return {name: getattr(self, name) for name in names}
 
@@ -107,24 +107,24 @@ def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def get_state(tenant: Tenant, base: Mapping[str, str]) -> TenantState:
-    """Return the current facts of a tenant. Its settings and schedule are not copied."""
-    return TenantState(
+def get_state(adapter: BankAdapter, base: Mapping[str, str]) -> TrainingFacts:
+    """Return the current facts of an adapter. Its settings and schedule are not copied."""
+    return TrainingFacts(
         base=base,
-        config={_site_name(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
-        matrices=dict(tenant.shapes),
-        optimizer=class_name(tenant.optimizer),
-        settings=tenant.settings,
-        schedule=f"{type(tenant.schedule).__module__}.{type(tenant.schedule).__qualname__}",
-        schedule_state=tenant.schedule.state_dict(),
-        max_grad_norm=tenant.max_grad_norm,
-        gradient_accumulation_steps=tenant.options.gradient_accumulation_steps,
-        reduction=tenant.options.reduction,
-        seed=tenant.options.seed,
-        windows=tenant.windows,
-        steps=tenant.steps,
-        micro_batches=tenant.window.micro_batches,
-        num_supervised_tokens=tenant.window.num_supervised_tokens,
+        config={_site_name(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in adapter.sites},
+        matrices=dict(adapter.shapes),
+        optimizer=class_name(adapter.optimizer),
+        settings=adapter.settings,
+        schedule=f"{type(adapter.schedule).__module__}.{type(adapter.schedule).__qualname__}",
+        schedule_state=adapter.schedule.state_dict(),
+        max_grad_norm=adapter.max_grad_norm,
+        gradient_accumulation_steps=adapter.options["gradient_accumulation_steps"],
+        reduction=adapter.options["reduction"],
+        seed=adapter.options["seed"],
+        windows=adapter.windows,
+        steps=adapter.steps,
+        micro_batches=adapter.window.micro_batches,
+        num_supervised_tokens=adapter.window.num_supervised_tokens,
     )
 
 
@@ -132,8 +132,8 @@ def _site_name(site: AdaptedSite) -> str:
     return f"{site.module}.{site.parameter}" if isinstance(site, ExpertsSite) else site.module
 
 
-def to_text(facts: TenantState, whose: str) -> str:
-    """Return the facts as JSON. ``whose`` names the tenant in errors.
+def to_text(facts: TrainingFacts, whose: str) -> str:
+    """Return the facts as JSON. ``whose`` names the adapter in errors.
 
     Raises:
         ConfigError: the optimizer or the schedule has a value that is not plain data.
@@ -142,7 +142,7 @@ def to_text(facts: TenantState, whose: str) -> str:
     return json.dumps({"format": _FORMAT, **content})
 
 
-def parse_state(text: str, what: str) -> TenantState:
+def parse_state(text: str, what: str) -> TrainingFacts:
     """Parse facts from untrusted text. ``what`` names it in errors.
 
     Raises:
@@ -154,14 +154,14 @@ def parse_state(text: str, what: str) -> TenantState:
     return validate_state({name: from_json(value, what) for name, value in content.items()}, what)
 
 
-def validate_state(values: Mapping[str, Any], what: str) -> TenantState:
+def validate_state(values: Mapping[str, Any], what: str) -> TrainingFacts:
     """Validate untrusted facts. ``what`` names them in errors.
 
     Raises:
-        FormatError: a value is missing, unknown or invalid. Of values that are compared with the tenant's own
+        FormatError: a value is missing, unknown or invalid. Of values that are compared with the adapter's own
             later, only the type is checked.
     """
-    kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantState)}
+    kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TrainingFacts)}
     if kinds.keys() != values.keys():
         raise FormatError(
             f"{what}: it lacks {_few(kinds.keys() - values.keys())}, and has {_few(values.keys() - kinds.keys())} "
@@ -180,9 +180,9 @@ def validate_state(values: Mapping[str, Any], what: str) -> TenantState:
         raise FormatError(f"{what}: base is {shown(repr(base))}. The file is corrupt. Save it again")
     if values["micro_batches"] > values["gradient_accumulation_steps"] or values["steps"] > values["windows"]:
         raise FormatError(f"{what}: its counts contradict each other. The file is corrupt. Save it again")
-    facts = TenantState(**values)
+    facts = TrainingFacts(**values)
     try:
-        TenantOptions(**facts.options())
+        require_options(facts.options())
     except ConfigError as error:
         raise FormatError(f"{what}: {error}. The file is corrupt. Save it again") from error
     return facts

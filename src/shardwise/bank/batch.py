@@ -1,4 +1,4 @@
-"""Calls with rows of many tenants: checks them, plans passes, runs them, or rolls back."""
+"""Calls with rows of many adapters: checks them, plans passes, runs them, or rolls back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.bank.adapter import AdapterState, Tenant
+from shardwise.bank.adapter import AdapterState, BankAdapter
 from shardwise.bank.gathers import CountedGather, are_in_step
 from shardwise.bank.passes import FusedPass, SharedBase
 from shardwise.bank.rows import (
     PassPlan,
     RowCounts,
     RowTensors,
-    TenantRow,
+    UnpaddedRow,
     combine_counts,
     no_random_numbers,
     parse_batch,
@@ -47,12 +47,12 @@ class PassSums:
 
 @dataclass
 class RowCall:
-    """A call with rows. An entry is a tenant's name with its rows, and each list has one item for each entry.
+    """A call with rows. An entry is an adapter's name with its rows, and each list has one item for each entry.
 
     Attributes:
         base: the base.
         rows: rows of this rank.
-        tenants: the tenant of each entry. None is the base without an adapter.
+        adapters: the adapter of each entry. None is the base without an adapter.
         agreed: counts of the rows of each entry on all ranks.
         plans: the passes, equal on all ranks.
         chosen: number of adapted layer calls, by how they were computed.
@@ -60,8 +60,8 @@ class RowCall:
     """
 
     base: SharedBase
-    rows: list[list[TenantRow]] = field(default_factory=list)
-    tenants: list[Tenant | None] = field(default_factory=list)
+    rows: list[list[UnpaddedRow]] = field(default_factory=list)
+    adapters: list[BankAdapter | None] = field(default_factory=list)
     agreed: list[RowCounts] = field(default_factory=list)
     plans: list[PassPlan] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)
@@ -70,21 +70,21 @@ class RowCall:
     def check(
         self,
         batches: Sequence[tuple[str | None, RowTensors]],
-        tenants: Mapping[str, Tenant],
+        adapters: Mapping[str, BankAdapter],
         *,
         is_training: bool,
     ) -> list[RowCounts]:
         """Check the batches of this rank. Return counts of their rows.
 
         Raises:
-            ConfigError: a batch or a tenant is invalid.
+            ConfigError: a batch or an adapter is invalid.
         """
         _require_pairs(batches)
-        self.tenants = [None if name is None else get_tenant(tenants, name) for name, _ in batches]
+        self.adapters = [None if name is None else get_adapter(adapters, name) for name, _ in batches]
         if is_training:
-            _require_trainable(self.tenants)
-        for tenant, (name, batch) in zip(self.tenants, batches, strict=True):
-            has_weights = tenant is None or tenant.options.reduction == "sum"
+            _require_trainable(self.adapters)
+        for adapter, (name, batch) in zip(self.adapters, batches, strict=True):
+            has_weights = adapter is None or adapter.options["reduction"] == "sum"
             limits = {"vocab_size": self.base.vocab_size, "longest": self.base.max_length}
             self.rows.append(parse_batch(_shown(name), batch, **limits, may_have_weights=has_weights))
         return [summarize_rows(name, own) for (name, _), own in zip(batches, self.rows, strict=True)]
@@ -100,7 +100,7 @@ class RowCall:
             TrainingError: they do not fit. The same on every rank.
         """
         base = self.base
-        ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
+        ranks = {adapter.name: adapter.rank for adapter in self.adapters if adapter is not None}
         self.plans = plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.max_length)
         for plan in self.plans:
             entries = [self.agreed[number] for number in plan.entries]
@@ -118,18 +118,18 @@ class RowCall:
                     )
 
     def accumulate_gradients(self) -> PassSums:
-        """Accumulate the gradients of the tenants by forward and backward passes. Collective: yes.
+        """Accumulate the gradients of the adapters by forward and backward passes. Collective: yes.
 
-        A tenant whose loss raises has the gradient from before the call, and those of the others are accumulated.
+        An adapter whose loss raises has the gradient from before the call, and those of the others are accumulated.
 
         Raises:
-            ShardwiseError: the same on every rank. A note names the tenants. Gradients are restored.
+            ShardwiseError: the same on every rank. A note names the adapters. Gradients are restored.
             RankLostError: see :meth:`_run`. Gradients are restored.
         """
         before = [  # by entry. A window without micro-batches has a gradient of zeros
-            (tenant.gradient, tenant.gradient.clone() if tenant.window.micro_batches else None)
-            for tenant in self.tenants
-            if tenant is not None
+            (adapter.gradient, adapter.gradient.clone() if adapter.window.micro_batches else None)
+            for adapter in self.adapters
+            if adapter is not None
         ]
         # All, unless the passes succeed on every rank. Numbers are those of entries: training has none of the base.
         restored: Collection[int] = range(len(before))
@@ -146,8 +146,8 @@ class RowCall:
         """Run forward passes only. Collective: yes.
 
         Raises:
-            TrainingError: a loss raised. The message names the tenants.
-            ShardwiseError: the same on every rank. A note names the tenants.
+            TrainingError: a loss raised. The message names the adapters.
+            ShardwiseError: the same on every rank. A note names the adapters.
             RankLostError: see :meth:`_run`.
         """
         if failures := self._run(is_training=False).failures:
@@ -216,8 +216,8 @@ class RowCall:
         base = self.base
         # A mean over one micro-batch is divided here. Over several, sums accumulate, and optim_step divides them.
         scales = {
-            number: 1 / max(entry.num_supervised_tokens, 1) if scales_before_backward(tenant) else 1.0
-            for number, (tenant, entry) in enumerate(zip(self.tenants, self.agreed, strict=True))
+            number: 1 / max(entry.num_supervised_tokens, 1) if scales_before_backward(adapter) else 1.0
+            for number, (adapter, entry) in enumerate(zip(self.adapters, self.agreed, strict=True))
         }
         passes = self._passes(is_training=True)
         sums = PassSums(num_passes=len(passes))
@@ -238,7 +238,7 @@ class RowCall:
 
     def _passes(self, *, is_training: bool) -> list[FusedPass]:
         return [
-            FusedPass(self.base, plan, self.tenants, self.agreed, self.rows, is_training=is_training)
+            FusedPass(self.base, plan, self.adapters, self.agreed, self.rows, is_training=is_training)
             for plan in self.plans
         ]
 
@@ -272,7 +272,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def open_call(
     base: SharedBase,
     batches: Sequence[tuple[str | None, RowTensors]],
-    tenants: Mapping[str, Tenant],
+    adapters: Mapping[str, BankAdapter],
     *,
     is_training: bool,
 ) -> RowCall:
@@ -283,7 +283,7 @@ def open_call(
     """
     call = RowCall(base)
     with base.world.all_reduce("check the rows", _combine) as exchange:
-        exchange.local = call.check(batches, tenants, is_training=is_training), base.free_bytes()
+        exchange.local = call.check(batches, adapters, is_training=is_training), base.free_bytes()
     call.agreed, free_bytes = exchange.result
     call.plan(free_bytes, is_training=is_training)
     return call
@@ -314,43 +314,43 @@ def _shown(name: str | None) -> str:
     return "the base" if name is None else repr(name)
 
 
-def get_tenant(tenants: Mapping[str, Tenant], name: object) -> Tenant:
-    """Return the tenant of this name, or raise ConfigError if there is none or its last step failed."""
-    found = find_tenant(tenants, name)
+def get_adapter(adapters: Mapping[str, BankAdapter], name: object) -> BankAdapter:
+    """Return the adapter of this name, or raise ConfigError if there is none or its last step failed."""
+    found = find_adapter(adapters, name)
     if found.state is AdapterState.FAILED:
         raise ConfigError(f"{name!r}: a step failed, {found.failure}. Call load_state_dict, or delete it")
     return found
 
 
-def find_tenant(tenants: Mapping[str, Tenant], name: object) -> Tenant:
-    """Return the tenant of this name, or raise ConfigError."""
-    if not isinstance(name, str) or name not in tenants:
-        raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(tenants) or 'none'}")
-    return tenants[name]
+def find_adapter(adapters: Mapping[str, BankAdapter], name: object) -> BankAdapter:
+    """Return the adapter of this name, or raise ConfigError."""
+    if not isinstance(name, str) or name not in adapters:
+        raise ConfigError(f"no adapter named {name!r}. Adapters: {', '.join(adapters) or 'none'}")
+    return adapters[name]
 
 
-def _require_trainable(tenants: Sequence[Tenant | None]) -> None:
-    """Raise ConfigError for the base, for a tenant that is named twice, and for one whose window is full."""
-    names = [tenant.name for tenant in tenants if tenant is not None]
-    if len(names) < len(tenants):
+def _require_trainable(adapters: Sequence[BankAdapter | None]) -> None:
+    """Raise ConfigError for the base, for an adapter that is named twice, and for one whose window is full."""
+    names = [adapter.name for adapter in adapters if adapter is not None]
+    if len(names) < len(adapters):
         raise ConfigError("None is the base, which is not trained. Name an adapter")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{', '.join(map(repr, twice))} is named twice. Pass a tenant's rows as one batch")
-    for tenant in tenants:
-        if tenant is not None and tenant.state is AdapterState.FULL:
+        raise ConfigError(f"{', '.join(map(repr, twice))} is named twice. Pass an adapter's rows as one batch")
+    for adapter in adapters:
+        if adapter is not None and adapter.state is AdapterState.FULL:
             raise ConfigError(
-                f"the window of {tenant.name!r} is full ({tenant.window.micro_batches} micro-batches). "
-                f"Call optim_step({tenant.name!r}) first"
+                f"the window of {adapter.name!r} is full ({adapter.window.micro_batches} micro-batches). "
+                f"Call optim_step({adapter.name!r}) first"
             )
 
 
-def scales_before_backward(tenant: Tenant | None) -> bool:
-    """Return whether a tenant's loss is divided by its number of supervised tokens before the backward pass.
+def scales_before_backward(adapter: BankAdapter | None) -> bool:
+    """Return whether an adapter's loss is divided by its number of supervised tokens before the backward pass.
 
     That is possible for a mean over a window of one micro-batch. Otherwise the gradient is divided at the end.
     """
     return (
-        tenant is not None
-        and tenant.options.reduction == "mean"
-        and tenant.options.gradient_accumulation_steps == 1
+        adapter is not None
+        and adapter.options["reduction"] == "mean"
+        and adapter.options["gradient_accumulation_steps"] == 1
     )

@@ -1,4 +1,4 @@
-"""Routes rows of a pass to the adapters of their tenants, by hooks on layers and experts.
+"""Routes rows of a pass to their adapters, by hooks on layers and experts.
 
 [Note: A route] A micro-batch owns its route, which does not change. The route is active during the forward and the
 backward pass of this micro-batch, both of which the bank runs. So recomputed activations use the same rows as the
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.bank.adapter import LoraWeights, Tenant, expert_site
+from shardwise.bank.adapter import BankAdapter, LoraWeights, expert_site
 from shardwise.bank.kernels import (
     BackendChoice,
     EmbeddingLoop,
@@ -37,13 +37,13 @@ from shardwise.models.lora.adapted_layers import AdaptedSite, EmbeddingSite, Exp
 
 
 @dataclass(frozen=True, slots=True)
-class TenantRows:
-    """Rows ``start <= i < stop`` of a micro-batch, which belong to one tenant.
+class AdapterRows:
+    """Rows ``start <= i < stop`` of a micro-batch, which belong to one adapter.
 
     ``keys`` are those of the rows, for dropout: (rows,), on the device.
     """
 
-    tenant: Tenant
+    adapter: BankAdapter
     start: int
     stop: int
     keys: torch.Tensor
@@ -51,12 +51,12 @@ class TenantRows:
 
 @dataclass(slots=True)
 class BatchRouting:
-    """The tenants of the rows of a micro-batch.
+    """The adapters of the rows of a micro-batch.
 
     Attributes:
         rows: number of rows.
         tokens: tokens of a row, with padding.
-        members: rows of each tenant, in order. Rows without an adapter come last.
+        members: rows of each adapter, in order. Rows without an adapter come last.
         choice: how adapters are computed.
         anchor: see [Note: Straight into the buffer].
         is_training: False for evaluation, without dropout and without a backward pass.
@@ -68,7 +68,7 @@ class BatchRouting:
 
     rows: int
     tokens: int
-    members: tuple[TenantRows, ...]
+    members: tuple[AdapterRows, ...]
     choice: BackendChoice
     anchor: torch.Tensor
     is_training: bool = True
@@ -81,7 +81,7 @@ class BatchRouting:
         """Return the rows with an adapter at a site, whose input has ``step`` rows (tokens) for each batch row."""
         found = []
         for member in self.members:
-            pair = member.tenant.pairs.get(site)
+            pair = member.adapter.pairs.get(site)
             if pair is not None and member.stop > member.start:
                 keys = member.keys if pair.dropout and self.is_training else None
                 found.append(RoutedSegment(pair, member.start * step, member.stop * step, keys, stable_key(site)))
@@ -108,7 +108,7 @@ class BatchRouting:
 
     def pairs(self, site: str) -> list[LoraWeights | None]:
         """Return the matrices of each member at a site."""
-        return [member.tenant.pairs.get(site) for member in self.members]
+        return [member.adapter.pairs.get(site) for member in self.members]
 
     def record_site(self, site: str, y: torch.Tensor) -> torch.Tensor:
         """Record that the forward pass has reached a site, and when the backward pass does."""
@@ -199,7 +199,7 @@ def adapted_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the experts of a module for a micro-batch of many tenants.
+    """Compute the experts of a module for a micro-batch of many adapters.
 
     Args:
         route: of the micro-batch.
@@ -267,7 +267,7 @@ def _product(
 
 
 class SiteHooks:
-    """Hooks on the layers of a base, with the number of tenants that use each. No parameter is changed."""
+    """Hooks on the layers of a base, with the number of adapters that use each. No parameter is changed."""
 
     def __init__(self, model: nn.Module, switch: ActiveRouting) -> None:
         self._modules = {canonical(name): module for name, module in model.named_modules(remove_duplicate=False)}

@@ -1,12 +1,12 @@
-"""Products of adapters with the rows of their tenants, forward and backward.
+"""Products of adapters with their rows, forward and backward.
 
-[Note: Segments, not masks] Rows of one tenant are contiguous, and only they are multiplied with its matrices. A
+[Note: Segments, not masks] Rows of one adapter are contiguous, and only they are multiplied with its matrices. A
 mask would multiply every row with all adapters and then by 0, but 0 times NaN is NaN.
 
 [Note: Straight into the buffer] The matrices are not inputs of the autograd function: their gradients are added to
-views of the tenant's flat buffer. A scalar that requires a gradient, the *anchor*, is passed instead, so that the
+views of the adapter's flat buffer. A scalar that requires a gradient, the *anchor*, is passed instead, so that the
 function has a backward pass in the first layer too, whose input requires no gradient. Ranks without rows of a
-tenant pass it as well, because FSDP2 gathers in the backward pass of tensors that require a gradient.
+adapter pass it as well, because FSDP2 gathers in the backward pass of tensors that require a gradient.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RoutedSegment:
-    """Rows ``start <= i < stop`` of a layer's input, which belong to one tenant.
+    """Rows ``start <= i < stop`` of a layer's input, which belong to one adapter.
 
     ``keys`` are those of the rows, for dropout, or None without dropout.
     """
@@ -81,7 +81,7 @@ class RoutedSegment:
 
 
 class SegmentLoop:
-    """Computes one tenant after the other, by PEFT's products in PEFT's order: the reference.
+    """Computes one adapter after the other, by PEFT's products in PEFT's order: the reference.
 
     The scale is applied as a Python number, in float32 for any dtype. ``x`` is (rows, in), ``out`` and ``g`` are
     (rows, out). Segments are in order and do not overlap.
@@ -138,10 +138,10 @@ class GroupedProducts(SegmentLoop):
                 saved += super().forward_rows(run, x, out)
                 continue
             A, B = _stacked(run, x.dtype)
-            inputs = _by_tenant(run, _apply_dropout(run, _view_rows(run, x)))
-            z = torch.bmm(inputs, A.transpose(1, 2))  # (tenants, rows, r)
+            inputs = _by_adapter(run, _apply_dropout(run, _view_rows(run, x)))
+            z = torch.bmm(inputs, A.transpose(1, 2))  # (adapters, rows, r)
             scaled = (z * self._get_scales(run, x.device)).to(x.dtype)
-            _by_tenant(run, _view_rows(run, out)).baddbmm_(scaled, B.transpose(1, 2))
+            _by_adapter(run, _view_rows(run, out)).baddbmm_(scaled, B.transpose(1, 2))
             # With the scale, in contrast to SegmentLoop, which saves z.
             saved.append(scaled)
         return saved
@@ -160,17 +160,17 @@ class GroupedProducts(SegmentLoop):
                 super().backward_rows(run, x, [scaled], g, x_grad)
                 continue
             A, B = _stacked(run, g.dtype)
-            grad = _by_tenant(run, _view_rows(run, g))  # (tenants, rows, out)
+            grad = _by_adapter(run, _view_rows(run, g))  # (adapters, rows, out)
             b_grads = torch.bmm(scaled.transpose(1, 2), grad).transpose(1, 2)  # faster than grad.T @ scaled
             z_grad = (torch.bmm(grad, B) * self._get_scales(run, g.device)).to(g.dtype)
-            a_grads = torch.bmm(z_grad.transpose(1, 2), _by_tenant(run, _apply_dropout(run, _view_rows(run, x))))
+            a_grads = torch.bmm(z_grad.transpose(1, 2), _by_adapter(run, _apply_dropout(run, _view_rows(run, x))))
             torch_private.add_all([segment.pair.a_grad for segment in run], a_grads)
             torch_private.add_all([segment.pair.b_grad for segment in run], b_grads)
             if x_grad is not None:
                 _view_rows(run, x_grad).add_(_apply_dropout(run, torch.bmm(z_grad, A).flatten(0, 1)))
 
     def _get_scales(self, run: Sequence[RoutedSegment], device: torch.device) -> torch.Tensor:
-        """Return the scales of a run, float32 (tenants, 1, 1)."""
+        """Return the scales of a run, float32 (adapters, 1, 1)."""
         scales = tuple(segment.pair.scaling for segment in run)
         if scales not in self._scales:
             self._scales[scales] = torch_private.sent(torch.tensor(scales, dtype=torch.float32), device).view(
@@ -236,26 +236,26 @@ def _view_rows(run: Sequence[RoutedSegment], values: torch.Tensor) -> torch.Tens
     return values[run[0].start : run[-1].stop]
 
 
-def _by_tenant(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
-    """View the rows of a run as (tenants, rows, width)."""
+def _by_adapter(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
+    """View the rows of a run as (adapters, rows, width)."""
     return rows.view(len(run), -1, rows.shape[-1])
 
 
 def _apply_dropout(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a run after dropout, tenant by tenant, because its temporaries are large."""
+    """Return the rows of a run after dropout, adapter by adapter, because its temporaries are large."""
     if all(segment.keys is None for segment in run):
         return rows
     return torch.cat([segment.apply_dropout(own) for segment, own in zip(run, rows.chunk(len(run)), strict=True)])
 
 
 def _stacked(run: Sequence[RoutedSegment], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack the matrices of a run: (tenants, rank, in) and (tenants, out, rank)."""
+    """Stack the matrices of a run: (adapters, rank, in) and (adapters, out, rank)."""
     A, B = torch.stack([segment.pair.A for segment in run]), torch.stack([segment.pair.B for segment in run])
     return A.to(dtype), B.to(dtype)
 
 
 BackendChoice: TypeAlias = Literal["auto", "loop"]
-"""How adapters are computed: by batched products of tenants with equal sizes, or one tenant after the other."""
+"""How adapters are computed: by batched products of adapters with equal sizes, or one adapter after the other."""
 
 
 def select_backend(

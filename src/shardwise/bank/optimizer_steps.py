@@ -1,4 +1,4 @@
-"""Optimizer steps of tenants: one, or several at once with the same bits."""
+"""Optimizer steps of adapters: one, or several at once with the same bits."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.bank.adapter import Tenant, TenantWindow
+from shardwise.bank.adapter import AccumulationWindow, BankAdapter
 from shardwise.core.errors import RankLostError, ShardwiseError
 from shardwise.ranks.world import World
 
@@ -26,90 +26,94 @@ def sum_all(world: World, tensors: Sequence[torch.Tensor]) -> None:
             world.wait_for(work)
 
 
-def step_and_mark(world: World, tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
-    """Run :func:`step_together`, and mark tenants whose step failed on any rank: ranks have other values of them.
+def step_and_mark(
+    world: World, adapters: Sequence[BankAdapter], scales: Sequence[float]
+) -> list[tuple[bool, float]]:
+    """Run :func:`step_together`, and mark adapters whose step failed on any rank: ranks have other values of them.
 
     Raises:
         ShardwiseError: the same on every rank.
     """
     try:
         with world.collective("step the optimizers"):
-            return step_together(world, tenants, scales)
+            return step_together(world, adapters, scales)
     except RankLostError:
         raise
     except ShardwiseError as error:
-        failed = {tenant.name for tenant in tenants}
+        failed = {adapter.name for adapter in adapters}
         with suppress(ShardwiseError):  # this error came first
-            told = world.all_gather_object([tenant.name for tenant in tenants if tenant.failure])
+            told = world.all_gather_object([adapter.name for adapter in adapters if adapter.failure])
             failed = {name for found in told for name in found} or failed
-        for tenant in tenants:
-            tenant.failure = error if tenant.name in failed else None
+        for adapter in adapters:
+            adapter.failure = error if adapter.name in failed else None
         raise
 
 
-def step_together(world: World, tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
-    """Sum the gradients over the ranks, scale them, step each tenant whose gradient norm is finite, and clear them.
+def step_together(
+    world: World, adapters: Sequence[BankAdapter], scales: Sequence[float]
+) -> list[tuple[bool, float]]:
+    """Sum the gradients over the ranks, scale them, step adapters whose gradient norm is finite, and clear them.
 
     Bitwise equal to stepping one after the other. The host waits for the device once. Collective: yes.
 
     Returns:
-        For each tenant whether its step was taken, and the norm of its gradient before it was clipped.
+        For each adapter whether its step was taken, and the norm of its gradient before it was clipped.
 
     Raises:
-        Exception: the first one of an optimizer or a schedule, after the steps of all. Tenants whose step failed
+        Exception: the first one of an optimizer or a schedule, after the steps of all. Adapters whose step failed
             have it as their ``failure``.
     """
-    if not tenants:
+    if not adapters:
         return []
-    sum_all(world, [tenant.gradient for tenant in tenants])
-    for tenant, scale in zip(tenants, scales, strict=True):
+    sum_all(world, [adapter.gradient for adapter in adapters])
+    for adapter, scale in zip(adapters, scales, strict=True):
         if scale != 1.0:
-            tenant.gradient.mul_(scale)
-    found = [torch.nn.utils.get_total_norm(list(tenant.gradients.values())) for tenant in tenants]
+            adapter.gradient.mul_(scale)
+    found = [torch.nn.utils.get_total_norm(list(adapter.gradients.values())) for adapter in adapters]
     norms: list[float] = torch.stack(found).tolist()
-    stepping = [tenant for tenant, norm in zip(tenants, norms, strict=True) if math.isfinite(norm)]
-    for tenant, norm in zip(tenants, norms, strict=True):
+    stepping = [adapter for adapter, norm in zip(adapters, norms, strict=True) if math.isfinite(norm)]
+    for adapter, norm in zip(adapters, norms, strict=True):
         if math.isfinite(norm):
-            tenant.clip(norm)
+            adapter.clip(norm)
     _step_all(stepping)
-    for tenant in tenants:
-        tenant.gradient.zero_()
-        tenant.window = TenantWindow()
-        tenant.windows += 1
+    for adapter in adapters:
+        adapter.gradient.zero_()
+        adapter.window = AccumulationWindow()
+        adapter.windows += 1
     _step_schedules(stepping)
-    if failures := [tenant.failure for tenant in stepping if tenant.failure is not None]:
+    if failures := [adapter.failure for adapter in stepping if adapter.failure is not None]:
         raise failures[0]
     return [(math.isfinite(norm), norm) for norm in norms]
 
 
-def _step_schedules(tenants: Sequence[Tenant]) -> None:
-    for tenant in tenants:
-        tenant.steps += 1
+def _step_schedules(adapters: Sequence[BankAdapter]) -> None:
+    for adapter in adapters:
+        adapter.steps += 1
         try:
-            tenant.schedule.step()
+            adapter.schedule.step()
         except Exception as error:
-            tenant.failure = tenant.failure or error
+            adapter.failure = adapter.failure or error
 
 
-def _step_all(tenants: Sequence[Tenant]) -> None:
+def _step_all(adapters: Sequence[BankAdapter]) -> None:
     """Step optimizers. Those of one class with equal settings are stepped by one call, in fewer kernels."""
-    alike: dict[str, list[Tenant]] = {}
-    for tenant in tenants:
+    alike: dict[str, list[BankAdapter]] = {}
+    for adapter in adapters:
         settings = [
             (key, value.tolist() if isinstance(value, torch.Tensor) else value)
-            for key, value in tenant.optimizer.param_groups[0].items()
+            for key, value in adapter.optimizer.param_groups[0].items()
             if key != "params"
         ]
-        alike.setdefault(f"{type(tenant.optimizer).__name__} {settings}", []).append(tenant)
+        alike.setdefault(f"{type(adapter.optimizer).__name__} {settings}", []).append(adapter)
     for group in alike.values():
-        first, *others = [tenant.optimizer for tenant in group]
+        first, *others = [adapter.optimizer for adapter in group]
         try:
             with _lent(first, others):
                 for optimizer in (first, *others):  # the others have no parameters, but count their steps
                     optimizer.step()
         except Exception as error:  # of some of them, on this rank alone: nobody knows which values are new
-            for tenant in group:
-                tenant.failure = error
+            for adapter in group:
+                adapter.failure = error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A pass of many tenants through the base: forward, losses entry by entry, backward."""
+"""A pass of many adapters through the base: forward, losses entry by entry, backward."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.bank.adapter import Tenant
-from shardwise.bank.hooks import ActiveRouting, BatchRouting, TenantRows
+from shardwise.bank.adapter import BankAdapter
+from shardwise.bank.hooks import ActiveRouting, AdapterRows, BatchRouting
 from shardwise.bank.kernels import BackendChoice, row_keys, stable_key
-from shardwise.bank.rows import IGNORED, PassPlan, RowCounts, TenantRow
+from shardwise.bank.rows import IGNORED, PassPlan, RowCounts, UnpaddedRow
 from shardwise.core.errors import TrainingError
 from shardwise.fsdp.gradients import reset_fsdp_state
 from shardwise.fsdp.named_tensors import find_fsdp_root
@@ -73,12 +73,12 @@ class SharedBase:
 
 
 class FusedPass:
-    """A pass of a micro-batch of many tenants through the base. It owns its route ([Note: A route]).
+    """A pass of a micro-batch of many adapters through the base. It owns its route ([Note: A route]).
 
     Args:
         base: the base.
         plan: the pass.
-        tenants: the tenant of each entry of the call.
+        adapters: the adapter of each entry of the call.
         agreed: counts of the rows of each entry, on all ranks.
         own_rows: rows of each entry, of this rank.
         is_training: False for evaluation.
@@ -88,27 +88,27 @@ class FusedPass:
         self,
         base: SharedBase,
         plan: PassPlan,
-        tenants: Sequence[Tenant | None],
+        adapters: Sequence[BankAdapter | None],
         agreed: Sequence[RowCounts],
-        own_rows: Sequence[Sequence[TenantRow]],
+        own_rows: Sequence[Sequence[UnpaddedRow]],
         *,
         is_training: bool,
     ) -> None:
         self.spans: dict[int, slice] = {}
-        own: list[tuple[Tenant, slice]] = []
+        own: list[tuple[BankAdapter, slice]] = []
         keys = [torch.empty(0, dtype=torch.int64)]
-        rows: list[TenantRow] = []
+        rows: list[UnpaddedRow] = []
         # This rank's rows, entry by entry. A row's dropout key depends on its place among those of all ranks.
         for number in plan.entries:
-            tenant = tenants[number]
+            adapter = adapters[number]
             first_row = sum(agreed[number].rows[: base.world.rank])
             span = slice(len(rows), len(rows) + len(own_rows[number]))
             rows.extend(own_rows[number])
             self.spans[number] = span
-            if tenant is not None:
-                key = stable_key(tenant.options.seed, tenant.windows, tenant.window.micro_batches)
+            if adapter is not None:
+                key = stable_key(adapter.options["seed"], adapter.windows, adapter.window.micro_batches)
                 keys.append(row_keys(key, first_row, len(own_rows[number])))
-                own.append((tenant, span))
+                own.append((adapter, span))
         # (rows, tokens), padded on the right. Padding has no label, and so no loss.
         shape = (max(len(rows), 1), plan.tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
@@ -125,8 +125,8 @@ class FusedPass:
             self.attention_mask[:] = 1
         self.device = base.device
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        on_device = sent(torch.cat(keys), self.device)  # keys of tenants' rows; rows of the base come last
-        members = tuple(TenantRows(tenant, at.start, at.stop, on_device[at]) for tenant, at in own)
+        on_device = sent(torch.cat(keys), self.device)  # keys of adapters' rows; rows of the base come last
+        members = tuple(AdapterRows(adapter, at.start, at.stop, on_device[at]) for adapter, at in own)
         self.route = BatchRouting(shape[0], shape[1], members, base.backend, anchor, is_training)
         self.logits: torch.Tensor | None = None
         """(rows, tokens, vocabulary), from the forward pass to the backward pass."""
@@ -185,12 +185,12 @@ class FusedPass:
         return failures
 
     def backward(self, switch: ActiveRouting) -> None:
-        """Accumulate the tenants' gradients. Collective: as the model is."""
+        """Accumulate the adapters' gradients. Collective: as the model is."""
         logits, gradient = self.logits, self.logits_grad
         self.logits = self.logits_grad = None
         assert logits is not None
         if not logits.requires_grad:
-            raise TrainingError("the loss depends on no adapter of these tenants. Check their targets")
+            raise TrainingError("the loss depends on none of the adapters. Check their targets")
         # Also without any gradient: the others gather in this backward pass, so this rank must take part.
         with switch.on(self.route):
             torch.autograd.backward(

@@ -1,9 +1,9 @@
-"""Checks of the rows of tenants and of the base, and the plan of forward passes.
+"""Checks of the rows of adapters and of the base, and the plan of forward passes.
 
-[Note: Own lengths] A tenant's rows are padded to its own longest row on all ranks, rounded up to a multiple, never
-to another tenant's. Tenants with equal padded lengths share a pass through the base. So the shapes of a tenant do
-not depend on other tenants, and products have enough rows that their rounding does not either (with fewer than 16
-rows it would).
+[Note: Own lengths] An adapter's rows are padded to its own longest row on all ranks, rounded up to a multiple,
+never to another adapter's. Adapters with equal padded lengths share a pass through the base. So the shapes of an
+adapter do not depend on other adapters, and products have enough rows that their rounding does not either (with
+fewer than 16 rows it would).
 
 [Note: What couples rows] Nearly all of a transformer computes each row of a batch independently. Exceptions:
 normalization over the batch, rotary embeddings whose frequencies depend on the longest row (dynamic, longrope),
@@ -37,7 +37,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class TenantRow:
+class UnpaddedRow:
     """One row without padding, on the CPU: (tokens,) each."""
 
     input_ids: torch.Tensor
@@ -47,15 +47,15 @@ class TenantRow:
 
 def parse_batch(
     who: str, batch: RowTensors, *, vocab_size: int, longest: int, may_have_weights: bool = True
-) -> list[TenantRow]:
+) -> list[UnpaddedRow]:
     """Return the rows of a batch without padding.
 
     Args:
-        who: the tenant, for errors.
+        who: the adapter, for errors.
         batch: see :data:`RowTensors`. It may have no rows.
         vocab_size: size of the vocabulary.
         longest: maximum number of tokens in a row.
-        may_have_weights: whether the tenant's loss has weights.
+        may_have_weights: whether the adapter's loss has weights.
 
     Raises:
         ConfigError: the batch is invalid. The message has the reason.
@@ -85,7 +85,7 @@ def parse_batch(
     if not bool(weights[mask].isfinite().all()):
         raise ConfigError(f"{who}: weights are not all finite")
     return [
-        TenantRow(ids[row, :length], labels[row, :length], weights[row, :length])
+        UnpaddedRow(ids[row, :length], labels[row, :length], weights[row, :length])
         for row, length in enumerate(lengths.tolist())
     ]
 
@@ -118,7 +118,7 @@ class RowCounts:
     num_supervised_tokens: int
 
 
-def summarize_rows(name: str | None, rows: Sequence[TenantRow]) -> RowCounts:
+def summarize_rows(name: str | None, rows: Sequence[UnpaddedRow]) -> RowCounts:
     learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
     return RowCounts(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
 
@@ -127,14 +127,14 @@ def combine_counts(counts: Sequence[Sequence[RowCounts]]) -> list[RowCounts]:
     """Combine the counts of all ranks.
 
     Raises:
-        RankMismatchError: ranks have named other tenants, or in another order.
+        RankMismatchError: ranks have named other adapters, or in another order.
     """
     names = [[facts.name for facts in own] for own in counts]
     for rank, own in enumerate(names):
         if own != names[0]:
             raise RankMismatchError(
-                f"rank {rank} has rows of {own}, and rank 0 of {names[0]}. Name the same tenants in the same order "
-                "on every rank, if needed with a batch of no rows"
+                f"rank {rank} has rows of {own}, and rank 0 of {names[0]}. Name the same adapters in the same "
+                "order on every rank, if needed with a batch of no rows"
             )
     return [
         RowCounts(
@@ -165,7 +165,7 @@ def plan_passes(
 
     Args:
         agreed: the entries of a call.
-        ranks: LoRA ranks by tenant.
+        ranks: LoRA ranks by adapter.
         multiple: lengths are rounded up to a multiple of it.
         longest: maximum number of tokens in a row, padding included.
     """
@@ -230,13 +230,13 @@ def _compiled(model: nn.Module) -> Iterator[str]:
 def _by_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if normalizes_over_rows(module):
-            yield f"{canonical(name)} is a {type(module).__name__}, which normalizes over all tenants' rows"
+            yield f"{canonical(name)} is a {type(module).__name__}, which normalizes over all adapters' rows"
         kinds = getattr(module, "rope_type", None)
         found = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
         if both := sorted(found.intersection(_BY_LONGEST_ROW)):
             yield (
                 f"{canonical(name)} has {both[0]} rotary embeddings, which depend on the longest row of all "
-                "tenants. Set another rope_type in the config"
+                "adapters. Set another rope_type in the config"
             )
 
 
@@ -244,12 +244,12 @@ def _by_config(model: nn.Module) -> Iterator[str]:
     for config in _configs(model):
         if getattr(config, "output_router_logits", False):
             yield (
-                "config.output_router_logits is true, and a router's loss counts the tokens of all tenants. Set "
+                "config.output_router_logits is true, and a router's loss counts the tokens of all adapters. Set "
                 "it to false"
             )
         for key, value in vars(config).items():
             if key in ("expert_capacity", "capacity_factor") and value:
-                yield f"config.{key}={value}: a full expert drops tokens of any tenant. Set it to None"
+                yield f"config.{key}={value}: a full expert drops tokens of any adapter. Set it to None"
 
 
 def _list_shards(model: nn.Module, ranks: int) -> Iterator[str]:
@@ -276,7 +276,7 @@ def no_random_numbers(device: torch.device) -> Iterator[None]:
     if not all(one.equal(other) for one, other in zip(before, _states(device), strict=True)):
         raise TrainingError(
             "the base has drawn random numbers (dropout in training mode, jitter of a router), which depend on the "
-            "other tenants. Call model.eval(), or set them to 0. Adapters have their own dropout (lora_dropout)"
+            "other adapters. Call model.eval(), or set them to 0. Adapters have their own dropout (lora_dropout)"
         )
 
 

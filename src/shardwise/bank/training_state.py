@@ -1,4 +1,4 @@
-"""Training state of a tenant: tensors by name, and facts as plain data.
+"""Training state of an adapter: tensors by name, and facts as plain data.
 
 A file and a state dict contain the same: matrices by PEFT's names, the optimizer's tensors and the gradient of an
 open window, flat in the order of the matrices, and facts. They restore on any number of ranks.
@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.bank.adapter import Tenant, TenantStart, TenantWindow
-from shardwise.bank.adapter_settings import TenantState, get_state, validate_state
+from shardwise.bank.adapter import AccumulationWindow, AdapterStart, BankAdapter
+from shardwise.bank.adapter_settings import TrainingFacts, get_state, validate_state
 from shardwise.bank.optimizer_steps import sum_all
 from shardwise.checkpoints import base_identity as bases
 from shardwise.core.consents import allows
@@ -45,7 +45,7 @@ GRADIENT, MATRICES = "gradient", "matrices"
 _OPTIMIZER = "optimizer."
 
 
-def training_tensors(tenant: Tenant) -> dict[str, torch.Tensor]:
+def training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
     """Return the optimizer's state (not copied) and the gradient of an open window, by name.
 
     The gradient is summed over all ranks. Collective: one all-reduce if a window is open, with a copy of the
@@ -55,26 +55,26 @@ def training_tensors(tenant: Tenant) -> dict[str, torch.Tensor]:
         ConfigError: an entry of the state is not a tensor.
     """
     found = {}
-    if tenant.window.micro_batches:
-        found[GRADIENT] = tenant.gradient.clone()
-        sum_all(tenant.world, [found[GRADIENT]])
-    for entry, values in tenant.optimizer.state.get(tenant.flat, {}).items():
+    if adapter.window.micro_batches:
+        found[GRADIENT] = adapter.gradient.clone()
+        sum_all(adapter.world, [found[GRADIENT]])
+    for entry, values in adapter.optimizer.state.get(adapter.flat, {}).items():
         if not isinstance(values, torch.Tensor):
             raise ConfigError(
-                f"{entry} of the optimizer of {tenant.name!r} is a {type(values).__name__}, and only tensors "
+                f"{entry} of the optimizer of {adapter.name!r} is a {type(values).__name__}, and only tensors "
                 "are saved. Save with training_state=False"
             )
         found[_OPTIMIZER + entry] = values
     return found
 
 
-def copied_state(tenant: Tenant, base: Mapping[str, str]) -> dict[str, Any]:
+def copied_state(adapter: BankAdapter, base: Mapping[str, str]) -> dict[str, Any]:
     """Return a state dict. Collective: as :func:`training_tensors`."""
-    training = training_tensors(tenant)
+    training = training_tensors(adapter)
     return {
-        "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
+        "adapter": {key: values.clone() for key, values in adapter.matrices.items()},
         "training": {key: values.clone() for key, values in training.items()},
-        "facts": get_state(tenant, base).to_dict(),
+        "facts": get_state(adapter, base).to_dict(),
     }
 
 
@@ -83,11 +83,11 @@ class StoredTraining:
     """Training state in a file (``what``) or a state dict: facts, and shapes and dtypes of tensors."""
 
     what: str
-    facts: TenantState
+    facts: TrainingFacts
     tensors: Mapping[str, tuple[tuple[int, ...], DType]]
 
 
-def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | TenantStart:
+def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTraining | AdapterStart:
     """Parse a state dict, or matrices alone by PEFT's names. ``what`` names it in errors.
 
     Raises:
@@ -97,9 +97,9 @@ def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | Te
     if not isinstance(state, Mapping):
         raise ConfigError(f"{what} is a {type(state).__name__}. Pass the result of state_dict")
     if state and all(isinstance(values, torch.Tensor) for values in state.values()):
-        if faults := _matrix_faults(tenant, state):
-            raise _refusal(what, tenant, faults)
-        return TenantStart(reason="the state has matrices alone")
+        if faults := _matrix_faults(adapter, state):
+            raise _refusal(what, adapter, faults)
+        return AdapterStart(reason="the state has matrices alone")
     if missing := [key for key in ("adapter", "training", "facts") if not isinstance(state.get(key), Mapping)]:
         raise ConfigError(
             f"{what}: it has no {', '.join(missing)}; nor is it matrices alone, by PEFT's names. Pass the result "
@@ -109,24 +109,24 @@ def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | Te
         if not all(isinstance(values, torch.Tensor) for values in state[key].values()):
             raise ConfigError(f"{what}: {key} has values that are not tensors. Pass the result of state_dict")
     if faults := [*_kind_faults(state["adapter"]), *_kind_faults(state["training"])]:
-        raise _refusal(what, tenant, faults)
+        raise _refusal(what, adapter, faults)
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
     facts = replace(validate_state(state["facts"], what), matrices=shapes)
     tensors = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in state["training"].items()}
     return StoredTraining(what, facts, tensors)
 
 
-def copy_values(tenant: Tenant, state: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
-    """Copy the values of a parsed state dict, or of matrices alone, into a tenant and into ``targets``."""
-    for key, values in tenant.matrices.items():
+def copy_values(adapter: BankAdapter, state: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy the values of a parsed state dict, or of matrices alone, into an adapter and into ``targets``."""
+    for key, values in adapter.matrices.items():
         values.copy_(state.get("adapter", state)[key])
     for key, values in targets.items():
         values.copy_(state["training"][key])
 
 
-def _matrix_faults(tenant: Tenant, state: Mapping[str, torch.Tensor]) -> list[str]:
+def _matrix_faults(adapter: BankAdapter, state: Mapping[str, torch.Tensor]) -> list[str]:
     shapes = {key: tuple(values.shape) for key, values in state.items()}
-    return [*_compare_shapes(shapes, tenant.shapes), *_kind_faults(state)]
+    return [*_compare_shapes(shapes, adapter.shapes), *_kind_faults(state)]
 
 
 def _kind_faults(state: Mapping[str, torch.Tensor]) -> list[str]:
@@ -139,18 +139,18 @@ def _kind_faults(state: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def restore(
-    tenant: Tenant,
+    adapter: BankAdapter,
     what: str,
-    found: StoredTraining | TenantStart,
+    found: StoredTraining | AdapterStart,
     targets: Mapping[str, torch.Tensor],
     base: Mapping[str, str],
     on_other_base: OnFault,
     on_not_finite: OnFault,
-) -> TenantStart:
-    """Restore everything else of a tenant whose matrices and ``targets`` have been filled. Collective: no.
+) -> AdapterStart:
+    """Restore everything else of an adapter whose matrices and ``targets`` have been filled. Collective: no.
 
     Args:
-        tenant: a tenant that is not registered yet.
+        adapter: an adapter that is not registered yet.
         what: name of the state's source, for messages.
         found: the parsed state.
         targets: result of :func:`restore_targets`.
@@ -162,22 +162,22 @@ def restore(
         ConfigError: the schedule rejects its state.
         FormatError: values are not finite, and that is not allowed.
     """
-    if tenant.world.rank:  # see [Note: An open window]
-        tenant.gradient.zero_()
+    if adapter.world.rank:  # see [Note: An open window]
+        adapter.gradient.zero_()
     moments = {key: values for key, values in targets.items() if key.startswith(_OPTIMIZER)}
-    _require_finite(what, {**tenant.matrices, **moments}, on_not_finite)
-    if isinstance(found, TenantStart):
+    _require_finite(what, {**adapter.matrices, **moments}, on_not_finite)
+    if isinstance(found, AdapterStart):
         return found
     facts = found.facts
-    _restore_counters(tenant, facts)
+    _restore_counters(adapter, facts)
     if moments:
-        tenant.optimizer.state[tenant.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
+        adapter.optimizer.state[adapter.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
     compared = _compare_bases(facts.base, base, on_other_base).summary
-    return TenantStart(facts.steps, facts.windows, facts.micro_batches, facts.num_supervised_tokens, compared)
+    return AdapterStart(facts.steps, facts.windows, facts.micro_batches, facts.num_supervised_tokens, compared)
 
 
 def restore_targets(
-    tenant: Tenant, found: StoredTraining | TenantStart, base: Mapping[str, str], on_other_base: OnFault
+    adapter: BankAdapter, found: StoredTraining | AdapterStart, base: Mapping[str, str], on_other_base: OnFault
 ) -> dict[str, torch.Tensor]:
     """Return memory for the training's tensors to restore, by name. Empty if there is no training.
 
@@ -185,15 +185,15 @@ def restore_targets(
         ConfigError: the state belongs to another adapter, base, optimizer or schedule. The message has the
             differences.
     """
-    if isinstance(found, TenantStart):
+    if isinstance(found, AdapterStart):
         return {}
-    if faults := _differences(tenant, found.facts, base, on_other_base):
-        raise _refusal(found.what, tenant, faults)
-    targets = {_OPTIMIZER + entry: values for entry, values in _empty_moments(tenant, found.facts).items()}
+    if faults := _differences(adapter, found.facts, base, on_other_base):
+        raise _refusal(found.what, adapter, faults)
+    targets = {_OPTIMIZER + entry: values for entry, values in _empty_moments(adapter, found.facts).items()}
     if found.facts.micro_batches:
-        targets[GRADIENT] = tenant.gradient
+        targets[GRADIENT] = adapter.gradient
     if MATRICES in found.tensors:
-        targets[MATRICES] = tenant.flat.detach()
+        targets[MATRICES] = adapter.flat.detach()
     wanted = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in targets.items()}
     faults = [
         f"{shown(key)}: {_describe(found.tensors.get(key))} in the file, {_describe(wanted.get(key))} here"
@@ -201,7 +201,7 @@ def restore_targets(
         if wanted.get(key) != found.tensors.get(key)
     ]
     if faults:
-        raise _refusal(found.what, tenant, faults)
+        raise _refusal(found.what, adapter, faults)
     return targets
 
 
@@ -209,29 +209,29 @@ def _describe(tensor: tuple[tuple[int, ...], DType] | None) -> str:
     return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
 
 
-def _refusal(what: str, tenant: Tenant, faults: list[str]) -> ConfigError:
+def _refusal(what: str, adapter: BankAdapter, faults: list[str]) -> ConfigError:
     lines = "\n  ".join(faults[:20])
     return ConfigError(
-        f"{what}: is not a state of {tenant.name!r} as it is here:\n  {lines}\n"
+        f"{what}: is not a state of {adapter.name!r} as it is here:\n  {lines}\n"
         "Create it as it was, or take the matrices alone, with training_state=False"
     )
 
 
-def _empty_moments(tenant: Tenant, facts: TenantState) -> dict[str, torch.Tensor]:
+def _empty_moments(adapter: BankAdapter, facts: TrainingFacts) -> dict[str, torch.Tensor]:
     """Return memory for the state of an optimizer with these settings after this number of steps.
 
     Its entries are those that an optimizer of one number has.
     """
-    single = nn.Parameter(torch.zeros(1, device=tenant.flat.device))
-    kind: Any = type(tenant.optimizer)
+    single = nn.Parameter(torch.zeros(1, device=adapter.flat.device))
+    kind: Any = type(adapter.optimizer)
     made = kind([single], lr=0.1)
-    settings = {**tenant.optimizer.param_groups[0], **_restored_settings(facts.settings)}
+    settings = {**adapter.optimizer.param_groups[0], **_restored_settings(facts.settings)}
     made.param_groups[0].update({key: value for key, value in settings.items() if key != "params"})
     if facts.steps > 0:
         single.grad = torch.zeros_like(single)
         made.step()
     return {
-        entry: torch.zeros(tenant.flat.shape if like.ndim else (), dtype=like.dtype, device=like.device)
+        entry: torch.zeros(adapter.flat.shape if like.ndim else (), dtype=like.dtype, device=like.device)
         for entry, like in made.state.get(single, {}).items()
         if like is not None
     }
@@ -251,22 +251,24 @@ def _require_finite(what: str, tensors: Mapping[str, torch.Tensor], allowed: OnF
         raise FormatError(f"{what}: is not a valid state:\n  " + "\n  ".join(faults[:20]))
 
 
-def _restore_counters(tenant: Tenant, facts: TenantState) -> None:
+def _restore_counters(adapter: BankAdapter, facts: TrainingFacts) -> None:
     try:
-        tenant.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
+        adapter.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"this is not a state of {tenant.name!r}: its schedule does not take it: {error}"
+            f"this is not a state of {adapter.name!r}: its schedule does not take it: {error}"
         ) from error
-    set_group(tenant.optimizer.param_groups[0], _restored_settings(facts.settings))
-    tenant.max_grad_norm = float(facts.max_grad_norm)
-    tenant.windows, tenant.steps = facts.windows, facts.steps
-    tenant.window = TenantWindow(facts.micro_batches, facts.num_supervised_tokens)
+    set_group(adapter.optimizer.param_groups[0], _restored_settings(facts.settings))
+    adapter.max_grad_norm = float(facts.max_grad_norm)
+    adapter.windows, adapter.steps = facts.windows, facts.steps
+    adapter.window = AccumulationWindow(facts.micro_batches, facts.num_supervised_tokens)
 
 
-def _differences(tenant: Tenant, stored: TenantState, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
-    """List the reasons why a tenant cannot resume from a state."""
-    current = get_state(tenant, base)
+def _differences(
+    adapter: BankAdapter, stored: TrainingFacts, base: Mapping[str, str], on_other_base: OnFault
+) -> list[str]:
+    """List the reasons why an adapter cannot resume from a state."""
+    current = get_state(adapter, base)
     faults = [
         *_base_faults(stored.base, current.base, on_other_base),
         *_compare_shapes(stored.matrices, current.matrices),
@@ -287,14 +289,14 @@ def _differences(tenant: Tenant, stored: TenantState, base: Mapping[str, str], o
             one, other = getattr(stored, what), getattr(current, what)
             if one != other:
                 faults.append(f"its window is open, with {what} {one}, and it is {other} here")
-    return [*faults, *_optimizer_faults(tenant.name, stored, current), *_schedule_faults(tenant, stored, current)]
+    return [*faults, *_optimizer_faults(adapter.name, stored, current), *_schedule_faults(adapter, stored, current)]
 
 
 def _compare_bases(
     stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault
 ) -> bases.BaseMatch:
     """Compare two results of :func:`identify_base`. FormatError if the first has no identity."""
-    what = "the base of a tenant's state"
+    what = "the base of an adapter's state"
     identities = (each["identity"].encode("utf-8", "surrogatepass") for each in (stored, current))
     one, other = (bases.BaseIdentity.from_dict(parse_object(text, what=what), what) for text in identities)
     return bases.compare_bases(one, other, on_other_base, are_shapes_same=stored["shapes"] == current["shapes"])
@@ -319,7 +321,7 @@ def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str,
     ]
 
 
-def _optimizer_faults(name: str, stored: TenantState, current: TenantState) -> list[str]:
+def _optimizer_faults(name: str, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
     faults = unlike({name: (current.optimizer, current.settings)}, {name: (stored.optimizer, stored.settings)})
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
@@ -333,12 +335,12 @@ def _optimizer_faults(name: str, stored: TenantState, current: TenantState) -> l
     ]
 
 
-def _schedule_faults(tenant: Tenant, stored: TenantState, current: TenantState) -> list[str]:
+def _schedule_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
     if stored.schedule != current.schedule:
         return [
             f"its schedule was a {stored.schedule}, and here it is a {current.schedule}. Pass schedule= as it was"
         ]
-    if not isinstance(tenant.schedule, LRScheduler):
+    if not isinstance(adapter.schedule, LRScheduler):
         return []  # torch's make each key an attribute, others check their own state
     odd = _unlike_keys(stored.schedule_state, current.schedule_state)
     return [f"{shown(key)} of its schedule {stored.schedule} is not as that of this one" for key in odd]
