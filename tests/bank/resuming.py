@@ -12,7 +12,7 @@ from tests.bank.on_ranks import bank_of, here
 from tests.support.world import said
 
 import shardwise
-from shardwise.bank.adapter import unchanging
+from shardwise.bank.adapter import constant_lr
 
 WINDOWS, HALF, ALL = 3, 7, 12
 """Micro-batches of a window, after which it is saved (in the third window), and of a training."""
@@ -71,7 +71,7 @@ def go_on(base: Path, folder: Path) -> dict[str, Any]:
     bank = bank_of(base, {})
     adapters = {name: own for name, own in members().items() if name in ON_RANKS}
     started = {
-        name: bank.load(name, folder / name, optimizer=own.optimizer, schedule=own.schedule or unchanging)
+        name: bank.load(name, folder / name, optimizer=own.optimizer, schedule=own.schedule or constant_lr)
         for name, own in adapters.items()
     }
     half = told_of(bank, adapters, [])

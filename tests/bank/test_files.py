@@ -17,7 +17,7 @@ from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank.adapter import AdapterStart, unchanging
+from shardwise.bank.adapter import AdapterStart, constant_lr
 from shardwise.options import Ignore
 
 
@@ -40,7 +40,7 @@ def trained_and_saved(base: Path, folder: Path, members: dict[str, Any]) -> dict
     for name in members:
         keywords = {
             "optimizer": members[name].optimizer,
-            "schedule": members[name].schedule or unchanging,
+            "schedule": members[name].schedule or constant_lr,
             "on_other_base": Ignore(),
         }
         told = bank.load(f"{name}-again", folder / name, **keywords)

@@ -203,7 +203,7 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
         ),
         ("accumulation_steps=0: pass 1 or more", {"gradient_accumulation_steps": 0}),
         ("optimizer=5: is not a function", {"optimizer": 5}),
-        ("schedule: made a NoneType, which has no step", {"schedule": lambda optimizer: None}),
+        ("schedule: returned a NoneType without step", {"schedule": lambda optimizer: None}),
         ("ReduceLROnPlateau needs a metric", {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}),
         ("cannot be made, Invalid learning rate", {"optimizer": lambda own: torch.optim.SGD(own, lr=-1)}),
         ("unexpected keyword argument 'sed'. Did you mean 'seed'", {"sed": 1}),
@@ -240,7 +240,7 @@ def test_invalid_calls_are_refused(base):
         bank.optim_step("ada")
     bank.forward_backward([("ada", batch)])
     require("the window of 'ada' is full", ("bob", batch), ("ada", batch))
-    assert not bank._adapters["bob"].window.micro_batches
+    assert not bank._adapters["bob"].micro_batches
     for changes, match in (
         ({"lrate": 1.0}, "lrate: AdamW has .*lr.*max_grad_norm"),
         ({"lr": float("nan")}, "lr=nan is not a valid value"),

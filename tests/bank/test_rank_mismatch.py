@@ -144,7 +144,7 @@ def test_other_state_dicts_are_refused_by_name(base):
         "shape": ({**own, first: own[first][1:]}, rf"{first}: \(3, 32\) in the state, \(4, 32\) in the adapter"),
         "numbers": ({**own, first: own[first].int()}, rf"{first}: is a Tensor of torch.int32 on cpu; a whole"),
         "nothing": ({}, "it has no adapter, .*; nor is it matrices alone"),
-        "list": ([], "the state of 'ada' is a list. Pass the result of state_dict"),
+        "list": ([], "the state of 'ada': is a list. Pass the result of state_dict"),
     }.values():
         with pytest.raises(shardwise.ConfigError, match=match):
             bank.load_state_dict("ada", state)
@@ -154,14 +154,14 @@ def test_other_state_dicts_are_refused_by_name(base):
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 ROWS = rows_for("ada", ADA, 0)
-NO_PAIRS = r"batches: is a \w+, not a list of \(name, rows\)"
+NO_PAIRS = r"batches: is not a list of \(name, rows\)"
 NO_TENSORS = "'ada': the rows are not a dict of tensors of one shape"
 NO_ROWS: dict[str, tuple[Any, str]] = {
     "a dict of batches": ({"ada": ROWS}, NO_PAIRS),
     "a text": ("ada", NO_PAIRS),
     "a number": (3, NO_PAIRS),
-    "names alone": ([("ada", ROWS), "ada"], r"batches\[1\]: is a str, not a pair \(name, rows\)"),
-    "no name": ([(3, ROWS)], r"batches\[0\]: its name is a int, not a string, or None"),
+    "names alone": ([("ada", ROWS), "ada"], NO_PAIRS),
+    "no name": ([(3, ROWS)], NO_PAIRS),
     "a list of rows": ([("ada", [ROWS])], NO_TENSORS),
     "a tensor": ([("ada", ROWS["input_ids"])], NO_TENSORS),
     "nothing": ([("ada", None)], NO_TENSORS),

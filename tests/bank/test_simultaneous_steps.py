@@ -106,5 +106,7 @@ def test_learning_rates_that_are_tensors_are_told_apart():
     for weight in weights:
         weight.grad = torch.ones(2)
     made = [torch.optim.SGD([weight], lr=rate) for weight, rate in zip(weights, rates, strict=True)]
-    optimizer_steps._step_all([SimpleNamespace(optimizer=each) for each in made])
+    optimizer_steps._step_optimizers(
+        [SimpleNamespace(optimizer=each, settings=each.param_groups[0]) for each in made]
+    )
     assert [float(weight.detach()[0]) for weight in weights] == [-float(rate) for rate in rates]

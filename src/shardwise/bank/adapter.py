@@ -52,13 +52,15 @@ def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
         raise ConfigError(f"optimizer: cannot be made, {error}") from error
     kind = type(optimizer)
     if kind not in _ELEMENTWISE:
-        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
+        supported = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
         raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} is not known to be elementwise, and an adapter has one flat "
-            f"parameter. Use one of {known}"
+            f"optimizer: {kind.__module__}.{kind.__qualname__} is not known to be elementwise, and all matrices "
+            f"are one flat parameter. Use one of {supported}"
         )
-    if len(optimizer.param_groups) != 1 or [id(one) for one in optimizer.param_groups[0]["params"]] != [id(flat)]:
-        raise ConfigError(f"{kind.__qualname__} must have the given parameter in one group, and no other parameter")
+    if [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups] != [[id(flat)]]:
+        raise ConfigError(
+            f"optimizer: {kind.__qualname__} must have the given parameter in one group, and no other"
+        )
     return optimizer
 
 
@@ -70,7 +72,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 """An adapter's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
 
 
-def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
+def create_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
     """Make the schedule of an adapter.
 
     Raises:
@@ -79,15 +81,16 @@ def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
     schedule = make(optimizer)
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError("schedule: ReduceLROnPlateau needs a metric. Pass lr to optim_step instead")
-    lacking = [n for n in ("step", "state_dict", "load_state_dict") if not callable(getattr(schedule, n, None))]
-    if lacking:
+    methods = ("step", "state_dict", "load_state_dict")
+    missing = [method for method in methods if not callable(getattr(schedule, method, None))]
+    if missing:
         raise ConfigError(
-            f"schedule: made a {type(schedule).__name__}, which has no {', '.join(lacking)}. Return one of torch"
+            f"schedule: returned a {type(schedule).__name__} without {', '.join(missing)}. Return one of torch"
         )
     return schedule
 
 
-def unchanging(optimizer: Optimizer) -> ConstantLR:
+def constant_lr(optimizer: Optimizer) -> ConstantLR:
     """Make the default schedule of an adapter, which leaves the learning rate as it is."""
     return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
@@ -115,7 +118,7 @@ class AdapterOptions(TypedDict, total=False):
 
 DEFAULT_OPTIONS: Final[AdapterOptions] = {
     "optimizer": adamw,
-    "schedule": unchanging,
+    "schedule": constant_lr,
     "max_grad_norm": math.inf,
     "gradient_accumulation_steps": 1,
     "reduction": "mean",
@@ -135,37 +138,25 @@ def require_options(options: Mapping[str, Any]) -> None:
             faults.append(f"{name}={value!r}: is not a function. Pass one")
         elif name == "max_grad_norm" and not (isinstance(value, int | float) and value > 0):
             faults.append(f"max_grad_norm={value!r}: is not above 0. Leave it out for no limit")
-        elif name == "gradient_accumulation_steps" and not (_is_integer(value) and value > 0):
+        elif name == "gradient_accumulation_steps" and not (type(value) is int and value > 0):
             faults.append(f"gradient_accumulation_steps={value!r}: pass 1 or more")
         elif name == "reduction" and value not in get_args(Reduction):
             faults.append(f"reduction={value!r}: pass 'mean' or 'sum'")
-        elif name == "seed" and not _is_integer(value):
+        elif name == "seed" and type(value) is not int:
             faults.append(f"seed={value!r}: is not an integer")
     if faults:
         raise ConfigError("invalid options of an adapter:\n  " + "\n  ".join(faults))
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 class AdapterState(Enum):
-    """State of an adapter, by what it takes next."""
+    """State of an adapter, which decides which call may come next."""
 
     ACCUMULATING = auto()
-    """A micro-batch: its window is not full."""
+    """``forward_backward``: the window is not full."""
     FULL = auto()
-    """A step."""
+    """``optim_step``: the window has ``gradient_accumulation_steps`` micro-batches."""
     FAILED = auto()
-    """Another state, or its deletion: its step has failed, and ranks may have other values of it."""
-
-
-@dataclass(slots=True)
-class AccumulationWindow:
-    """Counts of an adapter since its last step, on all ranks."""
-
-    micro_batches: int = 0
-    num_supervised_tokens: int = 0
+    """``load_state_dict`` or ``delete_adapter``: a step has failed, and values may differ between ranks."""
 
 
 class BankAdapter:
@@ -191,6 +182,8 @@ class BankAdapter:
         self.sites = outline.sites
         self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}
         count = sum(math.prod(shape) for shape in self.shapes.values())
+        # (count,), all matrices one after the other. The backward pass adds to views of the gradient, so it is only
+        # zeroed in place: zero_grad() would have the optimizer read another tensor than the views.
         self.flat = nn.Parameter(torch.zeros(count, device=device))
         self.gradient = torch.zeros(count, device=device)
         self.flat.grad = self.gradient
@@ -198,16 +191,17 @@ class BankAdapter:
         self.gradients = _views(self.gradient, self.shapes)
         for matrix in outline.matrices():
             outline.initialize(matrix, self.matrices[matrix.key], options["seed"])
-        self.pairs = {
-            key: pair
-            for site in outline.sites
-            for key, pair in _matrix_pairs(site, self.matrices, self.gradients).items()
-        }
+        self.pairs: dict[str, LoraWeights] = {}
+        for site in outline.sites:
+            self.pairs |= _matrix_pairs(site, self.matrices, self.gradients)
         self.world = world
         self.optimizer = create_optimizer(options["optimizer"], self.flat)
-        self.schedule = made_schedule(options["schedule"], self.optimizer)
+        self.schedule = create_schedule(options["schedule"], self.optimizer)
         self.max_grad_norm = options["max_grad_norm"]
-        self.window = AccumulationWindow()
+        self.micro_batches = 0
+        """Micro-batches of the open window."""
+        self.num_supervised_tokens = 0
+        """Supervised tokens of the open window, on all ranks."""
         self.failure: Exception | None = None
         """The error of a step that failed, on this rank or another one. Its values are those of no step."""
         self.windows = 0
@@ -218,8 +212,25 @@ class BankAdapter:
     def state(self) -> AdapterState:
         if self.failure is not None:
             return AdapterState.FAILED
-        is_full = self.window.micro_batches >= self.options["gradient_accumulation_steps"]
-        return AdapterState.FULL if is_full else AdapterState.ACCUMULATING
+        if self.micro_batches >= self.options["gradient_accumulation_steps"]:
+            return AdapterState.FULL
+        return AdapterState.ACCUMULATING
+
+    @property
+    def scales_before_backward(self) -> bool:
+        """Whether a loss is divided by the number of its supervised tokens before the backward pass.
+
+        That is possible for the mean over a window of one micro-batch, whose tokens are counted before the pass.
+        Over several, sums accumulate, and the step divides their gradient by the tokens of all.
+        """
+        return self.options["reduction"] == "mean" and self.options["gradient_accumulation_steps"] == 1
+
+    @property
+    def gradient_scale(self) -> float:
+        """The factor of the accumulated gradient at the end of the window."""
+        if self.options["reduction"] == "sum" or self.scales_before_backward:
+            return 1.0
+        return 1 / max(self.num_supervised_tokens, 1)
 
     @property
     def rank(self) -> int:
@@ -234,11 +245,36 @@ class BankAdapter:
     def comparable_settings(self) -> dict[str, str]:
         """Return the settings of its next step and its counts as text."""
         counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
-        numbers = {
-            key: value.tolist() if isinstance(value, torch.Tensor) else value
-            for key, value in self.settings.items()
+        return {key: repr(value) for key, value in {**without_tensors(self.settings), **counts}.items()}
+
+    def find_invalid_settings(self, settings: Mapping[str, Any]) -> list[str]:
+        """List the reasons why settings cannot replace those of the optimizer, or ``max_grad_norm``."""
+        # Flags cannot change: they decide which state the optimizer has.
+        numbers = {key for key, value in self.settings.items() if not isinstance(value, bool | None)} - {
+            "initial_lr"
         }
-        return {key: repr(value) for key, value in {**numbers, **counts}.items()}
+        kind = type(self.optimizer)
+        faults = []
+        for key, value in settings.items():
+            if key == "max_grad_norm":
+                is_valid = isinstance(value, int | float) and value > 0
+            elif key in numbers:
+                is_valid = _is_like(value, self.settings[key])
+            else:
+                faults.append(
+                    f"{key}: {kind.__name__} has {', '.join(sorted(numbers))}, and there is max_grad_norm"
+                )
+                continue
+            if not is_valid:
+                faults.append(f"{key}={value!r} is not a valid value")
+        if settings and not faults:
+            combined = {**self.settings, **settings}
+            accepted = inspect.signature(kind).parameters
+            try:  # the constructor knows the limits of each setting
+                kind([self.flat], **{key: value for key, value in combined.items() if key in accepted})
+            except (ValueError, TypeError, RuntimeError) as error:
+                faults.append(str(error))
+        return faults
 
     def require_changes(self, changes: Mapping[str, Any]) -> None:
         """Check changes of settings.
@@ -246,30 +282,9 @@ class BankAdapter:
         Raises:
             ConfigError: a setting is unknown, or a value invalid. The message has all of them.
         """
-        fixed = (bool, type(None))  # flags decide which state there is
-        known = {key for key, value in self.settings.items() if not isinstance(value, fixed)} - {"initial_lr"}
-        kind = type(self.optimizer)
-        faults = [
-            f"{key}: {kind.__name__} has {', '.join(sorted(known))}, and there is max_grad_norm"
-            for key in changes
-            if key not in known and key != "max_grad_norm"
-        ]
-        if "lr" in changes and self.options["schedule"] is not unchanging:
+        faults = self.find_invalid_settings(changes)
+        if "lr" in changes and self.options["schedule"] is not constant_lr:
             faults.append("lr: the schedule of this adapter sets it. Create it without one")
-        for key, value in changes.items():
-            present, numbers = self.settings.get(key), value if isinstance(value, tuple) else (value,)
-            lengths = [len(each) if isinstance(each, tuple) else -1 for each in (present, value)]
-            limit = math.inf if key == "max_grad_norm" else sys.float_info.max
-            are_numbers = all(isinstance(number, int | float) and 0 <= number <= limit for number in numbers)
-            if len({*lengths}) > 1 or not are_numbers or (key == "max_grad_norm" and value == 0):
-                faults.append(f"{key}={value!r} is not a valid value")
-        if changes and not faults:
-            settings = {**self.settings, **changes}
-            accepted = inspect.signature(kind).parameters
-            try:  # its constructor knows the limits of each
-                kind([self.flat], **{key: value for key, value in settings.items() if key in accepted})
-            except (ValueError, TypeError, RuntimeError) as error:
-                faults.append(str(error))
         if faults:
             raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
 
@@ -304,6 +319,19 @@ class LoraWeights:
         return self.A.shape[0]
 
 
+def without_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with Python's numbers in place of tensors."""
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+
+
+def _is_like(value: object, current: object) -> bool:
+    """Return whether a value is finite and not negative, and a number or a tuple of numbers as the current one."""
+    if isinstance(current, tuple) and isinstance(value, tuple):
+        return len(value) == len(current) and all(map(_is_like, value, current))
+    is_number = isinstance(value, int | float) and 0 <= value <= sys.float_info.max
+    return is_number and not isinstance(current, tuple)
+
+
 def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     sizes = [math.prod(shape) for shape in shapes.values()]
     return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), flat.split(sizes), strict=True)}
@@ -313,37 +341,24 @@ def _matrix_pairs(
     site: adapted_layers.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, LoraWeights]:
     """Return the matrices of a site by the names that the base's layer uses. For experts, those of each expert."""
-    keys = (site.lora_A.key, site.lora_B.key)
-    A, B = (matrices[key] for key in keys)
-    a_grad, b_grad = (gradients[key] for key in keys)
+    A, a_grad = matrices[site.lora_A.key], gradients[site.lora_A.key]  # (r, in)
+    B, b_grad = matrices[site.lora_B.key], gradients[site.lora_B.key]  # (out, r)
     if not isinstance(site, adapted_layers.ExpertsSite):
-        dropout = site.dropout if isinstance(site, adapted_layers.LinearSite) else 0.0
+        dropout = getattr(site, "dropout", 0.0)
         return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, dropout)}
-    return {
-        expert_site(site.module, site.parameter, expert): LoraWeights(
-            _merge_lora_a(A, site.experts)[expert],
-            _merge_lora_b(B, site.experts)[..., expert],
-            _merge_lora_a(a_grad, site.experts)[expert],
-            _merge_lora_b(b_grad, site.experts)[..., expert],
-            site.scaling,
-        )
-        for expert in range(site.experts)
-    }
+    # For experts, PEFT stores A as (experts * r, in), expert by expert, but B as (out, r * experts), rank by rank.
+    A, a_grad = (values.view(site.experts, -1, values.shape[1]) for values in (A, a_grad))  # (experts, r, in)
+    B, b_grad = (values.view(len(values), -1, site.experts) for values in (B, b_grad))  # (out, r, experts)
+    pairs = {}
+    for expert in range(site.experts):
+        key = expert_site(site.module, site.parameter, expert)
+        pairs[key] = LoraWeights(A[expert], B[..., expert], a_grad[expert], b_grad[..., expert], site.scaling)
+    return pairs
 
 
 def expert_site(module: str, parameter: str, expert: int) -> str:
     """Name the site of the matrices of one expert."""
     return f"{module}.{parameter}.{expert}"
-
-
-def _merge_lora_a(A: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return A as (r * experts, in), expert by expert, as PEFT stores it."""
-    return A.view(experts, -1, A.shape[1])
-
-
-def _merge_lora_b(B: torch.Tensor, experts: int) -> torch.Tensor:
-    """And (out, r * experts) rank by rank."""
-    return B.view(len(B), -1, experts)
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -215,13 +214,13 @@ class AdapterBank:
         sums = call.accumulate_gradients()
         # Before raising: micro-batches of adapters whose loss did not raise count.
         losses = {}
-        for number, entry in enumerate(call.agreed):
+        for number, entry in enumerate(call.counts):
             if number in sums.failures:
                 continue
             adapter = self._adapter(str(entry.name))
-            adapter.window.micro_batches += 1
-            adapter.window.num_supervised_tokens += entry.num_supervised_tokens
-            # Of this micro-batch, for the report. What divides the gradient is in RowCall and _step_all.
+            adapter.micro_batches += 1
+            adapter.num_supervised_tokens += entry.num_supervised_tokens
+            # The loss in the report is that of this micro-batch. The divisor of the gradient is in BankAdapter.
             divisor = max(entry.num_supervised_tokens, 1) if adapter.options["reduction"] == "mean" else 1
             losses[adapter.name] = AdapterLoss(
                 sums.losses.get(number, 0.0) / divisor, entry.num_supervised_tokens, call.logprobs.get(number, [])
@@ -229,7 +228,7 @@ class AdapterBank:
         if sums.failures:
             counted = f"; the micro-batches of {', '.join(map(repr, losses))} count" if losses else ""
             raise TrainingError(f"{call.describe(sums.failures)}. Its gradient is as before the call{counted}")
-        return FusedLosses(losses, sums.num_passes, dict(call.chosen))
+        return FusedLosses(losses, sums.num_passes, dict(call.backends))
 
     def optim_step(self, name: str, **changes: Any) -> AdapterStep:
         """Take an adapter's optimizer step at the end of its window.
@@ -265,17 +264,7 @@ class AdapterBank:
         stepping = [self._require_full(name) for name in names]
         for adapter in stepping:
             adapter.change(changes)
-        rates = [float(adapter.optimizer.param_groups[0].get("lr", math.nan)) for adapter in stepping]
-        tokens = [adapter.window.num_supervised_tokens for adapter in stepping]
-        scales = [
-            1 / max(count, 1)
-            if adapter.options["reduction"] == "mean" and not batch.scales_before_backward(adapter)
-            else 1.0
-            for adapter, count in zip(stepping, tokens, strict=True)
-        ]
-        outcomes = step_and_mark(self._world, stepping, scales)
-        found = zip(names, outcomes, tokens, rates, strict=True)
-        return {name: AdapterStep(*outcome, count, rate) for name, outcome, count, rate in found}
+        return step_and_mark(self._world, stepping)
 
     def _comparable_steps(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, str]:
         """Return the settings that ranks must have in common, after checking the changes."""
@@ -296,7 +285,7 @@ class AdapterBank:
         adapter = self._adapter(name)
         if adapter.state is not AdapterState.FULL:
             raise ConfigError(
-                f"the window of {name!r} has {adapter.window.micro_batches} micro-batches of "
+                f"the window of {name!r} has {adapter.micro_batches} micro-batches of "
                 f"{adapter.options['gradient_accumulation_steps']}. Call forward_backward until it is full"
             )
         return adapter
@@ -329,7 +318,7 @@ class AdapterBank:
         self._world.require_equal(adapter.name, "the name of the adapter")
         base = adapter_settings.identify_base(self._world, self._model)
         with self._world.collective("copy the state"):
-            return states.copied_state(adapter, base)
+            return states.copy_state(adapter, base)
 
     def load_state_dict(
         self,

@@ -116,7 +116,7 @@ def collect_training_state(
     tensors = states.training_tensors(adapter)
     if dtype not in (None, adapter.flat.dtype):
         tensors[states.MATRICES] = adapter.flat.detach()
-    text = adapter_settings.to_text(adapter_settings.get_state(adapter, base), repr(adapter.name))
+    text = adapter_settings.facts_to_text(adapter_settings.get_facts(adapter, base), repr(adapter.name))
     return AdapterTrainingState(_as_module(tensors), text)
 
 
@@ -151,7 +151,7 @@ def find_training(folder: Path, *, training_state: bool) -> states.StoredTrainin
     if text is None:
         raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}. The file is corrupt. Save it again")
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
-    facts = adapter_settings.parse_state(text, f"{folder / file}: {TRAINING_KEY}")
+    facts = adapter_settings.parse_facts(text, f"{folder / file}: {TRAINING_KEY}")
     return states.StoredTraining(str(folder / file), facts, tensors)
 
 

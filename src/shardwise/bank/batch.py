@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class PassSums:
     failures: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowCall:
     """A call with rows. An entry is an adapter's name with its rows, and each list has one item for each entry.
 
@@ -53,69 +54,19 @@ class RowCall:
         base: the base.
         rows: rows of this rank.
         adapters: the adapter of each entry. None is the base without an adapter.
-        agreed: counts of the rows of each entry on all ranks.
+        counts: counts of the rows of each entry on all ranks.
         plans: the passes, equal on all ranks.
-        chosen: number of adapted layer calls, by how they were computed.
+        backends: number of adapted layer calls, by how they were computed.
         logprobs: log probabilities of this rank's rows, by entry number.
     """
 
     base: SharedBase
-    rows: list[list[UnpaddedRow]] = field(default_factory=list)
-    adapters: list[BankAdapter | None] = field(default_factory=list)
-    agreed: list[RowCounts] = field(default_factory=list)
-    plans: list[PassPlan] = field(default_factory=list)
-    chosen: Counter[str] = field(default_factory=Counter)
+    rows: list[list[UnpaddedRow]]
+    adapters: list[BankAdapter | None]
+    counts: list[RowCounts]
+    plans: list[PassPlan]
+    backends: Counter[str] = field(default_factory=Counter)
     logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-    def check(
-        self,
-        batches: Sequence[tuple[str | None, RowTensors]],
-        adapters: Mapping[str, BankAdapter],
-        *,
-        is_training: bool,
-    ) -> list[RowCounts]:
-        """Check the batches of this rank. Return counts of their rows.
-
-        Raises:
-            ConfigError: a batch or an adapter is invalid.
-        """
-        _require_pairs(batches)
-        self.adapters = [None if name is None else get_adapter(adapters, name) for name, _ in batches]
-        if is_training:
-            _require_trainable(self.adapters)
-        for adapter, (name, batch) in zip(self.adapters, batches, strict=True):
-            has_weights = adapter is None or adapter.options["reduction"] == "sum"
-            limits = {"vocab_size": self.base.vocab_size, "longest": self.base.max_length}
-            self.rows.append(parse_batch(_shown(name), batch, **limits, may_have_weights=has_weights))
-        return [summarize_rows(name, own) for (name, _), own in zip(batches, self.rows, strict=True)]
-
-    def plan(self, free_bytes: Sequence[int | None], *, is_training: bool) -> None:
-        """Plan the passes, and check that their logits fit into the free memory of each rank. Collective: no.
-
-        The check is a lower bound: 2 bytes for each logit, again for its gradient, and for the entry with the most
-        rows a copy and the log-softmax in float32. On the CPU each rank is compared with the whole free memory of
-        the host, which ranks share. Unknown memory is not checked.
-
-        Raises:
-            TrainingError: they do not fit. The same on every rank.
-        """
-        base = self.base
-        ranks = {adapter.name: adapter.rank for adapter in self.adapters if adapter is not None}
-        self.plans = plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.max_length)
-        for plan in self.plans:
-            entries = [self.agreed[number] for number in plan.entries]
-            for rank, free in enumerate(free_bytes):
-                rows = [entry.rows[rank] for entry in entries]
-                logit_bytes = sum(rows) * (4 if is_training else 2) + max(rows) * 8  # of one token and word
-                need = logit_bytes * plan.tokens * base.vocab_size
-                if free is not None and need > free:
-                    names = ", ".join(_shown(entry.name) for entry in entries)
-                    number = base.world.global_ranks[rank]
-                    raise TrainingError(
-                        f"a pass of {names}: the logits of {sum(rows)} rows of {plan.tokens} tokens take at least "
-                        f"{in_bytes(need)} on rank {number}, where {in_bytes(free)} is free. Pass fewer rows in a "
-                        "call"
-                    )
 
     def accumulate_gradients(self) -> PassSums:
         """Accumulate the gradients of the adapters by forward and backward passes. Collective: yes.
@@ -126,20 +77,23 @@ class RowCall:
             ShardwiseError: the same on every rank. A note names the adapters. Gradients are restored.
             RankLostError: see :meth:`_run`. Gradients are restored.
         """
-        before = [  # by entry. A window without micro-batches has a gradient of zeros
-            (adapter.gradient, adapter.gradient.clone() if adapter.window.micro_batches else None)
-            for adapter in self.adapters
-            if adapter is not None
-        ]
-        # All, unless the passes succeed on every rank. Numbers are those of entries: training has none of the base.
-        restored: Collection[int] = range(len(before))
+        copies: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # by entry: training has none of the base
+        for adapter in self.adapters:
+            assert adapter is not None, "the base is not trained"
+            # A window without micro-batches has a gradient of zeros, of which no copy is needed.
+            copies.append((adapter.gradient, adapter.gradient.clone() if adapter.micro_batches else None))
+        # The backward pass adds to the gradients in place, so after a failure on any rank all of them are restored.
+        restored: Collection[int] = range(len(copies))
         try:
             sums = self._run(is_training=True)
             restored = sums.failures
         finally:
             for number in restored:
-                gradient, values = before[number]
-                gradient.zero_() if values is None else gradient.copy_(values)
+                gradient, values = copies[number]
+                if values is None:
+                    gradient.zero_()
+                else:
+                    gradient.copy_(values)
         return sums
 
     def evaluate(self) -> None:
@@ -156,7 +110,7 @@ class RowCall:
     def describe(self, failures: Mapping[int, str]) -> str:
         """Describe losses that raised, by entry."""
         return "; ".join(
-            f"the loss of {_shown(self.agreed[number].name)} raised, {text}" for number, text in failures.items()
+            f"the loss of {_describe(self.counts[number].name)} raised, {text}" for number, text in failures.items()
         )
 
     def _run(self, *, is_training: bool) -> PassSums:
@@ -168,7 +122,6 @@ class RowCall:
         base = self.base
         gathers = CountedGather(base.world)
         try:
-            # _sum runs on the first rank.
             with base.world.all_reduce("compute the pass", self._sum) as exchange:
                 if base.world.size > 1:
                     gathers.install(base.model)
@@ -179,7 +132,7 @@ class RowCall:
             base.recover()
             if not isinstance(error, ShardwiseError):
                 raise
-            names = ", ".join(_shown(entry.name) for entry in self.agreed if sum(entry.rows))
+            names = ", ".join(_describe(entry.name) for entry in self.counts if sum(entry.rows))
             if isinstance(error, RankLostError):
                 error.add_note(f"This was a pass of {names}.")
                 raise
@@ -203,52 +156,49 @@ class RowCall:
         return sums
 
     def _evaluate(self) -> PassSums:
-        passes = self._passes(is_training=False)
-        sums = PassSums(num_passes=len(passes))
+        sums = PassSums(num_passes=len(self.plans))
         with _evaluating(self.base.model):
-            for each in passes:
-                each.forward(self.base.model, self.base.switch)
-                sums.failures |= each.compute_losses()
-                self._collect(each)
+            for fused in self._build_passes(is_training=False):
+                fused.forward(self.base.model, self.base.switch)
+                sums.failures |= fused.compute_losses()
+                self._collect(fused)
         return sums
 
     def _forward_backward(self) -> PassSums:
         base = self.base
-        # A mean over one micro-batch is divided here. Over several, sums accumulate, and optim_step divides them.
-        scales = {
-            number: 1 / max(entry.num_supervised_tokens, 1) if scales_before_backward(adapter) else 1.0
-            for number, (adapter, entry) in enumerate(zip(self.adapters, self.agreed, strict=True))
-        }
-        passes = self._passes(is_training=True)
+        scales = {}
+        for number, (adapter, entry) in enumerate(zip(self.adapters, self.counts, strict=True)):
+            assert adapter is not None, "the base is not trained"
+            # The divisor counts the tokens of all ranks, since the gradients of all ranks are summed.
+            scales[number] = 1 / max(entry.num_supervised_tokens, 1) if adapter.scales_before_backward else 1.0
+        passes = self._build_passes(is_training=True)
         sums = PassSums(num_passes=len(passes))
         with no_random_numbers(base.device):
-            for each in passes:
-                each.forward(base.model, base.switch)
+            for fused in passes:
+                fused.forward(base.model, base.switch)
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
-                sums.failures |= each.compute_losses(scales)
-                each.backward(base.switch)
+                sums.failures |= fused.compute_losses(scales)
+                fused.backward(base.switch)
                 # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
                 base.wait_for_device()
-                sums.losses |= each.sum_losses()
-                self._collect(each)
+                sums.losses |= fused.sum_losses()
+                self._collect(fused)
         # Only now: a rank that raises alone between two gathers would leave the others waiting in the next.
-        for each in passes:
-            each.route.require_reached()
+        for fused in passes:
+            fused.route.require_reached()
         return sums
 
-    def _passes(self, *, is_training: bool) -> list[FusedPass]:
-        return [
-            FusedPass(self.base, plan, self.adapters, self.agreed, self.rows, is_training=is_training)
-            for plan in self.plans
-        ]
+    def _build_passes(self, *, is_training: bool) -> list[FusedPass]:
+        call = self.adapters, self.counts, self.rows
+        return [FusedPass(self.base, plan, *call, is_training=is_training) for plan in self.plans]
 
-    def _collect(self, done: FusedPass) -> None:
-        self.chosen.update(done.route.chosen)
-        for number, span in done.spans.items():
-            self.logprobs[number] = [
-                values[: len(row.input_ids) - 1]
-                for values, row in zip(done.logprobs[span], self.rows[number], strict=True)
-            ]
+    def _collect(self, fused: FusedPass) -> None:
+        """Keep what a pass has computed, without its padding."""
+        self.backends.update(fused.route.backends)
+        for number, span in fused.spans.items():
+            logprobs = fused.logprobs[span]  # (rows of the entry, padded tokens - 1)
+            lengths = [len(row.input_ids) for row in self.rows[number]]
+            self.logprobs[number] = [row[: length - 1] for row, length in zip(logprobs, lengths, strict=True)]
 
 
 @contextmanager
@@ -281,45 +231,85 @@ def open_call(
     Raises:
         ConfigError, RankMismatchError, TrainingError: the same on every rank.
     """
-    call = RowCall(base)
-    with base.world.all_reduce("check the rows", _combine) as exchange:
-        exchange.local = call.check(batches, adapters, is_training=is_training), base.free_bytes()
-    call.agreed, free_bytes = exchange.result
-    call.plan(free_bytes, is_training=is_training)
-    return call
+    with base.world.all_reduce("check the rows", partial(_combine, base.world.global_ranks)) as exchange:
+        _require_pairs(batches)
+        members = [None if name is None else get_adapter(adapters, name) for name, _ in batches]
+        if is_training:
+            _require_trainable(members)
+        rows = []
+        for adapter, (name, batch) in zip(members, batches, strict=True):
+            has_weights = adapter is None or adapter.options["reduction"] == "sum"
+            limits = {"vocab_size": base.vocab_size, "longest": base.max_length}
+            rows.append(parse_batch(_describe(name), batch, **limits, may_have_weights=has_weights))
+        local = [
+            summarize_rows(name, rows_of_entry) for (name, _), rows_of_entry in zip(batches, rows, strict=True)
+        ]
+        exchange.local = local, base.free_bytes()
+    counts, free_bytes = exchange.result
+    lora_ranks = {adapter.name: adapter.rank for adapter in members if adapter is not None}
+    plans = plan_passes(counts, lora_ranks, multiple=base.pad_to, longest=base.max_length)
+    for plan in plans:
+        _require_memory(
+            base, plan, [counts[number] for number in plan.entries], free_bytes, is_training=is_training
+        )
+    return RowCall(base, rows, members, counts, plans)
 
 
 def _combine(
-    facts: Sequence[tuple[list[RowCounts], int | None]],
+    global_ranks: Sequence[int], summaries: Sequence[tuple[list[RowCounts], int | None]]
 ) -> tuple[list[RowCounts], list[int | None]]:
     """Combine the counts of all ranks, and list their free memory by rank."""
-    return combine_counts([counts for counts, _ in facts]), [free for _, free in facts]
+    return combine_counts([counts for counts, _ in summaries], global_ranks), [free for _, free in summaries]
 
 
-def _require_pairs(batches: object) -> None:
-    """Raise ConfigError unless ``batches`` is a list of (name, rows)."""
-    if not isinstance(batches, Sequence) or isinstance(batches, str):
-        raise ConfigError(f"batches: is a {type(batches).__name__}, not a list of (name, rows). Pass one")
-    for number, entry in enumerate(batches):
-        if not isinstance(entry, tuple | list) or len(entry) != 2:
-            raise ConfigError(f"batches[{number}]: is a {type(entry).__name__}, not a pair (name, rows). Pass one")
-        if not isinstance(entry[0], str | None):
-            kind = type(entry[0]).__name__
-            raise ConfigError(
-                f"batches[{number}]: its name is a {kind}, not a string, or None for the base. Pass one"
+def _require_memory(
+    base: SharedBase,
+    plan: PassPlan,
+    entries: Sequence[RowCounts],
+    free_bytes: Sequence[int | None],
+    *,
+    is_training: bool,
+) -> None:
+    """Check that the logits of a pass fit into the free memory of each rank. Collective: no.
+
+    The check is a lower bound: 2 bytes for each logit, again for its gradient, and for the entry with the most
+    rows a copy and the log-softmax in float32. On the CPU each rank is compared with the whole free memory of
+    the host, which ranks share. Unknown memory is not checked.
+
+    Raises:
+        TrainingError: they do not fit. The same on every rank.
+    """
+    logits_per_row = plan.tokens * base.vocab_size
+    for rank, free in enumerate(free_bytes):
+        rows = [entry.rows[rank] for entry in entries]
+        needed = logits_per_row * (sum(rows) * (4 if is_training else 2) + max(rows) * 8)
+        if free is not None and needed > free:
+            names = ", ".join(_describe(entry.name) for entry in entries)
+            raise TrainingError(
+                f"a pass of {names}: the logits of {sum(rows)} rows of {plan.tokens} tokens need at least "
+                f"{in_bytes(needed)} on rank {base.world.global_ranks[rank]}, where {in_bytes(free)} is free. Pass "
+                "fewer rows in a call"
             )
 
 
-def _shown(name: str | None) -> str:
+def _require_pairs(batches: object) -> None:
+    if not isinstance(batches, list | tuple) or not all(
+        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str | None)
+        for entry in batches
+    ):
+        raise ConfigError("batches: is not a list of (name, rows). Pass one, with None as the name of the base")
+
+
+def _describe(name: str | None) -> str:
     return "the base" if name is None else repr(name)
 
 
 def get_adapter(adapters: Mapping[str, BankAdapter], name: object) -> BankAdapter:
     """Return the adapter of this name, or raise ConfigError if there is none or its last step failed."""
-    found = find_adapter(adapters, name)
-    if found.state is AdapterState.FAILED:
-        raise ConfigError(f"{name!r}: a step failed, {found.failure}. Call load_state_dict, or delete it")
-    return found
+    adapter = find_adapter(adapters, name)
+    if adapter.state is AdapterState.FAILED:
+        raise ConfigError(f"{name!r}: a step failed, {adapter.failure}. Call load_state_dict, or delete it")
+    return adapter
 
 
 def find_adapter(adapters: Mapping[str, BankAdapter], name: object) -> BankAdapter:
@@ -339,18 +329,6 @@ def _require_trainable(adapters: Sequence[BankAdapter | None]) -> None:
     for adapter in adapters:
         if adapter is not None and adapter.state is AdapterState.FULL:
             raise ConfigError(
-                f"the window of {adapter.name!r} is full ({adapter.window.micro_batches} micro-batches). "
+                f"the window of {adapter.name!r} is full ({adapter.micro_batches} micro-batches). "
                 f"Call optim_step({adapter.name!r}) first"
             )
-
-
-def scales_before_backward(adapter: BankAdapter | None) -> bool:
-    """Return whether an adapter's loss is divided by its number of supervised tokens before the backward pass.
-
-    That is possible for a mean over a window of one micro-batch. Otherwise the gradient is divided at the end.
-    """
-    return (
-        adapter is not None
-        and adapter.options["reduction"] == "mean"
-        and adapter.options["gradient_accumulation_steps"] == 1
-    )

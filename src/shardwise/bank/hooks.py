@@ -61,7 +61,7 @@ class BatchRouting:
         anchor: see [Note: Straight into the buffer].
         is_training: False for evaluation, without dropout and without a backward pass.
         grouped: batched products of this micro-batch.
-        chosen: how adapters were computed, with the number of layers.
+        backends: how adapters were computed, with the number of layers.
         forward_sites: sites that the forward pass has reached.
         backward_sites: sites that the backward pass has reached.
     """
@@ -73,7 +73,7 @@ class BatchRouting:
     anchor: torch.Tensor
     is_training: bool = True
     grouped: GroupedProducts = field(default_factory=GroupedProducts)
-    chosen: Counter[str] = field(default_factory=Counter)
+    backends: Counter[str] = field(default_factory=Counter)
     forward_sites: set[str] = field(default_factory=set)
     backward_sites: set[str] = field(default_factory=set)
 
@@ -90,10 +90,8 @@ class BatchRouting:
     def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.require_rows(site, x)
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
-        backend, why = (
-            select_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
-        )
-        self.chosen[why] += 1
+        backend, reason = select_backend(self.choice, segments, x, y, self.grouped)
+        self.backends[reason] += 1
         return self.record_site(site, adapt(self.anchor, x, y, segments, backend))
 
     def embedding(self, site: str, ids: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:

@@ -266,6 +266,8 @@ def select_backend(
     grouped: GroupedProducts,
 ) -> tuple[SegmentLoop, str]:
     """Return the backend for one layer, ``grouped`` or a loop, and the reason in a few words."""
+    if not segments:
+        return SegmentLoop(), "no rows"
     if choice == "loop":
         return SegmentLoop(), "loop: as asked"
     if x.dtype != out.dtype:

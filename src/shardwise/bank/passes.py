@@ -106,7 +106,7 @@ class FusedPass:
             rows.extend(own_rows[number])
             self.spans[number] = span
             if adapter is not None:
-                key = stable_key(adapter.options["seed"], adapter.windows, adapter.window.micro_batches)
+                key = stable_key(adapter.options["seed"], adapter.windows, adapter.micro_batches)
                 keys.append(row_keys(key, first_row, len(own_rows[number])))
                 own.append((adapter, span))
         # (rows, tokens), padded on the right. Padding has no label, and so no loss.

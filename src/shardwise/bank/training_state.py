@@ -12,7 +12,6 @@ several ranks floats are summed in another order.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.bank.adapter import AccumulationWindow, AdapterStart, BankAdapter
-from shardwise.bank.adapter_settings import TrainingFacts, get_state, validate_state
+from shardwise.bank.adapter import AdapterStart, BankAdapter, without_tensors
+from shardwise.bank.adapter_settings import TrainingFacts, get_facts, validate_facts
 from shardwise.bank.optimizer_steps import sum_all
 from shardwise.checkpoints import base_identity as bases
 from shardwise.core.consents import allows
@@ -31,13 +30,12 @@ from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.urls import shown
-from shardwise.fsdp.optimizer_states_by_name import set_group, unlike
+from shardwise.fsdp.optimizer_states_by_name import scheduler_mismatch, set_group, unlike
 from shardwise.fsdp.torch_private import in_memory
 from shardwise.transfer.matching import OnFault
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that decide how a step is computed, not its result. They are not restored."""
-_NOT_NEGATIVE = frozenset({"lr", "initial_lr", "weight_decay", "eps"})
 
 GRADIENT, MATRICES = "gradient", "matrices"
 """Names of flat tensors: the gradient of an open window, and the matrices if the adapter's file has them cast."""
@@ -55,7 +53,7 @@ def training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
         ConfigError: an entry of the state is not a tensor.
     """
     found = {}
-    if adapter.window.micro_batches:
+    if adapter.micro_batches:
         found[GRADIENT] = adapter.gradient.clone()
         sum_all(adapter.world, [found[GRADIENT]])
     for entry, values in adapter.optimizer.state.get(adapter.flat, {}).items():
@@ -68,13 +66,13 @@ def training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
     return found
 
 
-def copied_state(adapter: BankAdapter, base: Mapping[str, str]) -> dict[str, Any]:
+def copy_state(adapter: BankAdapter, base: Mapping[str, str]) -> dict[str, Any]:
     """Return a state dict. Collective: as :func:`training_tensors`."""
     training = training_tensors(adapter)
     return {
         "adapter": {key: values.clone() for key, values in adapter.matrices.items()},
         "training": {key: values.clone() for key, values in training.items()},
-        "facts": get_state(adapter, base).to_dict(),
+        "facts": get_facts(adapter, base).to_dict(),
     }
 
 
@@ -95,9 +93,10 @@ def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTrainin
         FormatError: its facts are invalid.
     """
     if not isinstance(state, Mapping):
-        raise ConfigError(f"{what} is a {type(state).__name__}. Pass the result of state_dict")
+        raise ConfigError(f"{what}: is a {type(state).__name__}. Pass the result of state_dict")
     if state and all(isinstance(values, torch.Tensor) for values in state.values()):
-        if faults := _matrix_faults(adapter, state):
+        shapes = {key: tuple(values.shape) for key, values in state.items()}
+        if faults := [*_compare_shapes(shapes, adapter.shapes), *_kind_faults(state)]:
             raise _refusal(what, adapter, faults)
         return AdapterStart(reason="the state has matrices alone")
     if missing := [key for key in ("adapter", "training", "facts") if not isinstance(state.get(key), Mapping)]:
@@ -105,14 +104,11 @@ def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTrainin
             f"{what}: it has no {', '.join(missing)}; nor is it matrices alone, by PEFT's names. Pass the result "
             "of state_dict"
         )
-    for key in ("adapter", "training"):
-        if not all(isinstance(values, torch.Tensor) for values in state[key].values()):
-            raise ConfigError(f"{what}: {key} has values that are not tensors. Pass the result of state_dict")
     if faults := [*_kind_faults(state["adapter"]), *_kind_faults(state["training"])]:
         raise _refusal(what, adapter, faults)
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
-    facts = replace(validate_state(state["facts"], what), matrices=shapes)
-    tensors = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in state["training"].items()}
+    facts = replace(validate_facts(state["facts"], what), matrices=shapes)
+    tensors = {key: (tuple(values.shape), in_memory(values.dtype)) for key, values in state["training"].items()}
     return StoredTraining(what, facts, tensors)
 
 
@@ -124,18 +120,16 @@ def copy_values(adapter: BankAdapter, state: Mapping[str, Any], targets: Mapping
         values.copy_(state["training"][key])
 
 
-def _matrix_faults(adapter: BankAdapter, state: Mapping[str, torch.Tensor]) -> list[str]:
-    shapes = {key: tuple(values.shape) for key, values in state.items()}
-    return [*_compare_shapes(shapes, adapter.shapes), *_kind_faults(state)]
-
-
-def _kind_faults(state: Mapping[str, torch.Tensor]) -> list[str]:
-    return [
-        f"{key}: is a {type(values).__name__} of {values.dtype} on {values.device}; a whole tensor of "
-        "floating-point numbers is needed"
-        for key, values in state.items()
-        if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point()
-    ]
+def _kind_faults(state: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for key, values in state.items():
+        kind = type(values).__name__
+        if not isinstance(values, torch.Tensor):
+            faults.append(f"{key}: is a {kind}, not a tensor")
+        elif isinstance(values, DTensor) or values.is_meta or not values.is_floating_point():
+            needed = "a whole tensor of floating-point numbers is needed"
+            faults.append(f"{key}: is a {kind} of {values.dtype} on {values.device}; {needed}")
+    return faults
 
 
 def restore(
@@ -261,14 +255,14 @@ def _restore_counters(adapter: BankAdapter, facts: TrainingFacts) -> None:
     set_group(adapter.optimizer.param_groups[0], _restored_settings(facts.settings))
     adapter.max_grad_norm = float(facts.max_grad_norm)
     adapter.windows, adapter.steps = facts.windows, facts.steps
-    adapter.window = AccumulationWindow(facts.micro_batches, facts.num_supervised_tokens)
+    adapter.micro_batches, adapter.num_supervised_tokens = facts.micro_batches, facts.num_supervised_tokens
 
 
 def _differences(
     adapter: BankAdapter, stored: TrainingFacts, base: Mapping[str, str], on_other_base: OnFault
 ) -> list[str]:
     """List the reasons why an adapter cannot resume from a state."""
-    current = get_state(adapter, base)
+    current = get_facts(adapter, base)
     faults = [
         *_base_faults(stored.base, current.base, on_other_base),
         *_compare_shapes(stored.matrices, current.matrices),
@@ -289,7 +283,7 @@ def _differences(
             one, other = getattr(stored, what), getattr(current, what)
             if one != other:
                 faults.append(f"its window is open, with {what} {one}, and it is {other} here")
-    return [*faults, *_optimizer_faults(adapter.name, stored, current), *_schedule_faults(adapter, stored, current)]
+    return [*faults, *_optimizer_faults(adapter, stored, current), *_schedule_faults(adapter, stored, current)]
 
 
 def _compare_bases(
@@ -321,18 +315,18 @@ def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str,
     ]
 
 
-def _optimizer_faults(name: str, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
+def _optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
+    name = adapter.name
     faults = unlike({name: (current.optimizer, current.settings)}, {name: (stored.optimizer, stored.settings)})
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
-    odd = {*_unlike_keys(_restored_settings(stored.settings), _restored_settings(current.settings))}
-    for key in stored.settings.keys() & _NOT_NEGATIVE - odd:
-        if stored.settings[key] is None or not stored.settings[key] >= 0:
-            odd.add(key)
-    return [
-        f"the setting {shown(key)} of {stored.optimizer} is {shown(repr(stored.settings.get(key, 'missing')))}"
-        for key in sorted(odd)
-    ]
+    settings, present = _restored_settings(stored.settings), _restored_settings(current.settings)
+    if differing := sorted(map(str, settings.keys() ^ present.keys())):
+        return [f"the setting {shown(key)} of {stored.optimizer}: is in only one of the two" for key in differing]
+    # Flags are compared by unlike(), and initial_lr is read only when a schedule is created.
+    numbers = {key for key, value in present.items() if not isinstance(value, bool | None)} - {"initial_lr"}
+    faults = adapter.find_invalid_settings(without_tensors({key: settings[key] for key in numbers}))
+    return [f"of the settings of {stored.optimizer}, {fault}" for fault in faults]
 
 
 def _schedule_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
@@ -341,31 +335,6 @@ def _schedule_faults(adapter: BankAdapter, stored: TrainingFacts, current: Train
             f"its schedule was a {stored.schedule}, and here it is a {current.schedule}. Pass schedule= as it was"
         ]
     if not isinstance(adapter.schedule, LRScheduler):
-        return []  # torch's make each key an attribute, others check their own state
-    odd = _unlike_keys(stored.schedule_state, current.schedule_state)
-    return [f"{shown(key)} of its schedule {stored.schedule} is not as that of this one" for key in odd]
-
-
-def _unlike_keys(stored: Mapping[Any, Any], current: Mapping[Any, Any]) -> list[str]:
-    """Return the keys that only one of them has, or whose value is of another kind."""
-    both = stored.keys() & current.keys()
-    odd = [key for key in both if not _is_like(stored[key], current[key])]
-    return sorted(map(str, [*odd, *(stored.keys() ^ current.keys())]))
-
-
-def _is_like(value: Any, present: Any) -> bool:
-    """Return whether a value has the type of the current one. Numbers must be finite."""
-    if isinstance(present, torch.Tensor):
-        present = float(present)
-    if isinstance(value, torch.Tensor):
-        value = float(value) if value.numel() == 1 else None
-    if present is None or value is None or isinstance(present, str | bool) or isinstance(value, str | bool):
-        return value is None or present is None or type(value) is type(present)
-    if isinstance(present, int | float):
-        return isinstance(value, int | float) and math.isfinite(value)
-    if isinstance(present, list | tuple):
-        is_as_long = isinstance(value, list | tuple) and len(value) == len(present)
-        return is_as_long and all(map(_is_like, value, present))
-    if type(present) is dict and isinstance(value, Mapping):
-        return value.keys() == present.keys() and all(_is_like(value[key], present[key]) for key in present)
-    return isinstance(value, Mapping) == isinstance(present, Mapping)
+        return []  # torch's accept any key as an attribute, and others check their own state
+    reason = scheduler_mismatch(current.schedule_state, stored.schedule_state)
+    return [f"the state of its schedule {stored.schedule}: {reason}"] if reason else []
