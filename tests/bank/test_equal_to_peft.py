@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
 import shardwise
 from shardwise import Sharding
-from shardwise.bank.kernels import apply_dropout, row_keys
+from shardwise.bank.kernels import drop_elements, row_keys
 from shardwise.bank.passes import FusedPass
 from shardwise.bank.rows import PassPlan, parse_batch, summarize_rows
 from shardwise.core.errors import TrainingError
@@ -254,13 +254,13 @@ def test_dropout_is_another_in_each_micro_batch(base):
 
 def test_dropout_has_the_configured_rate():
     values = torch.ones(8 * 50, 40)
-    found = apply_dropout(values, row_keys(5, 0, 8), 3, 0.25)
+    found = drop_elements(values, row_keys(5, 0, 8), 3, 0.25)
     assert float((found == 0).double().mean()) == pytest.approx(0.25, abs=0.01)
     assert found.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     rows = found.view(8, 50, 40)
     assert not rows[0].equal(rows[1])
-    assert apply_dropout(values[: 3 * 50], row_keys(5, 2, 3), 3, 0.25).equal(rows[2:5].flatten(0, 1))
-    assert not apply_dropout(values, row_keys(5, 0, 8), 4, 0.25).equal(found)
+    assert drop_elements(values[: 3 * 50], row_keys(5, 2, 3), 3, 0.25).equal(rows[2:5].flatten(0, 1))
+    assert not drop_elements(values, row_keys(5, 0, 8), 4, 0.25).equal(found)
 
 
 class Stubborn:

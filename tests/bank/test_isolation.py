@@ -14,8 +14,8 @@ from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
 import shardwise
-from shardwise.bank.rows import RowCounts, plan_passes
-from shardwise.core.errors import ConfigError, TrainingError
+from shardwise.bank.rows import RowCounts, combine_counts, plan_passes
+from shardwise.core.errors import ConfigError, RankMismatchError, TrainingError
 
 
 def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:
@@ -109,6 +109,14 @@ def test_lengths_are_an_adapters_own():
     assert [(plan.tokens, plan.entries) for plan in plans] == [(64, (3, 0, 2)), (100, (1,))]
 
 
+def test_counts_of_ranks_are_combined_and_a_mismatch_names_global_ranks():
+    """The ranks of a group are 4 and 6 in the default group."""
+    first, second = RowCounts("a", (2,), 7, 9), RowCounts("a", (1,), 40, 30)
+    assert combine_counts([[first], [second]], [4, 6]) == [RowCounts("a", (2, 1), 40, 39)]
+    with pytest.raises(RankMismatchError, match=r"rank 6 has rows of \['b'\], and rank 4 of \['a'\]"):
+        combine_counts([[first], [RowCounts("b", (1,), 3, 2)]], [4, 6])
+
+
 # ── refused by name ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -134,7 +142,7 @@ def test_bases_that_couple_adapters_are_refused(base):
         shardwise.AdapterBank(tiny().model)
     compiled = shardwise.from_pretrained(base)
     compiled.model.layers[0].compile(backend="eager")
-    with pytest.raises(ConfigError, match=r"model.layers.0 is compiled, and would not see"):
+    with pytest.raises(ConfigError, match=r"model.layers.0 is compiled without adapters"):
         shardwise.AdapterBank(compiled)
     with pytest.raises(ConfigError, match="is not a transformers model without adapters"):
         shardwise.AdapterBank(

@@ -14,8 +14,8 @@ from shardwise.bank.kernels import (
     RoutedSegment,
     SegmentLoop,
     adapt,
+    group_into_runs,
     row_keys,
-    runs,
     select_backend,
 )
 
@@ -80,7 +80,7 @@ def test_the_sum_and_its_derivatives(data, kind, twice):
 @given(parts_of())
 def test_runs_leave_nothing_out(drawn):
     parts, _ = drawn
-    found = runs(parts)
+    found = group_into_runs(parts)
     assert [part for run in found for part in run] == parts
     for run in found:
         assert all(one.stop == other.start for one, other in itertools.pairwise(run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from shardwise.bank.adapter import (
 from shardwise.bank.adapter_files import (
     collect_training_state,
     find_training,
-    outlined,
+    outline_lora,
     read_adapter,
     read_adapter_headers,
     with_lent_tensors,
@@ -102,12 +102,11 @@ class AdapterBank:
         with comparing_arguments(self._world) as exchange:
             exchange.local = _comparable_options(backend, pad_to)
         self._adapters: dict[str, BankAdapter] = {}
-        self._switch = ActiveRouting()
-        self._hooks = SiteHooks(self._model, self._switch)
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
-        self._device = computing_device(next(self._model.parameters()))
-        self._base = SharedBase(self._world, self._model, self._device, self._switch, backend, pad_to)
+        switch, device = ActiveRouting(), computing_device(next(self._model.parameters()))
+        self._hooks = SiteHooks(self._model, switch)
+        self._base = SharedBase(self._world, self._model, device, switch, backend, pad_to)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,25 +137,24 @@ class AdapterBank:
                 elementwise.
             RankMismatchError: ranks pass different arguments.
         """
-        self._admit(self._create_equal(name, config, keywords, is_new=True))
+        self._admit(self._create(name, config, keywords, is_new=True))
 
-    def _create_equal(
-        self, name: str, config: LoraConfig, keywords: AdapterOptions, *, is_new: bool
-    ) -> BankAdapter:
+    def _create(self, name: str, config: LoraConfig, keywords: AdapterOptions, *, is_new: bool) -> BankAdapter:
         """Return a new adapter, equal on all ranks and not registered yet. Collective: yes."""
         with self._world.collective("build the adapter"):
-            adapter = self._new(name, config, keywords, is_new=is_new)
-        optimizer, schedule, options = adapter.optimizer, adapter.schedule, adapter.options
-        kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
-        numbers = [
-            options["max_grad_norm"],
-            options["gradient_accumulation_steps"],
-            options["seed"],
-            options["reduction"],
-        ]
-        digest = compute_digest(
-            [name, adapter.comparable_config, *kinds, adapter.settings, schedule.state_dict(), *numbers]
-        )
+            if require_name(name) in self._adapters:
+                raise ConfigError(f"the adapter {name!r} exists already. Delete it, or use another name")
+            for keyword in keywords.keys() - DEFAULT_OPTIONS.keys():
+                call = "add_adapter" if is_new else "load"
+                raise unknown_keyword(call, keyword, DEFAULT_OPTIONS, {}, AdapterOptions)
+            options: AdapterOptions = {**DEFAULT_OPTIONS, **keywords}
+            require_options(options)
+            adapter = self._build(name, config, options, is_new=is_new)
+        # Functions cannot be compared, but what they have created can.
+        values = [value for value in options.values() if not callable(value)]
+        kinds = [type(each).__qualname__ for each in (adapter.optimizer, adapter.schedule)]
+        current = [adapter.settings, adapter.schedule.state_dict()]
+        digest = compute_digest([name, adapter.comparable_config, *values, *kinds, *current])
         self._world.require_equal(digest, f"the adapter {name!r} (its config or options)")
         return adapter
 
@@ -164,20 +162,10 @@ class AdapterBank:
         self._hooks.add(adapter.sites)
         self._adapters[adapter.name] = adapter
 
-    def _new(self, name: str, config: LoraConfig, keywords: AdapterOptions, *, is_new: bool) -> BankAdapter:
-        if require_name(name) in self._adapters:
-            raise ConfigError(f"the adapter {name!r} exists already. Remove it, or use another name")
-        for keyword in keywords.keys() - DEFAULT_OPTIONS.keys():
-            call = "add_adapter" if is_new else "load"
-            raise unknown_keyword(call, keyword, DEFAULT_OPTIONS, {}, AdapterOptions)
-        options: AdapterOptions = {**DEFAULT_OPTIONS, **keywords}
-        require_options(options)
-        return self._build(name, config, options, is_new=is_new)
-
     def _build(self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool) -> BankAdapter:
-        outline = outlined(self._model, config, is_new=is_new)
+        outline = outline_lora(self._model, config, is_new=is_new)
         self._hooks.require_supported(outline.sites)
-        return BankAdapter(name, config, outline, options, self._device, self._world)
+        return BankAdapter(name, config, outline, options, self._base.device, self._world)
 
     def delete_adapter(self, name: str) -> None:
         """Delete an adapter and its accumulated gradient. Collective: no, but call it on every rank."""
@@ -350,24 +338,21 @@ class AdapterBank:
         what, world = f"the state of {name!r}", self._world
         with world.collective("check the state"):
             check_options(_HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
-            adapter = self._renewed(name)
+            current = batch.find_adapter(self._adapters, name)
+            # A new adapter replaces the current one at the end, so that a failure leaves it unchanged.
+            adapter = self._build(name, current.config, current.options, is_new=False)
             matrices = without_embeddings(self._model, adapter, state)
-            found = states.parse_state(adapter, what, matrices)
+            training = states.parse_state(adapter, what, matrices)
             digest = compute_digest(dict(state))
         world.require_equal(digest, f"the state that {name!r} is given")
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
-            targets = states.restore_targets(adapter, found, base, on_other_base)
+            targets = states.restore_targets(adapter, training, base, on_other_base)
         states.copy_values(adapter, state, targets)
         with world.collective("restore the state"):
-            started = states.restore(adapter, what, found, targets, base, on_other_base, on_not_finite)
-        self._adapters[name] = adapter
+            started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
+        self._adapters[name] = adapter  # with the same sites, so hooks stay as they are
         return started
-
-    def _renewed(self, name: str) -> BankAdapter:
-        """Return an adapter as it was created."""
-        adapter = batch.find_adapter(self._adapters, name)
-        return self._build(name, adapter.config, adapter.options, is_new=False)
 
     def save(
         self,
@@ -461,18 +446,20 @@ class AdapterBank:
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
                 exchange.local = find_training(Path(directory), training_state=training_state)
-        found = exchange.result
+        training = exchange.result
         with world.collective("read the adapter"):
             stored_adapter = read_adapter_headers(self._model, directory)
-        options: Any = keywords if isinstance(found, AdapterStart) else {**found.facts.options(), **keywords}
-        adapter = self._create_equal(name, stored_adapter.config, options, is_new=False)
+        options: Any = keywords
+        if not isinstance(training, AdapterStart):
+            options = {**training.facts.options(), **keywords}
+        adapter = self._create(name, stored_adapter.config, options, is_new=False)
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
-            targets = states.restore_targets(adapter, found, base, on_other_base)
-        read_adapter(world, self._model, adapter, stored_adapter, found, targets, on_other_base)
+            targets = states.restore_targets(adapter, training, base, on_other_base)
+        read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
         what = os.fspath(directory)
         with world.collective("restore the state"):
-            started = states.restore(adapter, what, found, targets, base, on_other_base, on_not_finite)
+            started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
         self._admit(adapter)
         return started
 
@@ -480,8 +467,7 @@ class AdapterBank:
 def _comparable_options(backend: object, pad_to: object) -> dict[str, str]:
     if type(pad_to) is not int or pad_to < 1:
         raise ConfigError(f"pad_to={pad_to!r}: is not a positive integer. Pass 1 or more")
-    if backend not in get_args(BackendChoice):
-        raise ConfigError(f"backend={backend!r}: pass 'auto' or 'loop'")
+    check_options({"backend": BackendChoice}, {"backend": backend})
     return {"backend": str(backend), "pad_to": str(pad_to)}
 
 

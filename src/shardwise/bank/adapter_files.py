@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def outlined(model: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
+def outline_lora(model: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
     """Return the outline of the adapter that PEFT would add to a model, from a model of its class on meta."""
     return outline_adapter(_build(model), config, is_new=is_new)
 
@@ -83,7 +83,7 @@ def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str])
 
 def with_lent_tensors(model: PreTrainedModel, adapter: BankAdapter) -> nn.Module:
     """Return a PEFT model of the base and this adapter. See [Note: Lent tensors]."""
-    outline = outlined(model, adapter.config, is_new=False)
+    outline = outline_lora(model, adapter.config, is_new=False)
     own = {matrix.fqn: adapter.matrices[matrix.key] for matrix in outline.matrices()}
     base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
     for item in {id(item): item for item in outline.held.values()}.values():

@@ -125,7 +125,7 @@ class RowCall:
             with base.world.all_reduce("compute the pass", self._sum) as exchange:
                 if base.world.size > 1:
                     gathers.install(base.model)
-                exchange.local = self._forward_backward() if is_training else self._evaluate()
+                exchange.local = self._run_passes(is_training=is_training)
             sums: PassSums = exchange.result
             return sums
         except BaseException as error:
@@ -155,42 +155,35 @@ class RowCall:
                 sums.failures.setdefault(number, f"rank {rank}: {text}" if len(results) > 1 else text)
         return sums
 
-    def _evaluate(self) -> PassSums:
-        sums = PassSums(num_passes=len(self.plans))
-        with _evaluating(self.base.model):
-            for fused in self._build_passes(is_training=False):
-                fused.forward(self.base.model, self.base.switch)
-                sums.failures |= fused.compute_losses()
-                self._collect(fused)
-        return sums
-
-    def _forward_backward(self) -> PassSums:
+    def _run_passes(self, *, is_training: bool) -> PassSums:
+        """Run the passes with the rows of this rank. Collective: as the base is."""
         base = self.base
+        passes = [
+            FusedPass(base, plan, self.adapters, self.counts, self.rows, is_training=is_training)
+            for plan in self.plans
+        ]
+        sums = PassSums(num_passes=len(passes))
         scales = {}
         for number, (adapter, entry) in enumerate(zip(self.adapters, self.counts, strict=True)):
-            assert adapter is not None, "the base is not trained"
+            is_scaled = adapter is not None and adapter.scales_before_backward
             # The divisor counts the tokens of all ranks, since the gradients of all ranks are summed.
-            scales[number] = 1 / max(entry.num_supervised_tokens, 1) if adapter.scales_before_backward else 1.0
-        passes = self._build_passes(is_training=True)
-        sums = PassSums(num_passes=len(passes))
-        with no_random_numbers(base.device):
+            scales[number] = 1 / max(entry.num_supervised_tokens, 1) if is_scaled else 1.0
+        with no_random_numbers(base.device) if is_training else _evaluating(base.model):
             for fused in passes:
                 fused.forward(base.model, base.switch)
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
-                sums.failures |= fused.compute_losses(scales)
-                fused.backward(base.switch)
-                # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
-                base.wait_for_device()
-                sums.losses |= fused.sum_losses()
+                sums.failures |= fused.compute_losses(scales if is_training else None)
+                if is_training:
+                    fused.backward(base.switch)
+                    # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
+                    base.wait_for_device()
+                    sums.losses |= fused.sum_losses()
                 self._collect(fused)
         # Only now: a rank that raises alone between two gathers would leave the others waiting in the next.
-        for fused in passes:
-            fused.route.require_reached()
+        if is_training:
+            for fused in passes:
+                fused.route.require_reached()
         return sums
-
-    def _build_passes(self, *, is_training: bool) -> list[FusedPass]:
-        call = self.adapters, self.counts, self.rows
-        return [FusedPass(self.base, plan, *call, is_training=is_training) for plan in self.plans]
 
     def _collect(self, fused: FusedPass) -> None:
         """Keep what a pass has computed, without its padding."""

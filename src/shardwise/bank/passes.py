@@ -79,8 +79,8 @@ class FusedPass:
         base: the base.
         plan: the pass.
         adapters: the adapter of each entry of the call.
-        agreed: counts of the rows of each entry, on all ranks.
-        own_rows: rows of each entry, of this rank.
+        counts: counts of the rows of each entry, on all ranks.
+        local_rows: rows of each entry, of this rank.
         is_training: False for evaluation.
     """
 
@@ -89,26 +89,25 @@ class FusedPass:
         base: SharedBase,
         plan: PassPlan,
         adapters: Sequence[BankAdapter | None],
-        agreed: Sequence[RowCounts],
-        own_rows: Sequence[Sequence[UnpaddedRow]],
+        counts: Sequence[RowCounts],
+        local_rows: Sequence[Sequence[UnpaddedRow]],
         *,
         is_training: bool,
     ) -> None:
         self.spans: dict[int, slice] = {}
-        own: list[tuple[BankAdapter, slice]] = []
+        """The rows of each entry in the pass."""
         keys = [torch.empty(0, dtype=torch.int64)]
         rows: list[UnpaddedRow] = []
-        # This rank's rows, entry by entry. A row's dropout key depends on its place among those of all ranks.
+        # Rows of this rank, entry by entry. The dropout key of a row depends on its place among the rows of all
+        # ranks, so masks do not depend on the number of ranks.
         for number in plan.entries:
             adapter = adapters[number]
-            first_row = sum(agreed[number].rows[: base.world.rank])
-            span = slice(len(rows), len(rows) + len(own_rows[number]))
-            rows.extend(own_rows[number])
-            self.spans[number] = span
+            first_row = sum(counts[number].rows[: base.world.rank])
+            self.spans[number] = slice(len(rows), len(rows) + len(local_rows[number]))
+            rows.extend(local_rows[number])
             if adapter is not None:
                 key = stable_key(adapter.options["seed"], adapter.windows, adapter.micro_batches)
-                keys.append(row_keys(key, first_row, len(own_rows[number])))
-                own.append((adapter, span))
+                keys.append(row_keys(key, first_row, len(local_rows[number])))
         # (rows, tokens), padded on the right. Padding has no label, and so no loss.
         shape = (max(len(rows), 1), plan.tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
@@ -125,9 +124,14 @@ class FusedPass:
             self.attention_mask[:] = 1
         self.device = base.device
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        on_device = sent(torch.cat(keys), self.device)  # keys of adapters' rows; rows of the base come last
-        members = tuple(AdapterRows(adapter, at.start, at.stop, on_device[at]) for adapter, at in own)
-        self.route = BatchRouting(shape[0], shape[1], members, base.backend, anchor, is_training)
+        keys_on_device = sent(
+            torch.cat(keys), self.device
+        )  # one transfer. Rows of the base have none, and come last
+        members = []
+        for number, span in self.spans.items():
+            if (adapter := adapters[number]) is not None:
+                members.append(AdapterRows(adapter, span.start, span.stop, keys_on_device[span]))
+        self.route = BatchRouting(shape[0], shape[1], tuple(members), base.backend, anchor, is_training)
         self.logits: torch.Tensor | None = None
         """(rows, tokens, vocabulary), from the forward pass to the backward pass."""
         self.logits_grad: torch.Tensor | None = None
