@@ -160,12 +160,12 @@ def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = Fal
         plan = PassPlan(16, tuple(range(len(rows))))
         passes.append(FusedPass(bank._base, plan, order, agreed, rows, is_training=True))
     for each in passes:
-        each.forward(bank._model, bank._switch)
+        each.forward(bank._model, bank._base.switch)
     if mixed_up:
         passes[0].route, passes[1].route = passes[1].route, passes[0].route
     for each in passes:
         assert not each.compute_losses(dict.fromkeys(each.spans, 1.0))
-        each.backward(bank._switch)
+        each.backward(bank._base.switch)
         if not mixed_up:
             each.route.require_reached()
     found = {adapter.name: adapter.gradient.clone() for adapter in adapters}

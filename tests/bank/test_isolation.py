@@ -244,10 +244,10 @@ def test_invalid_calls_are_refused(base):
     require("rows have 65 to 65 tokens. They may have 2 to 64", ("ada", long))
     require("weights need reduction=", ("ada", {**batch, "weights": torch.ones(ids.shape)}))
     require("None is the base, which is not trained", (None, batch))
-    with pytest.raises(ConfigError, match="the window of 'ada' has 0 micro-batches of 1"):
+    with pytest.raises(ConfigError, match="adapter 'ada': has accumulated 0 of 1 micro-batches"):
         bank.optim_step("ada")
     bank.forward_backward([("ada", batch)])
-    require("the window of 'ada' is full", ("bob", batch), ("ada", batch))
+    require("adapter 'ada': has accumulated all of its 1 micro-batches", ("bob", batch), ("ada", batch))
     assert not bank._adapters["bob"].micro_batches
     for changes, match in (
         ({"lrate": 1.0}, "lrate: AdamW has .*lr.*max_grad_norm"),

@@ -469,8 +469,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "what means nothing": (lambda path: change(path, seed={"of": "object", "is": []}), "which means nothing"),
     "endless levels": (lambda path: change(path, seed=json.loads("[" * 60 + "]" * 60)), "more than 32 levels"),
     "no text": (without_text, "its header has no shardwise.training"),
-    "a tensor of another shape": (reshape, r"optimizer.exp_avg: \(2, \d+\) F32 in the file, \(\d+,\) F32 here"),
-    "a tensor of another name": (rename, "optimizer.exp_avg_too: .* in the file, not there here"),
+    "a tensor of another shape": (reshape, r"optimizer.exp_avg: \(2, \d+\) F32 in the state, \(\d+,\) F32 here"),
+    "a tensor of another name": (rename, "optimizer.exp_avg_too: .* in the state, not there here"),
     "a truncated file": (lambda path: path.write_bytes(path.read_bytes()[:-5]), "1 are missing"),
     "a way out of the folder": (
         lambda path: names(path, "../adapter_training.00000000.safetensors"),

@@ -70,7 +70,7 @@ def test_none_steps_when_one_cannot() -> None:
     bank = bank_of([torch.optim.SGD])
     micro_batch(bank, 0)
     bank.optim_step("1")
-    with pytest.raises(ConfigError, match="the window of '1' has 0 micro-batches of 1"):
+    with pytest.raises(ConfigError, match="adapter '1': has accumulated 0 of 1 micro-batches"):
         bank.optim_steps(["0", "1"])
     assert bank.optim_step("0").is_taken
     assert bank.optim_steps([]) == {}

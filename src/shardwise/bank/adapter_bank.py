@@ -27,11 +27,11 @@ from shardwise.bank.adapter import (
 from shardwise.bank.adapter_files import (
     collect_training_state,
     find_training,
+    lend_tensors,
     outline_lora,
     read_adapter,
     read_adapter_headers,
-    with_lent_tensors,
-    without_embeddings,
+    remove_embeddings,
 )
 from shardwise.bank.hooks import ActiveRouting, SiteHooks
 from shardwise.bank.kernels import BackendChoice
@@ -73,11 +73,11 @@ class AdapterBank:
     2. :meth:`add_adapter` or :meth:`load`: the adapter exists on all ranks. It is ACCUMULATING, or in the state
        that was saved.
     3. :meth:`forward_backward`, ``gradient_accumulation_steps`` times: after the last the adapter is FULL, and
-       takes no more rows. If its loss raises, its gradient and window are as before the call, and those of other
-       adapters have the micro-batch. After any other error, all are as before the call.
+       another call is an error. If its loss raises, its gradient and window are as before the call, and those of
+       other adapters have the micro-batch. After any other error, all are as before the call.
     4. :meth:`optim_step` or :meth:`optim_steps`: the matrices change, unless the gradient is not finite, and the
-       adapter is ACCUMULATING with an empty window. If the step fails, it is FAILED, and takes nothing but
-       :meth:`load_state_dict` and :meth:`delete_adapter`.
+       adapter is ACCUMULATING with an empty window. If the step fails, it is FAILED, as are adapters of the call
+       with equal optimizer settings: :meth:`load_state_dict` and :meth:`delete_adapter` are the only calls for it.
     5. :meth:`save`, :meth:`state_dict` and :meth:`compute_logprobs` at any time in between: they change nothing.
        :meth:`load_state_dict` replaces the state of the adapter.
     6. :meth:`delete_adapter`: the name is free, and the other adapters are not affected.
@@ -200,7 +200,7 @@ class AdapterBank:
         """
         call = batch.open_call(self._base, batches, self._adapters, is_training=True)
         sums = call.accumulate_gradients()
-        # Before raising: micro-batches of adapters whose loss did not raise count.
+        # Before an error is raised: the gradients of adapters whose loss did not raise have the micro-batch.
         losses = {}
         for number, entry in enumerate(call.counts):
             if number in sums.failures:
@@ -248,11 +248,11 @@ class AdapterBank:
     def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, AdapterStep]:
         with comparing_arguments(self._world) as exchange:
             exchange.local = self._comparable_steps(names, changes)
-        names = list(dict.fromkeys(names))
-        stepping = [self._require_full(name) for name in names]
-        for adapter in stepping:
+        # Only now, when all ranks have accepted the names and the changes.
+        adapters = [self._require_full(name) for name in dict.fromkeys(names)]
+        for adapter in adapters:
             adapter.change(changes)
-        return step_and_mark(self._world, stepping)
+        return step_and_mark(self._world, adapters)
 
     def _comparable_steps(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, str]:
         """Return the settings that ranks must have in common, after checking the changes."""
@@ -273,8 +273,9 @@ class AdapterBank:
         adapter = self._adapter(name)
         if adapter.state is not AdapterState.FULL:
             raise ConfigError(
-                f"the window of {name!r} has {adapter.micro_batches} micro-batches of "
-                f"{adapter.options['gradient_accumulation_steps']}. Call forward_backward until it is full"
+                f"adapter {name!r}: has accumulated {adapter.micro_batches} of "
+                f"{adapter.options['gradient_accumulation_steps']} micro-batches. Call forward_backward before "
+                "optim_step"
             )
         return adapter
 
@@ -341,13 +342,13 @@ class AdapterBank:
             current = batch.find_adapter(self._adapters, name)
             # A new adapter replaces the current one at the end, so that a failure leaves it unchanged.
             adapter = self._build(name, current.config, current.options, is_new=False)
-            matrices = without_embeddings(self._model, adapter, state)
+            matrices = remove_embeddings(self._model, adapter, state)
             training = states.parse_state(adapter, what, matrices)
             digest = compute_digest(dict(state))
         world.require_equal(digest, f"the state that {name!r} is given")
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
-            targets = states.restore_targets(adapter, training, base, on_other_base)
+            targets = states.allocate_targets(adapter, training, base, on_other_base)
         states.copy_values(adapter, state, targets)
         with world.collective("restore the state"):
             started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
@@ -390,7 +391,7 @@ class AdapterBank:
             exchange.local = _comparable(name, training_state=training_state)
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
-            whole = with_lent_tensors(self._model, adapter)
+            whole = lend_tensors(self._model, adapter)
             cast = resolved_dtype(dtype)
         training = None
         if training_state:
@@ -443,6 +444,7 @@ class AdapterBank:
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
         with comparing_arguments(world) as exchange:
             exchange.local = _comparable(name, training_state=training_state, **permissions)
+        # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
                 exchange.local = find_training(Path(directory), training_state=training_state)
@@ -455,12 +457,12 @@ class AdapterBank:
         adapter = self._create(name, stored_adapter.config, options, is_new=False)
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
-            targets = states.restore_targets(adapter, training, base, on_other_base)
+            targets = states.allocate_targets(adapter, training, base, on_other_base)
         read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
         what = os.fspath(directory)
         with world.collective("restore the state"):
             started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
-        self._admit(adapter)
+        self._admit(adapter)  # the last step: a failure on any rank before it leaves the bank unchanged
         return started
 
 

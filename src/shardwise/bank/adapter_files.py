@@ -81,26 +81,26 @@ def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str])
     return rename_adapter(_build(model), Adapter(str(place), config, tensors))
 
 
-def with_lent_tensors(model: PreTrainedModel, adapter: BankAdapter) -> nn.Module:
+def lend_tensors(model: PreTrainedModel, adapter: BankAdapter) -> nn.Module:
     """Return a PEFT model of the base and this adapter. See [Note: Lent tensors]."""
     outline = outline_lora(model, adapter.config, is_new=False)
-    own = {matrix.fqn: adapter.matrices[matrix.key] for matrix in outline.matrices()}
+    matrices = {matrix.fqn: adapter.matrices[matrix.key] for matrix in outline.matrices()}
     base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
-    for item in {id(item): item for item in outline.held.values()}.values():
-        if item.fqn in own:
-            item.install(nn.Parameter(own[item.fqn], requires_grad=False))
+    for item in {id(item): item for item in outline.held.values()}.values():  # a tied tensor has several names
+        if item.fqn in matrices:
+            item.install(nn.Parameter(matrices[item.fqn], requires_grad=False))
         elif item.kind is TensorKind.PARAMETER:
             item.install(base[name_in_base(item.fqn)])
     return outline.model
 
 
-def without_embeddings(model: PreTrainedModel, adapter: BankAdapter, state: object) -> object:
+def remove_embeddings(model: PreTrainedModel, adapter: BankAdapter, state: object) -> object:
     """Return matrices by PEFT's names without the base's embeddings, which PEFT saves with adapters on them."""
     if not isinstance(state, Mapping) or not all(isinstance(values, torch.Tensor) for values in state.values()):
         return state
     if state.keys() <= adapter.shapes.keys():
         return state
-    whole = with_lent_tensors(model, adapter)
+    whole = lend_tensors(model, adapter)
     of_base = names_outside(whole, collect_tensors(whole), AdapterOnly()).keys() - adapter.shapes.keys()
     return {key: values for key, values in state.items() if key not in of_base}
 
@@ -113,7 +113,7 @@ def collect_training_state(
     Raises:
         ConfigError: the optimizer or the schedule has a value that is not plain data.
     """
-    tensors = states.training_tensors(adapter)
+    tensors = states.collect_training_tensors(adapter)
     if dtype not in (None, adapter.flat.dtype):
         tensors[states.MATRICES] = adapter.flat.detach()
     text = adapter_settings.facts_to_text(adapter_settings.get_facts(adapter, base), repr(adapter.name))
@@ -160,7 +160,7 @@ def read_adapter(
     model: PreTrainedModel,
     adapter: BankAdapter,
     stored_adapter: Adapter,
-    found: states.StoredTraining | AdapterStart,
+    training: states.StoredTraining | AdapterStart,
     targets: Mapping[str, torch.Tensor],
     on_other_base: OnFault,
 ) -> None:
@@ -179,10 +179,10 @@ def read_adapter(
     if not allows(on_other_base, "values"):
         with world.collective("compare values"):
             _require_same_values(folder, scratch)
-    if isinstance(found, states.StoredTraining):
+    if isinstance(training, states.StoredTraining):
         with world.collective("name the tensors"):
             module = _as_module(targets)
-        _read(world, module, folder, Path(found.what).name, None)
+        _read(world, module, folder, Path(training.what).name, None)
 
 
 def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapter: Adapter | None) -> None:
@@ -207,12 +207,12 @@ def _with_scratch(
         The model, and by name the base's own tensors with their scratch memory, of the same shapes and dtypes.
     """
     scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    whole = with_lent_tensors(model, adapter)
-    held = collect_tensors(whole)
-    by_name = {name: item for item in held for name in item.names}
-    for key, fqn in names_outside(whole, held, AdapterOnly()).items():
+    whole = lend_tensors(model, adapter)
+    tensors = collect_tensors(whole)
+    by_name = {name: item for item in tensors for name in item.names}
+    for key, fqn in names_outside(whole, tensors, AdapterOnly()).items():
         item = by_name[fqn]
-        if key not in adapter.shapes and item.fqn not in scratch:  # a tied one has two keys
+        if key not in adapter.shapes and item.fqn not in scratch:  # a tied tensor has two keys
             scratch[item.fqn] = item.tensor, torch.empty_like(item.tensor)
             item.install(nn.Parameter(scratch[item.fqn][1], requires_grad=False))
     return whole, scratch

@@ -26,7 +26,8 @@ from shardwise.fsdp.torch_private import original_class
 from shardwise.models.lora.adapted_layers import AdaptedSite, ExpertsSite
 from shardwise.ranks.world import World
 
-_FORMAT = "shardwise tenant 1"  # of saved files: an adapter was called a tenant when the format was defined
+_FORMAT = "shardwise tenant 1"
+"""Value of "format" in saved files. It keeps an older word for an adapter, so that files stay readable."""
 
 _BASE_KEYS = {"name", "architecture", "shapes", "identity"}
 

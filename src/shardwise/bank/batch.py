@@ -137,7 +137,7 @@ class RowCall:
                 error.add_note(f"This was a pass of {names}.")
                 raise
             # All ranks are here: the block has raised one error on all of them.
-            if not are_in_step(base.world.global_ranks, base.world.all_gather_object(gathers.begun)):
+            if not are_in_step(base.world.global_ranks, base.world.all_gather_object(gathers.counts)):
                 text = f"{error}. It left a pass of {names} in which other ranks wait for it, so the bank has ended"
                 ended = RankLostError(f"{text}. Start all ranks again, and resume from the last save")
                 base.world.end(ended)
@@ -317,11 +317,11 @@ def _require_trainable(adapters: Sequence[BankAdapter | None]) -> None:
     names = [adapter.name for adapter in adapters if adapter is not None]
     if len(names) < len(adapters):
         raise ConfigError("None is the base, which is not trained. Name an adapter")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{', '.join(map(repr, twice))} is named twice. Pass an adapter's rows as one batch")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{', '.join(map(repr, repeated))}: is named twice. Pass an adapter's rows as one batch")
     for adapter in adapters:
         if adapter is not None and adapter.state is AdapterState.FULL:
             raise ConfigError(
-                f"the window of {adapter.name!r} is full ({adapter.micro_batches} micro-batches). "
-                f"Call optim_step({adapter.name!r}) first"
+                f"adapter {adapter.name!r}: has accumulated all of its {adapter.micro_batches} micro-batches. Call "
+                f"optim_step({adapter.name!r}) before forward_backward"
             )

@@ -43,8 +43,8 @@ class SharedBase:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens in a row."""
-        found = getattr(self.model.config, "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else 1 << 30
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else 1 << 30
 
     def free_bytes(self) -> int | None:
         """Return free memory of the device, or of the host if that computes. None if unknown."""
@@ -157,6 +157,11 @@ class FusedPass:
         The gradient is that of each token's loss, times the token's weight and the entry's scale. Losses are not
         summed, so a loss that raises or is not finite does not affect other entries.
 
+        Example: a pass of "ada" with 2 rows and "bob" with 1 row, padded to 64 tokens, with a vocabulary of 1000,
+        has logits of shape (3, 64, 1000). Those of token i predict label i + 1, so ``logits[0:2, :-1]`` of shape
+        (2, 63, 1000) and ``labels[0:2, 1:]`` of shape (2, 63) give the 2 x 63 losses of "ada". With 50 labels of
+        weight 1 on all ranks and a scale of 1 / 50, the gradient is that of their mean.
+
         Memory: the logits of an entry in float32, three times.
 
         Returns:
@@ -175,13 +180,14 @@ class FusedPass:
             if span.start == span.stop:
                 continue
             try:
-                # (own rows, tokens - 1, vocabulary), a leaf of its own
-                own = logits[span, :-1].requires_grad_(scales is not None)
-                losses = token_losses(own, labels[span])
+                # (rows of the entry, tokens - 1, vocabulary): a leaf, so that its gradient ends here.
+                leaf = logits[span, :-1].requires_grad_(scales is not None)
+                losses = token_losses(leaf, labels[span])  # (rows of the entry, tokens - 1)
                 if scales is not None:
                     if self.logits_grad is None:
                         self.logits_grad = torch.zeros_like(logits)
-                    [gradient] = torch.autograd.grad(losses, own, self.loss_weights[span] * scales[number])
+                    # The weights are the gradient of the sum of weighted losses with respect to each loss.
+                    [gradient] = torch.autograd.grad(losses, leaf, self.loss_weights[span] * scales[number])
                     self.logits_grad[span, :-1] = gradient
                 self.logprobs[span] = -losses.detach()
             except Exception as error:

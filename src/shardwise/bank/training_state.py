@@ -43,7 +43,7 @@ GRADIENT, MATRICES = "gradient", "matrices"
 _OPTIMIZER = "optimizer."
 
 
-def training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
+def collect_training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
     """Return the optimizer's state (not copied) and the gradient of an open window, by name.
 
     The gradient is summed over all ranks. Collective: one all-reduce if a window is open, with a copy of the
@@ -52,23 +52,24 @@ def training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: an entry of the state is not a tensor.
     """
-    found = {}
+    tensors = {}
     if adapter.micro_batches:
-        found[GRADIENT] = adapter.gradient.clone()
-        sum_all(adapter.world, [found[GRADIENT]])
+        # A copy: the gradient of this rank stays, since the window goes on.
+        tensors[GRADIENT] = adapter.gradient.clone()
+        sum_all(adapter.world, [tensors[GRADIENT]])
     for entry, values in adapter.optimizer.state.get(adapter.flat, {}).items():
         if not isinstance(values, torch.Tensor):
             raise ConfigError(
-                f"{entry} of the optimizer of {adapter.name!r} is a {type(values).__name__}, and only tensors "
-                "are saved. Save with training_state=False"
+                f"{entry} of the optimizer of {adapter.name!r}: is a {type(values).__name__}, and only tensors are "
+                "saved. Save with training_state=False"
             )
-        found[_OPTIMIZER + entry] = values
-    return found
+        tensors[_OPTIMIZER + entry] = values
+    return tensors
 
 
 def copy_state(adapter: BankAdapter, base: Mapping[str, str]) -> dict[str, Any]:
-    """Return a state dict. Collective: as :func:`training_tensors`."""
-    training = training_tensors(adapter)
+    """Return a state dict. Collective: as :func:`collect_training_tensors`."""
+    training = collect_training_tensors(adapter)
     return {
         "adapter": {key: values.clone() for key, values in adapter.matrices.items()},
         "training": {key: values.clone() for key, values in training.items()},
@@ -96,16 +97,16 @@ def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTrainin
         raise ConfigError(f"{what}: is a {type(state).__name__}. Pass the result of state_dict")
     if state and all(isinstance(values, torch.Tensor) for values in state.values()):
         shapes = {key: tuple(values.shape) for key, values in state.items()}
-        if faults := [*_compare_shapes(shapes, adapter.shapes), *_kind_faults(state)]:
-            raise _refusal(what, adapter, faults)
+        if faults := [*_find_shape_faults(shapes, adapter.shapes), *_find_kind_faults(state)]:
+            raise _state_error(what, adapter, faults)
         return AdapterStart(reason="the state has matrices alone")
     if missing := [key for key in ("adapter", "training", "facts") if not isinstance(state.get(key), Mapping)]:
         raise ConfigError(
             f"{what}: it has no {', '.join(missing)}; nor is it matrices alone, by PEFT's names. Pass the result "
             "of state_dict"
         )
-    if faults := [*_kind_faults(state["adapter"]), *_kind_faults(state["training"])]:
-        raise _refusal(what, adapter, faults)
+    if faults := [*_find_kind_faults(state["adapter"]), *_find_kind_faults(state["training"])]:
+        raise _state_error(what, adapter, faults)
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
     facts = replace(validate_facts(state["facts"], what), matrices=shapes)
     tensors = {key: (tuple(values.shape), in_memory(values.dtype)) for key, values in state["training"].items()}
@@ -120,7 +121,7 @@ def copy_values(adapter: BankAdapter, state: Mapping[str, Any], targets: Mapping
         values.copy_(state["training"][key])
 
 
-def _kind_faults(state: Mapping[str, Any]) -> list[str]:
+def _find_kind_faults(state: Mapping[str, Any]) -> list[str]:
     faults = []
     for key, values in state.items():
         kind = type(values).__name__
@@ -135,7 +136,7 @@ def _kind_faults(state: Mapping[str, Any]) -> list[str]:
 def restore(
     adapter: BankAdapter,
     what: str,
-    found: StoredTraining | AdapterStart,
+    stored: StoredTraining | AdapterStart,
     targets: Mapping[str, torch.Tensor],
     base: Mapping[str, str],
     on_other_base: OnFault,
@@ -146,8 +147,8 @@ def restore(
     Args:
         adapter: an adapter that is not registered yet.
         what: name of the state's source, for messages.
-        found: the parsed state.
-        targets: result of :func:`restore_targets`.
+        stored: the parsed state.
+        targets: result of :func:`allocate_targets`.
         base: identity of the base.
         on_other_base: whether the base may differ.
         on_not_finite: whether values may be infinite or NaN.
@@ -156,22 +157,24 @@ def restore(
         ConfigError: the schedule rejects its state.
         FormatError: values are not finite, and that is not allowed.
     """
-    if adapter.world.rank:  # see [Note: An open window]
+    # The first rank has the sum of all ranks' gradients: see [Note: An open window].
+    if adapter.world.rank:
         adapter.gradient.zero_()
     moments = {key: values for key, values in targets.items() if key.startswith(_OPTIMIZER)}
     _require_finite(what, {**adapter.matrices, **moments}, on_not_finite)
-    if isinstance(found, AdapterStart):
-        return found
-    facts = found.facts
+    if isinstance(stored, AdapterStart):
+        return stored
+    facts = stored.facts
     _restore_counters(adapter, facts)
     if moments:
-        adapter.optimizer.state[adapter.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
+        state = {key.removeprefix(_OPTIMIZER): values for key, values in moments.items()}
+        adapter.optimizer.state[adapter.flat] = state
     compared = _compare_bases(facts.base, base, on_other_base).summary
     return AdapterStart(facts.steps, facts.windows, facts.micro_batches, facts.num_supervised_tokens, compared)
 
 
-def restore_targets(
-    adapter: BankAdapter, found: StoredTraining | AdapterStart, base: Mapping[str, str], on_other_base: OnFault
+def allocate_targets(
+    adapter: BankAdapter, stored: StoredTraining | AdapterStart, base: Mapping[str, str], on_other_base: OnFault
 ) -> dict[str, torch.Tensor]:
     """Return memory for the training's tensors to restore, by name. Empty if there is no training.
 
@@ -179,23 +182,25 @@ def restore_targets(
         ConfigError: the state belongs to another adapter, base, optimizer or schedule. The message has the
             differences.
     """
-    if isinstance(found, AdapterStart):
+    if isinstance(stored, AdapterStart):
         return {}
-    if faults := _differences(adapter, found.facts, base, on_other_base):
-        raise _refusal(found.what, adapter, faults)
-    targets = {_OPTIMIZER + entry: values for entry, values in _empty_moments(adapter, found.facts).items()}
-    if found.facts.micro_batches:
+    if faults := _find_differences(adapter, stored.facts, base, on_other_base):
+        raise _state_error(stored.what, adapter, faults)
+    targets = {
+        _OPTIMIZER + entry: values for entry, values in _allocate_optimizer_state(adapter, stored.facts).items()
+    }
+    if stored.facts.micro_batches:
         targets[GRADIENT] = adapter.gradient
-    if MATRICES in found.tensors:
+    if MATRICES in stored.tensors:
         targets[MATRICES] = adapter.flat.detach()
-    wanted = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in targets.items()}
-    faults = [
-        f"{shown(key)}: {_describe(found.tensors.get(key))} in the file, {_describe(wanted.get(key))} here"
-        for key in sorted({*wanted, *found.tensors})
-        if wanted.get(key) != found.tensors.get(key)
-    ]
+    expected = {key: (tuple(values.shape), in_memory(values.dtype)) for key, values in targets.items()}
+    faults = []
+    for key in sorted({*expected, *stored.tensors}):
+        there, here = stored.tensors.get(key), expected.get(key)
+        if there != here:
+            faults.append(f"{shown(key)}: {_describe(there)} in the state, {_describe(here)} here")
     if faults:
-        raise _refusal(found.what, adapter, faults)
+        raise _state_error(stored.what, adapter, faults)
     return targets
 
 
@@ -203,7 +208,7 @@ def _describe(tensor: tuple[tuple[int, ...], DType] | None) -> str:
     return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
 
 
-def _refusal(what: str, adapter: BankAdapter, faults: list[str]) -> ConfigError:
+def _state_error(what: str, adapter: BankAdapter, faults: list[str]) -> ConfigError:
     lines = "\n  ".join(faults[:20])
     return ConfigError(
         f"{what}: is not a state of {adapter.name!r} as it is here:\n  {lines}\n"
@@ -211,36 +216,41 @@ def _refusal(what: str, adapter: BankAdapter, faults: list[str]) -> ConfigError:
     )
 
 
-def _empty_moments(adapter: BankAdapter, facts: TrainingFacts) -> dict[str, torch.Tensor]:
+def _allocate_optimizer_state(adapter: BankAdapter, facts: TrainingFacts) -> dict[str, torch.Tensor]:
     """Return memory for the state of an optimizer with these settings after this number of steps.
 
     Its entries are those that an optimizer of one number has.
     """
     single = nn.Parameter(torch.zeros(1, device=adapter.flat.device))
     kind: Any = type(adapter.optimizer)
-    made = kind([single], lr=0.1)
-    settings = {**adapter.optimizer.param_groups[0], **_restored_settings(facts.settings)}
-    made.param_groups[0].update({key: value for key, value in settings.items() if key != "params"})
+    optimizer = kind([single], lr=0.1)
+    settings = {**adapter.settings, **_select_settings(facts.settings)}
+    optimizer.param_groups[0].update(settings)
+    # Optimizers create their state in the first step.
     if facts.steps > 0:
         single.grad = torch.zeros_like(single)
-        made.step()
-    return {
-        entry: torch.zeros(adapter.flat.shape if like.ndim else (), dtype=like.dtype, device=like.device)
-        for entry, like in made.state.get(single, {}).items()
-        if like is not None
-    }
+        optimizer.step()
+    state = {}
+    for entry, like in optimizer.state.get(single, {}).items():
+        if like is not None:
+            shape = adapter.flat.shape if like.ndim else ()  # a step count is one number
+            state[entry] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return state
 
 
-def _restored_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _IMPLEMENTATION}
 
 
 def _require_finite(what: str, tensors: Mapping[str, torch.Tensor], allowed: OnFault) -> None:
-    faults = [
-        f"{key} has {count} values of {values.numel()} that are not finite. Accept them by on_not_finite=Ignore()"
-        for key, values in tensors.items()
-        if not allows(allowed, key) and (count := int((~values.isfinite()).sum()))
-    ]
+    faults = []
+    for key, values in tensors.items():
+        count = 0 if allows(allowed, key) else int((~values.isfinite()).sum())
+        if count:
+            total = values.numel()
+            faults.append(
+                f"{key} has {count} values of {total} that are not finite. Accept them by on_not_finite=Ignore()"
+            )
     if faults:
         raise FormatError(f"{what}: is not a valid state:\n  " + "\n  ".join(faults[:20]))
 
@@ -250,40 +260,40 @@ def _restore_counters(adapter: BankAdapter, facts: TrainingFacts) -> None:
         adapter.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"this is not a state of {adapter.name!r}: its schedule does not take it: {error}"
+            f"the schedule of {adapter.name!r}: rejects its state, {error}. Pass schedule= as it was"
         ) from error
-    set_group(adapter.optimizer.param_groups[0], _restored_settings(facts.settings))
+    set_group(adapter.optimizer.param_groups[0], _select_settings(facts.settings))
     adapter.max_grad_norm = float(facts.max_grad_norm)
     adapter.windows, adapter.steps = facts.windows, facts.steps
     adapter.micro_batches, adapter.num_supervised_tokens = facts.micro_batches, facts.num_supervised_tokens
 
 
-def _differences(
+def _find_differences(
     adapter: BankAdapter, stored: TrainingFacts, base: Mapping[str, str], on_other_base: OnFault
 ) -> list[str]:
     """List the reasons why an adapter cannot resume from a state."""
     current = get_facts(adapter, base)
-    faults = [
-        *_base_faults(stored.base, current.base, on_other_base),
-        *_compare_shapes(stored.matrices, current.matrices),
-    ]
+    faults = _find_base_faults(stored.base, current.base, on_other_base)
+    faults += _find_shape_faults(stored.matrices, current.matrices)
+    # Another shape implies another config, and is the clearer message.
     if not faults:
-        faults = [
-            f"{site}: (rank, scaling, dropout) is {stored.config.get(site)} in the state, and "
-            f"{current.config.get(site)} in the adapter"
-            for site in sorted({*stored.config, *current.config})
-            if stored.config.get(site) != current.config.get(site)
-        ]
+        for site in sorted({*stored.config, *current.config}):
+            there, here = stored.config.get(site), current.config.get(site)
+            if there != here:
+                faults.append(
+                    f"{site}: (rank, scaling, dropout) is {there} in the state, and {here} in the adapter"
+                )
     if not faults and list(stored.matrices) != list(current.matrices):
         faults.append("its matrices are in another order. Save it again with the versions that are installed here")
     if stored.seed != current.seed:
         faults.append(f"seed {stored.seed}, and {current.seed} here, which dropout follows from")
     if stored.micro_batches:
-        for what in ("gradient_accumulation_steps", "reduction"):
-            one, other = getattr(stored, what), getattr(current, what)
-            if one != other:
-                faults.append(f"its window is open, with {what} {one}, and it is {other} here")
-    return [*faults, *_optimizer_faults(adapter, stored, current), *_schedule_faults(adapter, stored, current)]
+        for option in ("gradient_accumulation_steps", "reduction"):
+            there, here = getattr(stored, option), getattr(current, option)
+            if there != here:
+                faults.append(f"its window is open, with {option} {there}, and it is {here} here")
+    faults += _find_optimizer_faults(adapter, stored, current)
+    return [*faults, *_find_schedule_faults(adapter, stored, current)]
 
 
 def _compare_bases(
@@ -291,36 +301,39 @@ def _compare_bases(
 ) -> bases.BaseMatch:
     """Compare two results of :func:`identify_base`. FormatError if the first has no identity."""
     what = "the base of an adapter's state"
-    identities = (each["identity"].encode("utf-8", "surrogatepass") for each in (stored, current))
-    one, other = (bases.BaseIdentity.from_dict(parse_object(text, what=what), what) for text in identities)
-    return bases.compare_bases(one, other, on_other_base, are_shapes_same=stored["shapes"] == current["shapes"])
+    identities = (base["identity"].encode("utf-8", "surrogatepass") for base in (stored, current))
+    there, here = (bases.BaseIdentity.from_dict(parse_object(text, what=what), what) for text in identities)
+    return bases.compare_bases(there, here, on_other_base, are_shapes_same=stored["shapes"] == current["shapes"])
 
 
-def _base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault) -> list[str]:
-    known, own = (f"{one['name'] or 'a base without a name'} ({one['architecture']})" for one in (stored, current))
+def _find_base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault) -> list[str]:
+    there, here = (
+        f"{base['name'] or 'a base without a name'} ({base['architecture']})" for base in (stored, current)
+    )
     if stored["architecture"] != current["architecture"]:
-        return [f"it was trained on {known}, and this is {own}"]
+        return [f"it was trained on {there}, and this is {here}"]
     match = _compare_bases(stored, current, on_other_base)
     if match.refused:
         why = "; ".join(match.refused)
-        return [f"it was trained on {known}, and this is another base, {own}: {why}. {bases.ALLOW_OTHER_BASE}"]
+        return [f"it was trained on {there}, and this is another base, {here}: {why}. {bases.ALLOW_OTHER_BASE}"]
     return []  # names may differ: a folder may have been moved
 
 
-def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
-    return [
-        f"{key}: {stored.get(key, 'not there')} in the state, {current.get(key, 'not there')} in the adapter"
-        for key in sorted({*stored, *current}, key=str)
-        if stored.get(key) != current.get(key)
-    ]
+def _find_shape_faults(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
+    faults = []
+    for key in sorted({*stored, *current}, key=str):
+        there, here = stored.get(key, "not there"), current.get(key, "not there")
+        if there != here:
+            faults.append(f"{key}: {there} in the state, {here} in the adapter")
+    return faults
 
 
-def _optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
+def _find_optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
     name = adapter.name
     faults = unlike({name: (current.optimizer, current.settings)}, {name: (stored.optimizer, stored.settings)})
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
-    settings, present = _restored_settings(stored.settings), _restored_settings(current.settings)
+    settings, present = _select_settings(stored.settings), _select_settings(current.settings)
     if differing := sorted(map(str, settings.keys() ^ present.keys())):
         return [f"the setting {shown(key)} of {stored.optimizer}: is in only one of the two" for key in differing]
     # Flags are compared by unlike(), and initial_lr is read only when a schedule is created.
@@ -329,7 +342,7 @@ def _optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current: Trai
     return [f"of the settings of {stored.optimizer}, {fault}" for fault in faults]
 
 
-def _schedule_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
+def _find_schedule_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
     if stored.schedule != current.schedule:
         return [
             f"its schedule was a {stored.schedule}, and here it is a {current.schedule}. Pass schedule= as it was"
