@@ -124,9 +124,8 @@ class FusedPass:
             self.attention_mask[:] = 1
         self.device = base.device
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        keys_on_device = sent(
-            torch.cat(keys), self.device
-        )  # one transfer. Rows of the base have none, and come last
+        # Keys of all rows in one transfer. Rows of the base have none, and come last.
+        keys_on_device = sent(torch.cat(keys), self.device)
         members = []
         for number, span in self.spans.items():
             if (adapter := adapters[number]) is not None:
