@@ -42,7 +42,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantized bench-startup gpu wheels-for-gpu clean
+.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-bank bench-quantized bench-startup gpu wheels-for-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -108,7 +108,7 @@ bench-merge: $(VENV)/project ## compare merging with accelerate; minutes
 bench-train: $(VENV)/project ## compare steps and starts with FSDP2 by hand, the Trainer, TRL and accelerate; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.train $(ARGS)
 
-bench-tenants: $(VENV)/project ## compare many LoRAs in one bank with switching and with separate runs; 20 minutes
+bench-bank: $(VENV)/project ## compare many LoRAs in one bank with switching and with separate runs; 20 minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.bank $(ARGS)
 
 bench-quantized: $(VENV)/project ## compare FP8 and 4 bits with bfloat16 and with peers; minutes

@@ -83,7 +83,7 @@ def step_bank(bank: Any, batch: Sequence[torch.Tensor]) -> list[float]:
     output = bank.forward_backward([(str(adapter), {"input_ids": ids}) for adapter, ids in enumerate(batch)])
     for adapter in range(len(batch)):
         bank.optim_step(str(adapter))
-    return [output.tenants[str(adapter)].loss for adapter in range(len(batch))]
+    return [output.adapters[str(adapter)].loss for adapter in range(len(batch))]
 
 
 class SwitchedAdapters:

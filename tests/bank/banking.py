@@ -1,4 +1,4 @@
-"""Tenants on a small base: together in a bank, and each alone in plain PEFT, in one process."""
+"""Adapters on a small base: together in a bank, and each alone in plain PEFT, in one process."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 WORDS = 64
 STEPS = 20
-"""That each tenant takes."""
+"""That each adapter takes."""
 SIZES = {
     **reference.SIZES,
     "vocab_size": WORDS,
@@ -38,7 +38,7 @@ def save_experts(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A tenant, as a test has it."""
+    """An adapter, as a test has it."""
 
     config: Mapping[str, Any]
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda own: torch.optim.AdamW(own, lr=1e-2)
@@ -109,7 +109,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def rows_for(name: str, recipe: Recipe, number: int) -> dict[str, torch.Tensor]:
-    """The rows of a tenant's micro-batch, padded at the end; some tokens are not learned."""
+    """The rows of an adapter's micro-batch, padded at the end; some tokens are not learned."""
     generator = torch.Generator().manual_seed(1000 * number + sum(map(ord, name)))
     ids = torch.randint(0, WORDS, (recipe.rows, recipe.tokens), generator=generator)
     lengths = torch.randint(3, recipe.tokens + 1, (recipe.rows,), generator=generator)
@@ -143,8 +143,8 @@ def train(
 ) -> list[Any]:
     """Micro-batches of all members at once; each steps at the end of its own window, until it has ``STEPS``.
 
-    The rows of a tenant are dealt to the ranks one after the other; those of one tenant are all on one rank, in
-    turn. ``began`` says with which micro-batch a tenant came; it begins with its own first rows.
+    The rows of an adapter are dealt to the ranks one after the other; those of one adapter are all on one rank, in
+    turn. ``began`` says with which micro-batch an adapter came; it begins with its own first rows.
     """
     told = []
     for number in range(first, first + micro_batches):
@@ -171,7 +171,7 @@ def train(
     return told
 
 
-def adapter(bank: Any, name: str) -> dict[str, torch.Tensor]:
+def matrices_of(bank: Any, name: str) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = bank.state_dict(name)["adapter"]
     return found
 

@@ -87,7 +87,7 @@ def batches(number: int, *, bad: bool = True) -> list[tuple[str, dict[str, Any]]
 
 
 def gradients(bank: Any) -> dict[str, torch.Tensor]:
-    return {name: bank._tenants[name].gradient.clone() for name in bank.names}
+    return {name: bank._adapters[name].gradient.clone() for name in bank.names}
 
 
 # ── on ranks ──────────────────────────────────────────────────────────────────────────────────────
@@ -178,7 +178,7 @@ def one_step_fails(base: Path) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     bank = on_ranks.bank_of(base, members(), sharding=shardwise.Sharding())
     bank.forward_backward(batches(0))
-    broken = mock.patch.object(bank._tenants["x"].optimizer, "step", side_effect=ValueError("not this token"))
+    broken = mock.patch.object(bank._adapters["x"].optimizer, "step", side_effect=ValueError("not this token"))
     with broken if rank == size - 1 else nullcontext():
         error = on_ranks.said(lambda: bank.optim_step("x"))
     refused = on_ranks.said(lambda: bank.save("x", "nowhere"))

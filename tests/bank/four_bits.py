@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peft import PeftModel, get_peft_model_state_dict
 from tests import truth, zoo
-from tests.bank.banking import Recipe, adapter, create, distance, padded, rows_for
+from tests.bank.banking import Recipe, create, distance, matrices_of, padded, rows_for
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -42,20 +42,20 @@ def learned(folder: str, out: str) -> dict[str, Any]:
     bank = shardwise.AdapterBank(base(folder, Nf4()), backend="loop")
     for name, recipe in MEMBERS.items():
         create(bank, name, recipe)
-    begin = {name: adapter(bank, name) for name in MEMBERS}
+    begin = {name: matrices_of(bank, name) for name in MEMBERS}
     losses = trained(bank, MEMBERS)
     found: dict[str, Any] = {"losses": 0.0, "adapters": 0.0, "opened": 0.0, "falls": True}
     for name, recipe in MEMBERS.items():
         own, end = alone(folder, name, recipe, begin[name])
         mine = [each[name] for each in losses]
         found["losses"] = max(found["losses"], *(abs(a - b) / b for a, b in zip(mine, own, strict=True)))
-        found["adapters"] = max(found["adapters"], distance(adapter(bank, name), end, begin[name]))
+        found["adapters"] = max(found["adapters"], distance(matrices_of(bank, name), end, begin[name]))
         found["falls"] &= own[-1] < own[0]
         bank.save(name, os.path.join(out, name))
         with zoo.silenced():
             plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             opened = get_peft_model_state_dict(PeftModel.from_pretrained(plain, os.path.join(out, name)))
-        kept = adapter(bank, name)
+        kept = matrices_of(bank, name)
         same = opened.keys() == kept.keys() and all(torch.equal(opened[key], kept[key]) for key in kept)
         found["opened"] = max(found["opened"], 0.0 if same else 1.0)
     return found
@@ -69,9 +69,9 @@ def experts_learned(folder: str) -> dict[str, Any]:
     for model in (packed, plain):
         bank = shardwise.AdapterBank(model, backend="loop")
         create(bank, "eve", ADAPTS_EXPERTS)
-        begin = adapter(bank, "eve")
+        begin = matrices_of(bank, "eve")
         losses.append([each["eve"] for each in trained(bank, {"eve": ADAPTS_EXPERTS})])
-        ends.append(adapter(bank, "eve"))
+        ends.append(matrices_of(bank, "eve"))
     return {
         "losses": max(abs(a - b) / b for a, b in zip(*losses, strict=True)),
         "falls": losses[0][-1] < losses[0][0],
@@ -80,16 +80,16 @@ def experts_learned(folder: str) -> dict[str, Any]:
 
 
 def stored_experts_learned(folder: str) -> dict[str, Any]:
-    """A tenant on attention and on experts that stay as they are stored, beside a LoRA on the same base."""
+    """An adapter on attention and on experts that stay as they are stored, beside a LoRA on the same base."""
     recipe = Recipe({**ADAPTS_EXPERTS.config, "target_modules": ["q_proj"]}, adamw, rows=2, tokens=12)
     bank = shardwise.AdapterBank(base(folder, "as_stored"), backend="loop")
     create(bank, "eve", recipe)
-    begin = adapter(bank, "eve")
+    begin = matrices_of(bank, "eve")
     mine = [each["eve"] for each in trained(bank, {"eve": recipe})]
     own, end = alone(folder, "eve", recipe, begin, "as_stored")
     return {
         "losses": max(abs(a - b) / b for a, b in zip(mine, own, strict=True)),
-        "adapters": distance(adapter(bank, "eve"), end, begin),
+        "adapters": distance(matrices_of(bank, "eve"), end, begin),
         "falls": own[-1] < own[0],
     }
 
@@ -122,7 +122,7 @@ def trained(bank: Any, members: dict[str, Recipe]) -> list[dict[str, float]]:
         batches = [
             (name, {key: values[rank::size] for key, values in batch.items()}) for name, batch in rows.items()
         ]
-        told.append({name: each.loss for name, each in bank.forward_backward(batches).tenants.items()})
+        told.append({name: each.loss for name, each in bank.forward_backward(batches).adapters.items()})
         for name in members:
             bank.optim_step(name)
     return told

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from tests.bank import banking
-from tests.bank.banking import STEPS, Recipe, adapter, create, recipes, rows_for, train
+from tests.bank.banking import STEPS, Recipe, create, matrices_of, recipes, rows_for, train
 from tests.support.world import said
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -21,7 +21,7 @@ import shardwise
 from shardwise.fsdp.policies import MinSize
 
 LATE = 4
-"""Micro-batches before the tenant ``eve`` comes."""
+"""Micro-batches before the adapter ``eve`` comes."""
 
 
 def bank_of(base: Path, members: Mapping[str, Recipe], backend: Any = None, **keywords: Any) -> Any:
@@ -50,20 +50,20 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def together(base: Path, kind: str) -> dict[str, Any]:
-    """All tenants, one of them added late, on a base sharded by FSDP2, with activations computed again."""
+    """All adapters, one of them added late, on a base sharded by FSDP2, with activations computed again."""
     members = recipes() if kind == "loop" else {name: recipes()[name] for name in ("ada", "dee", "eve")}
     micro_batches = {"loop": 3 * STEPS, "grouped": STEPS + LATE}[kind]
     late = members.pop("eve")
     backend = "auto" if kind == "grouped" else "loop"
     sharding = shardwise.Sharding(activation_checkpointing=True)
     bank = bank_of(base, members, backend, sharding=sharding)
-    begin = {name: adapter(bank, name) for name in members}
+    begin = {name: matrices_of(bank, name) for name in members}
     assert isinstance(bank._model, FSDPModule)
     shards = [(values.to_local().data_ptr(), values.to_local().clone()) for values in bank._model.parameters()]
     with counted() as calls:
         told = train(bank, members, LATE, **here())
         create(bank, "eve", late)
-        begin["eve"] = adapter(bank, "eve")
+        begin["eve"] = matrices_of(bank, "eve")
         more = {**members, "eve": late}
         told += train(bank, more, micro_batches - LATE, first=LATE, began={"eve": LATE}, **here())
     base_is_same = all(
@@ -71,13 +71,13 @@ def together(base: Path, kind: str) -> dict[str, Any]:
         for values, (pointer, kept) in zip(bank._model.parameters(), shards, strict=True)
     )
     return {
-        "adapters": {name: adapter(bank, name) for name in begin},
+        "adapters": {name: matrices_of(bank, name) for name in begin},
         "begin": begin,
         "steps": [(step.is_taken, step.grad_norm) for step in told if hasattr(step, "is_taken")],
         "all_reduces": calls["all_reduce"],
         "base is same": base_is_same,
         "backends": {why for each in told if hasattr(each, "passes") for why in each.backends},
-        "losses": told[0].tenants["ada"].loss,
+        "losses": told[0].adapters["ada"].loss,
     }
 
 
@@ -91,12 +91,12 @@ def other_groups(base: Path, kind: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bank = bank_of(base, members, sharding=sharding)
-        begin = {name: adapter(bank, name) for name in members}
+        begin = {name: matrices_of(bank, name) for name in members}
         told = train(bank, members, 6, **here())
     return {
-        "adapters": {name: adapter(bank, name) for name in members},
+        "adapters": {name: matrices_of(bank, name) for name in members},
         "begin": begin,
-        "losses": [own.loss for each in told if hasattr(each, "passes") for own in each.tenants.values()],
+        "losses": [own.loss for each in told if hasattr(each, "passes") for own in each.adapters.values()],
         "groups": sum(isinstance(module, FSDPModule) for module in bank._model.modules()),
     }
 
@@ -112,7 +112,7 @@ def faults(base: Path) -> dict[str, Any]:
         "rows of one rank": said(lambda: bank.forward_backward([("ada", bad)])),
         "no rows of one rank": said(lambda: bank.forward_backward([("ada", (good, ["no", "rows"])[rank])])),
         "no rows": said(lambda: bank.forward_backward("no")),
-        "other tenants": said(lambda: bank.forward_backward([(("ada", "dee")[rank], good)])),
+        "other adapters": said(lambda: bank.forward_backward([(("ada", "dee")[rank], good)])),
         "another config": said(lambda: bank.add_adapter("x", LoraConfig(**{**ada.config, "r": 4 + rank}))),
         "another rate": said(lambda: bank.add_adapter("x", ada.lora(), optimizer=banking.adamw(lr=0.1 + rank))),
         "another seed": said(lambda: bank.add_adapter("x", ada.lora(), seed=rank)),
@@ -155,7 +155,7 @@ def faults(base: Path) -> dict[str, Any]:
         each.forward_backward(batch)
     verdicts = []
     if rank == 1:
-        bank._tenants["ada"].gradient[3] = math.nan
+        bank._adapters["ada"].gradient[3] = math.nan
     for name in ("ada", "dee"):
         verdicts.append(bank.optim_step(name).is_taken)
         quiet.optim_step(name)
@@ -163,6 +163,6 @@ def faults(base: Path) -> dict[str, Any]:
         "errors": errors,
         "verdicts": verdicts,
         "kinds": kinds | {type(values).__name__ for values in bank._model.parameters()},
-        "dee": (adapter(bank, "dee"), adapter(quiet, "dee")),
-        "ada": (adapter(bank, "ada"), adapter(quiet, "ada")),
+        "dee": (matrices_of(bank, "dee"), matrices_of(quiet, "dee")),
+        "ada": (matrices_of(bank, "ada"), matrices_of(quiet, "ada")),
     }

@@ -1,4 +1,4 @@
-"""Trainings of tenants that are saved in the middle of a window and resumed."""
+"""Trainings of adapters that are saved in the middle of a window and resumed."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.bank.on_ranks import bank_of, here
 from tests.support.world import said
 
 import shardwise
-from shardwise.bank.adapter import unchanging
+from shardwise.bank.adapter import constant_lr
 
 WINDOWS, HALF, ALL = 3, 7, 12
 """Micro-batches of a window, after which it is saved (in the third window), and of a training."""
@@ -34,7 +34,7 @@ def where() -> dict[str, int]:
 
 
 def losses_of(told: list[Any], name: str) -> list[float]:
-    return [each.tenants[name].loss for each in told if hasattr(each, "passes")]
+    return [each.adapters[name].loss for each in told if hasattr(each, "passes")]
 
 
 def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:
@@ -43,10 +43,10 @@ def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:
     return {**state["adapter"], **state["training"]}
 
 
-def told_of(bank: Any, tenants: Mapping[str, Recipe], told: list[Any]) -> dict[str, Any]:
+def told_of(bank: Any, adapters: Mapping[str, Recipe], told: list[Any]) -> dict[str, Any]:
     return {
-        "all": {name: everything(bank, name) for name in tenants},
-        "losses": {name: losses_of(told, name) for name in tenants},
+        "all": {name: everything(bank, name) for name in adapters},
+        "losses": {name: losses_of(told, name) for name in adapters},
     }
 
 
@@ -56,38 +56,38 @@ ON_RANKS = ("ada", "eve")
 
 def begin(base: Path, folder: Path) -> dict[str, Any]:
     """The first half of a training, saved in the middle of a window; then the other half."""
-    tenants = {name: own for name, own in members().items() if name in ON_RANKS}
-    bank = bank_of(base, tenants)
-    told = train(bank, tenants, HALF, **where())
-    for name in tenants:
+    adapters = {name: own for name, own in members().items() if name in ON_RANKS}
+    bank = bank_of(base, adapters)
+    told = train(bank, adapters, HALF, **where())
+    for name in adapters:
         bank.save(name, folder / name, options=shardwise.options.SaveOptions(progress=False))
-    half = told_of(bank, tenants, told)
-    told = train(bank, tenants, ALL - HALF, first=HALF, **where())
-    return {"half": half, **told_of(bank, tenants, told)}
+    half = told_of(bank, adapters, told)
+    told = train(bank, adapters, ALL - HALF, first=HALF, **where())
+    return {"half": half, **told_of(bank, adapters, told)}
 
 
 def go_on(base: Path, folder: Path) -> dict[str, Any]:
     """The other half, by a bank that has only the files."""
     bank = bank_of(base, {})
-    tenants = {name: own for name, own in members().items() if name in ON_RANKS}
+    adapters = {name: own for name, own in members().items() if name in ON_RANKS}
     started = {
-        name: bank.load(name, folder / name, optimizer=own.optimizer, schedule=own.schedule or unchanging)
-        for name, own in tenants.items()
+        name: bank.load(name, folder / name, optimizer=own.optimizer, schedule=own.schedule or constant_lr)
+        for name, own in adapters.items()
     }
-    half = told_of(bank, tenants, [])
-    told = train(bank, tenants, ALL - HALF, first=HALF, **where())
-    return {"half": half, "started": started, **told_of(bank, tenants, told)}
+    half = told_of(bank, adapters, [])
+    told = train(bank, adapters, ALL - HALF, first=HALF, **where())
+    return {"half": half, "started": started, **told_of(bank, adapters, told)}
 
 
 def differing(base: Path, folder: Path) -> dict[str, Any]:
     """What ranks ask for that is not the same, or does not fit; the errors, and who is there afterwards."""
-    tenants = {name: members()[name] for name in ON_RANKS}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF, **where())
+    adapters = {name: members()[name] for name in ON_RANKS}
+    bank = bank_of(base, adapters)
+    train(bank, adapters, HALF, **where())
     rank = where()["rank"]
     modes = (True, False)
     before = bank.state_dict("ada")
-    train(bank, tenants, 1, first=HALF, **where())
+    train(bank, adapters, 1, first=HALF, **where())
     after = bank.state_dict("ada")
     bank.save("ada", folder)
 

@@ -1,4 +1,4 @@
-"""Saved tenants that are damaged: every flipped bit is found before anything goes on from it."""
+"""Saved adapters that are damaged: every flipped bit is found before anything goes on from it."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from tests import zoo
 from tests.bank import banking, resuming
-from tests.bank.banking import adapter, recipes, train
+from tests.bank.banking import matrices_of, recipes, train
 from tests.bank.on_ranks import bank_of, here
 from tests.bank.test_resume import put
 from tests.support.files import contents
@@ -28,11 +28,11 @@ RECORD = "adapter_model.fingerprints.json"
 
 @pytest.fixture(scope="module")
 def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a tenant that was saved in the middle of a window."""
+    """The files of an adapter that was saved in the middle of a window."""
     folder = tmp_path_factory.mktemp("saved")
-    tenants = {"ada": resuming.members()["ada"]}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, resuming.HALF)
+    adapters = {"ada": resuming.members()["ada"]}
+    bank = bank_of(base, adapters)
+    train(bank, adapters, resuming.HALF)
     bank.save("ada", folder)
     return contents(folder)
 
@@ -103,8 +103,8 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
     members = {"ada": recipes()["ada"]}
     bank = bank_of(base, members)
     train(bank, members, 2)
-    tenant = bank._tenants["ada"]
-    values = tenant.flat.detach() if what == "matrices" else tenant.optimizer.state[tenant.flat]["exp_avg"]
+    adapter = bank._adapters["ada"]
+    values = adapter.flat.detach() if what == "matrices" else adapter.optimizer.state[adapter.flat]["exp_avg"]
     values[3] = float("nan")
     bank.save("ada", tmp_path)
     state = bank.state_dict("ada")
@@ -116,10 +116,10 @@ def test_values_that_are_not_finite_are_refused(base, tmp_path, what):
     assert fresh.names == ()
     assert fresh.load("ada", tmp_path, on_not_finite=Ignore(only=(f"*{named}*",))).is_resumed
     other = bank_of(base, members)
-    before = adapter(other, "ada")
+    before = matrices_of(other, "ada")
     with pytest.raises(shardwise.FormatError, match=rf"(?s)the state of 'ada': is not a valid state.*{match}"):
         other.load_state_dict("ada", state)
-    require_equal(adapter(other, "ada"), before)
+    require_equal(matrices_of(other, "ada"), before)
     other.load_state_dict("ada", state, on_not_finite=Ignore())
     words = r"on_not_finite='no' is not known. Pass one of 'error', Ignore"
     with pytest.raises(shardwise.ConfigError, match=words):

@@ -1,4 +1,4 @@
-"""Each tenant of a bank trains as it would alone in PEFT: one process."""
+"""Each adapter of a bank trains as it would alone in PEFT: one process."""
 
 import warnings
 from dataclasses import replace
@@ -10,14 +10,14 @@ import torch
 from peft import LoraConfig
 from tests import zoo
 from tests.bank import banking
-from tests.bank.banking import STEPS, Recipe, adapter, create, distance, logprobs_of, recipes, rows_for, train
+from tests.bank.banking import STEPS, Recipe, create, distance, logprobs_of, matrices_of, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of
 from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
 import shardwise
 from shardwise import Sharding
-from shardwise.bank.kernels import apply_dropout, row_keys
+from shardwise.bank.kernels import drop_elements, row_keys
 from shardwise.bank.passes import FusedPass
 from shardwise.bank.rows import PassPlan, parse_batch, summarize_rows
 from shardwise.core.errors import TrainingError
@@ -28,7 +28,7 @@ MICRO_BATCHES = 3 * STEPS
 @pytest.fixture(scope="module")
 def begun(base: Path) -> dict[str, dict[str, torch.Tensor]]:
     bank = bank_of(base, recipes())
-    return {name: adapter(bank, name) for name in recipes()}
+    return {name: matrices_of(bank, name) for name in recipes()}
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,14 @@ def alone(base: Path, begun: dict[str, Any]) -> dict[str, dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("backend", "limit"), [("loop", 1e-6), ("auto", 5e-4)], ids=["loop", "grouped"])
-def test_each_tenant_comes_out_as_alone(base, begun, alone, backend, limit):
+def test_each_adapter_comes_out_as_alone(base, begun, alone, backend, limit):
     """Ranks, alphas, targets (tied embeddings, too), optimizers, clips, windows of 1 to 3, lengths: all differ."""
     bank = bank_of(base, recipes(), backend)
     before = [(values.data_ptr(), values.clone()) for values in bank._model.parameters()]
     told = train(bank, recipes(), MICRO_BATCHES)
     assert any(why.startswith("grouped") for why in told[0].backends) == (backend == "auto")
     assert told[0].passes == 1
-    found = {name: distance(adapter(bank, name), alone[name], begun[name]) for name in recipes()}
+    found = {name: distance(matrices_of(bank, name), alone[name], begun[name]) for name in recipes()}
     assert max(found.values()) <= limit, found
     assert all(
         pointer == values.data_ptr() and kept.equal(values)
@@ -55,7 +55,7 @@ def test_each_tenant_comes_out_as_alone(base, begun, alone, backend, limit):
     )
 
 
-def test_tenants_come_and_go_unnoticed(base, begun, alone):
+def test_adapters_come_and_go_unnoticed(base, begun, alone):
     """Added late, removed in the middle of a window, added again: neighbors are bitwise as without."""
     members = recipes()
     steady = {name: members[name] for name in ("ada", "dee")}
@@ -71,12 +71,12 @@ def test_tenants_come_and_go_unnoticed(base, begun, alone):
     bank.delete_adapter("bob")
     train(bank, steady, 2, first=7)
     create(bank, "bob", members["bob"])
-    require_equal(adapter(bank, "bob"), begun["bob"])
+    require_equal(matrices_of(bank, "bob"), begun["bob"])
     train(bank, steady, 3, first=9)
     for name in steady:
-        require_equal(adapter(bank, name), adapter(quiet, name))
+        require_equal(matrices_of(bank, name), matrices_of(quiet, name))
     train(bank, {"bob": members["bob"]}, 2 * STEPS)
-    assert distance(adapter(bank, "bob"), alone["bob"], begun["bob"]) <= 1e-6
+    assert distance(matrices_of(bank, "bob"), alone["bob"], begun["bob"]) <= 1e-6
     assert pointers == [values.data_ptr() for values in bank._model.parameters()]
     assert bank.num_trainable_parameters()["ada"] == sum(values.numel() for values in begun["ada"].values())
     for name in bank.names:
@@ -85,7 +85,7 @@ def test_tenants_come_and_go_unnoticed(base, begun, alone):
 
 
 def test_matrices_begin_as_a_lora_that_is_loaded(base, begun):
-    """It depends on seed and name only, not on the other tenants."""
+    """It depends on seed and name only, not on the other adapters."""
     recipe = recipes()["eve"]
     options = shardwise.options.LoadOptions(seed=recipe.seed)
     model = shardwise.from_pretrained(base, tuning=shardwise.Lora(recipe.lora()), options=options)
@@ -104,17 +104,17 @@ def test_a_sum_with_the_callers_weights(base):
     recipe = replace(recipes()["ada"], more=more, optimizer=lambda own: torch.optim.SGD(own, lr=1.0))
     mean = replace(recipes()["ada"], optimizer=recipe.optimizer)
     bank = bank_of(base, {"sum": recipe, "mean": mean})
-    begin = adapter(bank, "sum")
+    begin = matrices_of(bank, "sum")
     batch = rows_for("ada", recipe, 0)
     weights = torch.full(batch["labels"].shape, 0.5)
-    told = bank.forward_backward([("sum", {**batch, "weights": weights}), ("mean", batch)]).tenants
+    told = bank.forward_backward([("sum", {**batch, "weights": weights}), ("mean", batch)]).adapters
     learned = int((batch["labels"][:, 1:] != -100).sum())
     assert told["sum"].num_supervised_tokens == learned
     assert told["sum"].loss == pytest.approx(0.5 * learned * told["mean"].loss, rel=1e-6)
     steps = bank.optim_step("sum", max_grad_norm=1e9), bank.optim_step("mean")
     assert steps[0].grad_norm == pytest.approx(0.5 * learned * steps[1].grad_norm, rel=1e-5)
-    moved = {key: (adapter(bank, "sum")[key] - values) / (0.5 * learned) for key, values in begin.items()}
-    expected = {key: adapter(bank, "mean")[key] - values for key, values in begin.items()}
+    moved = {key: (matrices_of(bank, "sum")[key] - values) / (0.5 * learned) for key, values in begin.items()}
+    expected = {key: matrices_of(bank, "mean")[key] - values for key, values in begin.items()}
     torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -149,10 +149,10 @@ def recompute(model: Any, **how: Any) -> None:
 
 def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = False) -> dict[str, torch.Tensor]:
     """Two micro-batches forward, then both backward, the older one first."""
-    tenants = [bank._tenants[name] for name in members]
+    adapters = [bank._adapters[name] for name in members]
     passes = []
     for number in (0, 1):
-        order = tenants[:: 1 if number == 0 else -1]
+        order = adapters[:: 1 if number == 0 else -1]
         rows = [
             parse_batch("", rows_for(t.name, members[t.name], number), vocab_size=64, longest=64) for t in order
         ]
@@ -160,17 +160,17 @@ def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = Fal
         plan = PassPlan(16, tuple(range(len(rows))))
         passes.append(FusedPass(bank._base, plan, order, agreed, rows, is_training=True))
     for each in passes:
-        each.forward(bank._model, bank._switch)
+        each.forward(bank._model, bank._base.switch)
     if mixed_up:
         passes[0].route, passes[1].route = passes[1].route, passes[0].route
     for each in passes:
         assert not each.compute_losses(dict.fromkeys(each.spans, 1.0))
-        each.backward(bank._switch)
+        each.backward(bank._base.switch)
         if not mixed_up:
             each.route.require_reached()
-    found = {tenant.name: tenant.gradient.clone() for tenant in tenants}
-    for tenant in tenants:
-        tenant.gradient.zero_()
+    found = {adapter.name: adapter.gradient.clone() for adapter in adapters}
+    for adapter in adapters:
+        adapter.gradient.zero_()
     return found
 
 
@@ -201,12 +201,12 @@ def test_a_layer_that_the_backward_pass_goes_by_is_named(base):
     recipe = Recipe({"r": 4, "target_modules": ["q_proj", "lm_head"]}, gradient_accumulation_steps=2)
     bank = bank_of(base, {"ada": recipe})
     bank.forward_backward([("ada", rows_for("ada", recipe, 0))])
-    before = bank._tenants["ada"].gradient.clone()
+    before = bank._adapters["ada"].gradient.clone()
     cut = bank._model.model.layers[0].register_forward_hook(lambda module, args, output: output.detach())
     with pytest.raises(TrainingError, match=r"has not reached model.layers.0.self_attn.q_proj: the loss does not"):
         bank.forward_backward([("ada", rows_for("ada", recipe, 1))])
     cut.remove()
-    assert bank._tenants["ada"].gradient.equal(before)
+    assert bank._adapters["ada"].gradient.equal(before)
     bank.forward_backward([("ada", rows_for("ada", recipe, 1))])
     assert bank.optim_step("ada").is_taken
 
@@ -214,7 +214,7 @@ def test_a_layer_that_the_backward_pass_goes_by_is_named(base):
 # ── dropout, and going on ─────────────────────────────────────────────────────────────────────────
 
 
-def test_dropout_is_a_tenants_own(base):
+def test_dropout_is_an_adapters_own(base):
     """The same alone and together, padded or not; another for each step; and no generator of torch's is moved."""
     members = {
         name: replace(recipe, config={**recipe.config, "lora_dropout": 0.3}) for name, recipe in recipes().items()
@@ -224,11 +224,11 @@ def test_dropout_is_a_tenants_own(base):
     train(together, members, 6)
     train(single, {"ada": members["ada"]}, 6)
     assert torch.get_rng_state().equal(state)
-    require_equal(adapter(together, "ada"), adapter(single, "ada"))
+    require_equal(matrices_of(together, "ada"), matrices_of(single, "ada"))
     without = bank_of(base, {"ada": recipes()["ada"]})
     train(without, {"ada": recipes()["ada"]}, 6)
-    key = next(key for key in adapter(without, "ada") if "lora_B" in key)
-    assert not torch.allclose(adapter(without, "ada")[key], adapter(single, "ada")[key], atol=1e-4)
+    key = next(key for key in matrices_of(without, "ada") if "lora_B" in key)
+    assert not torch.allclose(matrices_of(without, "ada")[key], matrices_of(single, "ada")[key], atol=1e-4)
 
 
 def test_dropout_is_another_in_each_micro_batch(base):
@@ -245,7 +245,7 @@ def test_dropout_is_another_in_each_micro_batch(base):
     for _ in range(2):
         for _ in range(2):
             bank.forward_backward([("ada", batch)])
-            sums.append(bank._tenants["ada"].gradient.clone())
+            sums.append(bank._adapters["ada"].gradient.clone())
         bank.optim_step("ada")
     found = [sums[0], sums[1] - sums[0], sums[2], sums[3] - sums[2]]
     for number, one in enumerate(found):
@@ -254,13 +254,13 @@ def test_dropout_is_another_in_each_micro_batch(base):
 
 def test_dropout_has_the_configured_rate():
     values = torch.ones(8 * 50, 40)
-    found = apply_dropout(values, row_keys(5, 0, 8), 3, 0.25)
+    found = drop_elements(values, row_keys(5, 0, 8), 3, 0.25)
     assert float((found == 0).double().mean()) == pytest.approx(0.25, abs=0.01)
     assert found.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     rows = found.view(8, 50, 40)
     assert not rows[0].equal(rows[1])
-    assert apply_dropout(values[: 3 * 50], row_keys(5, 2, 3), 3, 0.25).equal(rows[2:5].flatten(0, 1))
-    assert not apply_dropout(values, row_keys(5, 0, 8), 4, 0.25).equal(found)
+    assert drop_elements(values[: 3 * 50], row_keys(5, 2, 3), 3, 0.25).equal(rows[2:5].flatten(0, 1))
+    assert not drop_elements(values, row_keys(5, 0, 8), 4, 0.25).equal(found)
 
 
 class Stubborn:
@@ -322,10 +322,10 @@ def test_layers_of_other_models(tmp_path, config, targets):
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     recipe = Recipe({"r": 4, "target_modules": targets, "fan_in_fan_out": "wte" in targets}, rows=3)
     bank = bank_of(tmp_path, {"ada": recipe, "eve": replace(recipe, seed=1)})
-    begin = adapter(bank, "ada")
+    begin = matrices_of(bank, "ada")
     train(bank, {"ada": recipe, "eve": recipe}, 5)
     assert (
-        distance(adapter(bank, "ada"), banking.alone(tmp_path, "ada", recipe, begin, steps=5, pad_to=64), begin)
+        distance(matrices_of(bank, "ada"), banking.alone(tmp_path, "ada", recipe, begin, steps=5, pad_to=64), begin)
         <= 1e-6
     )
 
@@ -337,7 +337,7 @@ def gradients_of(bank: Any, members: dict[str, Recipe]) -> dict[str, torch.Tenso
     """After one step, so that no matrix is zero."""
     train(bank, members, 1)
     bank.forward_backward([(name, rows_for(name, recipe, 1)) for name, recipe in members.items()])
-    return {name: bank._tenants[name].gradient.clone() for name in members}
+    return {name: bank._adapters[name].gradient.clone() for name in members}
 
 
 def test_a_base_of_16_bits_keeps_matrices_in_32(base):
@@ -350,7 +350,7 @@ def test_a_base_of_16_bits_keeps_matrices_in_32(base):
         told = bank.compute_logprobs([(name, rows_for(name, members[name], 0)) for name in members])
         assert all(own.dtype is torch.float32 for each in told for own in each)
         assert all(
-            values.dtype is torch.float32 for name in members for values in bank._tenants[name].matrices.values()
+            values.dtype is torch.float32 for name in members for values in bank._adapters[name].matrices.values()
         )
         for name in members:
             away = float((found[name] - exact[name]).norm() / exact[name].norm())

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.bank import banking, on_ranks
-from tests.bank.banking import Recipe, adapter, distance, rows_for, train
+from tests.bank.banking import Recipe, distance, matrices_of, rows_for, train
 from tests.bank.on_ranks import bank_of
 from tests.truth import require_equal
 
@@ -36,9 +36,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def together(base: Path, steps: int = STEPS) -> dict[str, Any]:
     where = on_ranks.here() if dist.is_initialized() else {}
     bank = bank_of(base, members())
-    begin = {name: adapter(bank, name) for name in members()}
+    begin = {name: matrices_of(bank, name) for name in members()}
     train(bank, members(), steps, **where)
-    return {name: (adapter(bank, name), begin[name]) for name in members()}
+    return {name: (matrices_of(bank, name), begin[name]) for name in members()}
 
 
 def require_as_alone(base: Path, found: dict[str, Any], limit: float, steps: int = STEPS) -> None:
@@ -48,7 +48,7 @@ def require_as_alone(base: Path, found: dict[str, Any], limit: float, steps: int
         assert distance(own, alone, begin) <= limit, name
 
 
-def test_experts_of_each_tenant_come_out_as_alone(base):
+def test_experts_of_each_adapter_come_out_as_alone(base):
     """PEFT folds an adapter into the experts' weights; here rows go through both, so sums are in another order."""
     require_as_alone(base, together(base), 1e-5)
 

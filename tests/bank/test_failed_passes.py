@@ -19,8 +19,8 @@ from shardwise.core.errors import ShardwiseError, TrainingError
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])
 @pytest.mark.parametrize("kind", ["forward", "backward", "memory"])
-def test_a_pass_that_fails_changes_no_tenant_by_a_bit(base, kind, backend):
-    """Also tenants in the middle of a window; and all train on as if there had been no such pass."""
+def test_a_pass_that_fails_changes_no_adapter_by_a_bit(base, kind, backend):
+    """Also adapters in the middle of a window; and all train on as if there had been no such pass."""
     own = members()
     quiet, bank = bank_of(base, own, backend), bank_of(base, own, backend)
     good = [(name, rows_of(name, recipe, 0)) for name, recipe in own.items()]
@@ -41,7 +41,7 @@ def test_a_pass_that_fails_changes_no_tenant_by_a_bit(base, kind, backend):
         require_equal(everything(bank, name), everything(quiet, name))
 
 
-def test_a_loss_that_raises_changes_its_tenant_alone(base):
+def test_a_loss_that_raises_changes_its_adapter_alone(base):
     """Also in the middle of its window; the rows of the others are in the pass as they would be without it."""
     own = members()
     quiet, bank = bank_of(base, own), bank_of(base, own)
@@ -118,7 +118,7 @@ def test_a_loss_that_raises_on_one_rank_and_memory_that_is_lacking_there(worlds:
         require_equal(*each["x"])
         require_equal(*each["others"])
         require_equal(*each["adapters"])
-        assert each["full"].startswith("ConfigError: the window of 'x' has 0 micro-batches of 1")
+        assert each["full"].startswith("ConfigError: adapter 'x': has accumulated 0 of 1 micro-batches")
     assert "rank 1" in ranks[0]["errors"]["memory"]
 
 

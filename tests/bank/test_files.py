@@ -1,4 +1,4 @@
-"""A tenant saved is an adapter of PEFT's; and one of PEFT's is a tenant."""
+"""The bank saves adapters as PEFT does, and loads those that PEFT has saved."""
 
 import json
 import warnings
@@ -11,13 +11,13 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from tests import zoo
 from tests.bank import banking, test_experts
-from tests.bank.banking import adapter, logprobs_of, recipes, rows_for, train
+from tests.bank.banking import logprobs_of, matrices_of, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of, here
 from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.bank.adapter import TenantStart, unchanging
+from shardwise.bank.adapter import AdapterStart, constant_lr
 from shardwise.options import Ignore
 
 
@@ -40,22 +40,22 @@ def trained_and_saved(base: Path, folder: Path, members: dict[str, Any]) -> dict
     for name in members:
         keywords = {
             "optimizer": members[name].optimizer,
-            "schedule": members[name].schedule or unchanging,
+            "schedule": members[name].schedule or constant_lr,
             "on_other_base": Ignore(),
         }
         told = bank.load(f"{name}-again", folder / name, **keywords)
-        assert told == TenantStart(bank._tenants[name].steps, bank._tenants[name].windows, 0, 0)
-        require_equal(adapter(bank, f"{name}-again"), adapter(bank, name))
+        assert told == AdapterStart(bank._adapters[name].steps, bank._adapters[name].windows, 0, 0)
+        require_equal(matrices_of(bank, f"{name}-again"), matrices_of(bank, name))
     assert all(one.equal(other) for one, other in zip(shards, changed, strict=True)), "nothing writes to the base"
     for values, kept in zip(shards, before, strict=True):
         values.copy_(kept)
     again = bank.compute_logprobs([(f"{name}-again", rows_for(name, members[name], 0)) for name in members])
     torch.testing.assert_close(again, found)
-    return {"adapters": {name: adapter(bank, name) for name in members}, "log probabilities": found}
+    return {"adapters": {name: matrices_of(bank, name) for name in members}, "log probabilities": found}
 
 
 def few() -> dict[str, Any]:
-    """A tenant on linear layers, and one on embeddings."""
+    """An adapter on linear layers, and one on embeddings."""
     return {name: recipes()[name] for name in ("ada", "cy")}
 
 
@@ -78,7 +78,7 @@ def require_of_peft(base: Path, folder: Path, found: dict[str, Any], members: di
         torch.testing.assert_close(found["log probabilities"][number], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_tenant_saved_is_an_adapter_of_pefts(base, tmp_path):
+def test_a_saved_adapter_is_an_adapter_of_pefts(base, tmp_path):
     found = trained_and_saved(base, tmp_path, recipes())
     require_of_peft(base, tmp_path, found, recipes())
     config = json.loads((tmp_path / "ada" / "adapter_config.json").read_text())
@@ -92,7 +92,7 @@ def test_adapters_of_experts_are_saved_as_pefts(tmp_path):
     require_of_peft(base, tmp_path, found, test_experts.members())
 
 
-def test_a_tenant_saved_by_two_ranks(worlds, base, tmp_path):
+def test_an_adapter_saved_by_two_ranks(worlds, base, tmp_path):
     first, second = worlds(2).run(few_trained_and_saved, base, tmp_path)
     require_equal(first["adapters"]["cy"], second["adapters"]["cy"])
     require_of_peft(base, tmp_path, first, few())

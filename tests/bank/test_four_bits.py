@@ -1,4 +1,4 @@
-"""Tenants on a base in four bits: as on the same base with one LoRA in it."""
+"""Adapters on a base in four bits: as on the same base with one LoRA in it."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def require_learned(told: dict[str, Any]) -> None:
 
 @needs_packed_shards
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_tenants_learn_as_by_a_lora(worlds, mixture: Path, tmp_path, size):  # noqa: F811
+def test_adapters_learn_as_by_a_lora(worlds, mixture: Path, tmp_path, size):  # noqa: F811
     """Experts are in four bits, too. What is saved is opened by PEFT alone."""
     for told in worlds(size).run(four_bits.learned, str(mixture), str(tmp_path)):
         require_learned(told)
@@ -35,7 +35,7 @@ def test_adapters_of_experts_need_no_numbers(worlds, mixture: Path):  # noqa: F8
 @needs_packed_shards
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 2])
-def test_tenants_learn_on_experts_as_they_are_stored(worlds, tmp_path, size):
+def test_adapters_learn_on_experts_as_they_are_stored(worlds, tmp_path, size):
     """In MXFP4, with biases."""
     make_gpt_oss(tmp_path)
     learned = four_bits.stored_experts_learned

@@ -1,4 +1,4 @@
-"""A tenant, whatever it does, leaves the bits of the others as they are."""
+"""An adapter, whatever it does, leaves the bits of the others as they are."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,8 @@ from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
 import shardwise
-from shardwise.bank.rows import RowCounts, plan_passes
-from shardwise.core.errors import ConfigError, TrainingError
+from shardwise.bank.rows import RowCounts, combine_counts, plan_passes
+from shardwise.core.errors import ConfigError, RankMismatchError, TrainingError
 
 
 def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:
@@ -47,7 +47,7 @@ def calm(base: Path) -> dict[str, dict[str, Any]]:
 
 
 def poisoned(bank: Any, value: float) -> None:
-    bank._tenants["x"].matrices[next(iter(bank._tenants["x"].matrices))][0, 0] = value
+    bank._adapters["x"].matrices[next(iter(bank._adapters["x"].matrices))][0, 0] = value
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])
@@ -85,19 +85,19 @@ def test_others_are_what_they_were_to_the_bit(base, calm, backend, trouble):
 
 
 def test_who_is_idle_stays_as_it_is(base):
-    """A schedule is moved by a tenant's own steps alone, and settings are its own (decay, moments: bad input)."""
+    """A schedule is moved by an adapter's own steps alone, and settings are its own (decay, moments: bad input)."""
     members = dict.fromkeys(("a", "b"), replace(recipes()["ada"], schedule=banking.falling))
     bank = bank_of(base, members)
     train(bank, members, 2)
-    before = dict(bank._tenants["b"].optimizer.param_groups[0])
+    before = dict(bank._adapters["b"].optimizer.param_groups[0])
     bank.forward_backward([("a", rows_for("a", members["a"], 0))])
     bank.optim_step("a", weight_decay=0.5)
-    assert bank._tenants["b"].optimizer.param_groups[0] == before
-    assert bank._tenants["a"].optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert bank._adapters["b"].optimizer.param_groups[0] == before
+    assert bank._adapters["a"].optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-def test_lengths_are_a_tenants_own():
-    """A tenant's rows are as long as its own longest wants, in whatever company; one pass for each length."""
+def test_lengths_are_an_adapters_own():
+    """An adapter's rows are as long as its own longest wants, in whatever company; one pass for each length."""
     entries = [
         RowCounts("a", (2, 0), 7, 9),
         RowCounts("b", (1, 1), 65, 9),
@@ -109,6 +109,14 @@ def test_lengths_are_a_tenants_own():
     assert [(plan.tokens, plan.entries) for plan in plans] == [(64, (3, 0, 2)), (100, (1,))]
 
 
+def test_counts_of_ranks_are_combined_and_a_mismatch_names_global_ranks():
+    """The ranks of a group are 4 and 6 in the default group."""
+    first, second = RowCounts("a", (2,), 7, 9), RowCounts("a", (1,), 40, 30)
+    assert combine_counts([[first], [second]], [4, 6]) == [RowCounts("a", (2, 1), 40, 39)]
+    with pytest.raises(RankMismatchError, match=r"rank 6 has rows of \['b'\], and rank 4 of \['a'\]"):
+        combine_counts([[first], [RowCounts("b", (1,), 3, 2)]], [4, 6])
+
+
 # ── refused by name ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -116,7 +124,7 @@ def tiny(**changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(Qwen3Config(**{**banking.SIZES, **changes}))
 
 
-def test_bases_that_couple_tenants_are_refused(base):
+def test_bases_that_couple_adapters_are_refused(base):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ConfigError, match="rotary_emb has dynamic rotary embeddings, which depend on the longest"):
         shardwise.AdapterBank(tiny(rope_parameters=rope))
@@ -127,14 +135,14 @@ def test_bases_that_couple_tenants_are_refused(base):
     images = ResNetForImageClassification(
         ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
     )
-    words = "normalization is a BatchNorm2d, which normalizes over all tenants' rows"
+    words = "normalization is a BatchNorm2d, which normalizes over all adapters' rows"
     with pytest.raises(ConfigError, match=words):
         shardwise.AdapterBank(images)
     with pytest.raises(ConfigError, match="Qwen3Model has no language model head"):
         shardwise.AdapterBank(tiny().model)
     compiled = shardwise.from_pretrained(base)
     compiled.model.layers[0].compile(backend="eager")
-    with pytest.raises(ConfigError, match=r"model.layers.0 is compiled, and would not see"):
+    with pytest.raises(ConfigError, match=r"model.layers.0 is compiled without adapters"):
         shardwise.AdapterBank(compiled)
     with pytest.raises(ConfigError, match="is not a transformers model without adapters"):
         shardwise.AdapterBank(
@@ -154,7 +162,7 @@ def test_dropout_of_the_base_is_refused_in_training_mode():
     with pytest.raises(TrainingError, match=r"drawn random numbers \(dropout in training mode"):
         bank.forward_backward([("x", batch)])
     bank._model.eval()
-    assert bank.forward_backward([("x", batch)]).tenants["x"].num_supervised_tokens
+    assert bank.forward_backward([("x", batch)]).adapters["x"].num_supervised_tokens
     assert bank.optim_step("x").is_taken
 
 
@@ -203,7 +211,7 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
         ),
         ("accumulation_steps=0: pass 1 or more", {"gradient_accumulation_steps": 0}),
         ("optimizer=5: is not a function", {"optimizer": 5}),
-        ("schedule: made a NoneType, which has no step", {"schedule": lambda optimizer: None}),
+        ("schedule: returned a NoneType without step", {"schedule": lambda optimizer: None}),
         ("ReduceLROnPlateau needs a metric", {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}),
         ("cannot be made, Invalid learning rate", {"optimizer": lambda own: torch.optim.SGD(own, lr=-1)}),
         ("unexpected keyword argument 'sed'. Did you mean 'seed'", {"sed": 1}),
@@ -236,11 +244,11 @@ def test_invalid_calls_are_refused(base):
     require("rows have 65 to 65 tokens. They may have 2 to 64", ("ada", long))
     require("weights need reduction=", ("ada", {**batch, "weights": torch.ones(ids.shape)}))
     require("None is the base, which is not trained", (None, batch))
-    with pytest.raises(ConfigError, match="the window of 'ada' has 0 micro-batches of 1"):
+    with pytest.raises(ConfigError, match="adapter 'ada': has accumulated 0 of 1 micro-batches"):
         bank.optim_step("ada")
     bank.forward_backward([("ada", batch)])
-    require("the window of 'ada' is full", ("bob", batch), ("ada", batch))
-    assert not bank._tenants["bob"].window.micro_batches
+    require("adapter 'ada': has accumulated all of its 1 micro-batches", ("bob", batch), ("ada", batch))
+    assert not bank._adapters["bob"].micro_batches
     for changes, match in (
         ({"lrate": 1.0}, "lrate: AdamW has .*lr.*max_grad_norm"),
         ({"lr": float("nan")}, "lr=nan is not a valid value"),
@@ -255,6 +263,6 @@ def test_invalid_calls_are_refused(base):
             bank.optim_step("ada", **changes)
     for number in range(3):
         bank.forward_backward([("cy", rows_for("cy", members["cy"], number))])
-    with pytest.raises(ConfigError, match="lr: the schedule of this tenant sets it"):
+    with pytest.raises(ConfigError, match="lr: the schedule of this adapter sets it"):
         bank.optim_step("cy", lr=1.0)
     assert bank.optim_step("ada", lr=0.5).learning_rate == 0.5

@@ -14,8 +14,8 @@ from shardwise.bank.kernels import (
     RoutedSegment,
     SegmentLoop,
     adapt,
+    group_into_runs,
     row_keys,
-    runs,
     select_backend,
 )
 
@@ -24,7 +24,7 @@ IN, OUT = 8, 12
 
 @st.composite
 def parts_of(draw, dtype=torch.float32):
-    """Tenants side by side, some rows of nobody between them, and after."""
+    """Adapters side by side, some rows of nobody between them, and after."""
     parts, start = [], 0
     for number in range(draw(st.integers(1, 4))):
         start += draw(st.sampled_from([0, 0, 0, 3]))
@@ -80,7 +80,7 @@ def test_the_sum_and_its_derivatives(data, kind, twice):
 @given(parts_of())
 def test_runs_leave_nothing_out(drawn):
     parts, _ = drawn
-    found = runs(parts)
+    found = group_into_runs(parts)
     assert [part for run in found for part in run] == parts
     for run in found:
         assert all(one.stop == other.start for one, other in itertools.pairwise(run))

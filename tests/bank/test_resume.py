@@ -1,4 +1,4 @@
-"""Resuming a tenant from files, in the middle of a window and on other numbers of ranks."""
+"""Resuming an adapter from files, in the middle of a window and on other numbers of ranks."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.bank import banking, resuming
-from tests.bank.banking import Recipe, adapter, recipes, train
+from tests.bank.banking import Recipe, matrices_of, recipes, train
 from tests.bank.on_ranks import bank_of
 from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
 from tests.support.files import contents, flip_bit
@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, Sequenti
 
 import shardwise
 import shardwise.saving.save
-from shardwise.bank.adapter import TenantStart
+from shardwise.bank.adapter import AdapterStart
 from shardwise.bank.adapter_settings import from_json, to_json
 from shardwise.options import Ignore
 from shardwise.saving.commit import commit_save
@@ -59,74 +59,74 @@ def test_plain_data_comes_back_from_json(value):
 
 def test_it_continues_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
     """In a bank of its own; and in the same one, while the others go on."""
-    tenants = members()
-    whole = bank_of(base, tenants)
-    train(whole, tenants, HALF)
-    rest = train(whole, tenants, ALL - HALF, first=HALF)
+    adapters = members()
+    whole = bank_of(base, adapters)
+    train(whole, adapters, HALF)
+    rest = train(whole, adapters, ALL - HALF, first=HALF)
 
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF - 1)
-    bank._tenants["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
-    whole_bob = bank_of(base, {"bob": tenants["bob"]})
-    train(whole_bob, {"bob": tenants["bob"]}, HALF - 1)
-    whole_bob._tenants["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
-    train(whole_bob, {"bob": tenants["bob"]}, ALL - HALF + 1, first=HALF - 1)
-    train(bank, tenants, 1, first=HALF - 1)
-    before = {name: everything(bank, name) for name in tenants}
-    for name in tenants:
+    bank = bank_of(base, adapters)
+    train(bank, adapters, HALF - 1)
+    bank._adapters["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
+    whole_bob = bank_of(base, {"bob": adapters["bob"]})
+    train(whole_bob, {"bob": adapters["bob"]}, HALF - 1)
+    whole_bob._adapters["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
+    train(whole_bob, {"bob": adapters["bob"]}, ALL - HALF + 1, first=HALF - 1)
+    train(bank, adapters, 1, first=HALF - 1)
+    before = {name: everything(bank, name) for name in adapters}
+    for name in adapters:
         bank.save(name, tmp_path / name)
         require_equal(everything(bank, name), before[name])
 
     fresh = bank_of(base, {})
-    for name, own in tenants.items():
+    for name, own in adapters.items():
         keywords: dict[str, Any] = {"schedule": own.schedule} if own.schedule else {}
         if name != "cy":  # whose optimizer is of the default class
             keywords |= {"optimizer": own.optimizer, "max_grad_norm": 9.0}
         told = fresh.load(name, tmp_path / name, **keywords)
-        tokens = bank._tenants[name].window.num_supervised_tokens
-        assert told == TenantStart(2, 2, HALF % WINDOWS, tokens)
+        tokens = bank._adapters[name].num_supervised_tokens
+        assert told == AdapterStart(2, 2, HALF % WINDOWS, tokens)
         assert tokens > 0
         require_equal(everything(fresh, name), before[name])
-    again = train(fresh, tenants, ALL - HALF, first=HALF)
+    again = train(fresh, adapters, ALL - HALF, first=HALF)
 
     bank.delete_adapter("cy")
-    bank.load("cy", tmp_path / "cy", schedule=tenants["cy"].schedule)
-    train(bank, tenants, ALL - HALF, first=HALF)
-    for name in tenants:
+    bank.load("cy", tmp_path / "cy", schedule=adapters["cy"].schedule)
+    train(bank, adapters, ALL - HALF, first=HALF)
+    for name in adapters:
         expected = everything(whole_bob if name == "bob" else whole, name)
         require_equal(everything(fresh, name), expected)
         require_equal(everything(bank, name), expected)
         if name != "bob":
             assert losses_of(again, name) == losses_of(rest, name)
-    assert fresh._tenants["bob"].max_grad_norm == 0.1
+    assert fresh._adapters["bob"].max_grad_norm == 0.1
 
 
 def test_states_carry_an_open_window(base):
-    tenants = members()
-    whole = bank_of(base, tenants)
-    train(whole, tenants, HALF)
-    states = {name: whole.state_dict(name) for name in tenants}
-    train(whole, tenants, ALL - HALF, first=HALF)
-    other = bank_of(base, tenants)
-    train(other, tenants, 1)  # what it has gathered itself goes
-    for name in tenants:
+    adapters = members()
+    whole = bank_of(base, adapters)
+    train(whole, adapters, HALF)
+    states = {name: whole.state_dict(name) for name in adapters}
+    train(whole, adapters, ALL - HALF, first=HALF)
+    other = bank_of(base, adapters)
+    train(other, adapters, 1)  # what it has gathered itself goes
+    for name in adapters:
         other.load_state_dict(name, states[name])
-    train(other, tenants, ALL - HALF, first=HALF)
-    for name in tenants:
+    train(other, adapters, ALL - HALF, first=HALF)
+    for name in adapters:
         require_equal(everything(other, name), everything(whole, name))
     words = "its window is open, with gradient_accumulation_steps 3, and it is 1 here"
     with pytest.raises(shardwise.ConfigError, match=words):
-        bank_of(base, {"ada": replace(tenants["ada"], gradient_accumulation_steps=1)}).load_state_dict(
+        bank_of(base, {"ada": replace(adapters["ada"], gradient_accumulation_steps=1)}).load_state_dict(
             "ada", states["ada"]
         )
 
 
 def half_way(base: Path, **changes: Any) -> tuple[Any, Any]:
-    """One of the tenants, and the bank in which it has been trained."""
-    tenants = {"ada": replace(members()["ada"], **changes)}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, HALF)
-    return tenants, bank
+    """One of the adapters, and the bank in which it has been trained."""
+    adapters = {"ada": replace(members()["ada"], **changes)}
+    bank = bank_of(base, adapters)
+    train(bank, adapters, HALF)
+    return adapters, bank
 
 
 def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
@@ -146,7 +146,7 @@ def test_without_a_training_it_begins_anew(base, tmp_path):
     assert sorted(saved.files)[0] == "adapter_model.safetensors"
     only = bank_of(base, {})
     found = only.load("ada", tmp_path, training_state=False)
-    assert found == TenantStart(reason="the matrices alone were asked for")
+    assert found == AdapterStart(reason="the matrices alone were asked for")
     assert only.state_dict("ada")["facts"]["steps"] == 0
     assert list(saved.removed) == []
     training = next(name for name in saved.files if "training" in name)
@@ -158,11 +158,11 @@ def test_without_a_training_it_begins_anew(base, tmp_path):
 
 
 def test_a_training_is_verified_with_its_adapter(base, tmp_path):
-    tenants, bank = half_way(base)
+    adapters, bank = half_way(base)
     bank.save("ada", tmp_path, verify=True)
     report = shardwise.verify(tmp_path)
     assert (report.damaged, report.compared) == ((), report.tensors)
-    assert report.tensors == len(tenants["ada"].config["target_modules"]) * 4 + 4  # step, two moments, a gradient
+    assert report.tensors == len(adapters["ada"].config["target_modules"]) * 4 + 4  # step, two moments, a gradient
     flip_bit(next(tmp_path.glob("adapter_training.*")))
     assert len(shardwise.verify(tmp_path).damaged) == 1
 
@@ -214,7 +214,7 @@ def test_it_continues_on_any_number_of_ranks(worlds, base, begun, began, ranks):
 def test_ranks_that_pass_other_arguments_are_reported(worlds, base, tmp_path):
     first = agreed(worlds(2), resuming.differing, base, tmp_path)
     assert first["state"].startswith("RankMismatchError: training_state on rank 1 is not that of rank 0")
-    assert first["name"].startswith("RankMismatchError: the name of the tenant on rank 1")
+    assert first["name"].startswith("RankMismatchError: the name of the adapter on rank 1")
     assert first["given"].startswith("RankMismatchError: the state that 'ada' is given on rank 1")
     assert first["no mode"] == "ConfigError: rank 1: training_state='no': pass True or False"
     assert first["seed of one rank"].startswith(
@@ -234,7 +234,7 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, tmp_path, monkeypatch):
-    tenants, bank = half_way(base)
+    adapters, bank = half_way(base)
     bank.save("ada", tmp_path)
     before = {name: own for name, own in contents(tmp_path).items() if name.startswith("adapter_")}
     (tmp_path / "adapter_training.00000000.safetensors").write_bytes(b"of a save that never counted")
@@ -257,7 +257,7 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
         raise RuntimeError("in between")
 
     monkeypatch.setattr(shardwise.saving.save, "commit_save", fails_later)
-    train(bank, tenants, 1, first=HALF)
+    train(bank, adapters, 1, first=HALF)
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
     weights = "adapter_model.safetensors"
@@ -336,11 +336,11 @@ def test_differences_are_refused_by_name(base, tmp_path, saved, what):
     put(tmp_path, saved)
     keywords, match = REFUSED[what]
     bank = bank_of(base, {"dee": recipes()["dee"]})
-    before = adapter(bank, "dee")
+    before = matrices_of(bank, "dee")
     with pytest.raises(shardwise.ConfigError, match=rf"(?s)adapter_training\.\w+\.safetensors.*{match}"):
         bank.load("x", tmp_path, **{"schedule": stepped, **keywords})
     assert bank.names == ("dee",)
-    require_equal(adapter(bank, "dee"), before)
+    require_equal(matrices_of(bank, "dee"), before)
     assert bank.load("x", tmp_path, schedule=stepped).is_resumed
 
 
@@ -440,14 +440,14 @@ def names(path: Path, what: str) -> None:
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "another key": (lambda path: change(path, more=1), "it lacks nothing, and has more more"),
+    "another key": (lambda path: change(path, more=1), "more: missing or unknown"),
     "no number": (lambda path: change(path, steps=float("nan")), "NaN is not JSON"),
-    "a number as text": (lambda path: change(path, steps="2"), "steps is '2'"),
-    "a count below 0": (lambda path: change(path, windows=-1), "windows is -1"),
-    "too many micro-batches": (lambda path: change(path, micro_batches=4), "its counts contradict"),
+    "a number as text": (lambda path: change(path, steps="2"), "'steps' expected int, got str"),
+    "a count below 0": (lambda path: change(path, windows=-1), "counts contradict"),
+    "too many micro-batches": (lambda path: change(path, micro_batches=4), "counts contradict"),
     "sizes that are none": (
         lambda path: change(path, matrices={"x": {"of": "tuple", "is": [{"of": "float", "is": "nan"}, 2]}}),
-        r"x: \(nan, 2\) in the state, not there",
+        "Invalid key or value in dict .matrices",
     ),
     "matrices of others": (
         lambda path: change(path, matrices={"x": {"of": "tuple", "is": [4, 2]}}),
@@ -458,16 +458,19 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda path: change(path, settings={"lr": {"of": "float", "is": "nan"}}),
         "the setting lr of torch.optim.AdamW is nan",
     ),
-    "a rate below 0": (lambda path: change(path, settings={"lr": -1.0}), "the setting lr of torch.* is -1.0"),
-    "no rate": (lambda path: change(path, settings={"lr": None}), "the setting lr of torch.optim.AdamW is None"),
+    "a rate below 0": (lambda path: change(path, settings={"lr": -1.0}), "lr=-1.0 is not a valid value"),
+    "no rate": (lambda path: change(path, settings={"lr": None}), "lr=None is not a valid value"),
     "a setting that is text": (lambda path: change(path, settings={"initial_lr": "x"}), "the setting initial_lr"),
     "one setting more": (lambda path: change(path, settings={"swap": 1}), "the setting swap of torch.optim.AdamW"),
-    "a method of the schedule": (lambda path: change(path, schedule_state={"step": 1}), "step.* of its schedule"),
+    "a method of the schedule": (
+        lambda path: change(path, schedule_state={"step": 1}),
+        r"its schedule .*it also has \['step'\]",
+    ),
     "what means nothing": (lambda path: change(path, seed={"of": "object", "is": []}), "which means nothing"),
     "endless levels": (lambda path: change(path, seed=json.loads("[" * 60 + "]" * 60)), "more than 32 levels"),
     "no text": (without_text, "its header has no shardwise.training"),
-    "a tensor of another shape": (reshape, r"optimizer.exp_avg: \(2, \d+\) F32 in the file, \(\d+,\) F32 here"),
-    "a tensor of another name": (rename, "optimizer.exp_avg_too: .* in the file, not there here"),
+    "a tensor of another shape": (reshape, r"optimizer.exp_avg: \(2, \d+\) F32 in the state, \(\d+,\) F32 here"),
+    "a tensor of another name": (rename, "optimizer.exp_avg_too: .* in the state, not there here"),
     "a truncated file": (lambda path: path.write_bytes(path.read_bytes()[:-5]), "1 are missing"),
     "a way out of the folder": (
         lambda path: names(path, "../adapter_training.00000000.safetensors"),
@@ -495,17 +498,17 @@ def in_turn(optimizer: Any) -> Any:
 
 
 def test_schedules_in_a_schedule(base, tmp_path):
-    tenants, bank = half_way(base, schedule=in_turn)
+    adapters, bank = half_way(base, schedule=in_turn)
     bank.save("ada", tmp_path)
     fresh = bank_of(base, {})
     fresh.load("ada", tmp_path, schedule=in_turn)
     for each in (bank, fresh):
-        train(each, tenants, ALL - HALF, first=HALF)
+        train(each, adapters, ALL - HALF, first=HALF)
     require_equal(everything(fresh, "ada"), everything(bank, "ada"))
-    inner = bank._tenants["ada"].schedule.state_dict()["_schedulers"]
+    inner = bank._adapters["ada"].schedule.state_dict()["_schedulers"]
     schedule_state = {"_schedulers": [{**inner[0], "step": 1}, inner[1]]}
     change(next(tmp_path.glob("adapter_training.*")), schedule_state=schedule_state)
-    with pytest.raises(shardwise.ConfigError, match="_schedulers of its schedule"):
+    with pytest.raises(shardwise.ConfigError, match="its _schedulers does not fit"):
         bank_of(base, {}).load("ada", tmp_path, schedule=in_turn)
 
 
@@ -523,14 +526,14 @@ KINDS = [
 
 
 def test_every_kind_of_optimizer_continues(base, tmp_path):
-    tenants = {str(n): Recipe({"r": 2, "target_modules": ["q_proj"]}, kind) for n, kind in enumerate(KINDS)}
-    bank = bank_of(base, tenants)
-    train(bank, tenants, 2)
+    adapters = {str(n): Recipe({"r": 2, "target_modules": ["q_proj"]}, kind) for n, kind in enumerate(KINDS)}
+    bank = bank_of(base, adapters)
+    train(bank, adapters, 2)
     fresh = bank_of(base, {})
-    for name, own in tenants.items():
+    for name, own in adapters.items():
         bank.save(name, tmp_path / name)
         fresh.load(name, tmp_path / name, optimizer=own.optimizer)
     for each in (bank, fresh):
-        train(each, tenants, 2, first=2)
-    for name in tenants:
+        train(each, adapters, 2, first=2)
+    for name in adapters:
         require_equal(everything(fresh, name), everything(bank, name))

@@ -1,4 +1,4 @@
-"""Steps of several tenants at once are bit for bit those of one after the other."""
+"""Steps of several adapters at once are bit for bit those of one after the other."""
 
 import math
 from types import SimpleNamespace
@@ -13,20 +13,19 @@ from tests.truth import require_equal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
-from shardwise.bank import adapter as tenants
-from shardwise.bank import optimizer_steps
+from shardwise.bank import adapter, optimizer_steps
 from shardwise.core.errors import ConfigError
 
 
 def bank_of(kinds: list[type[torch.optim.Optimizer]]) -> shardwise.AdapterBank:
-    """Two tenants for each optimizer, of which the first has a schedule; some are clipped."""
+    """Two adapters for each optimizer, of which the first has a schedule; some are clipped."""
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     bank = shardwise.AdapterBank(
         LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)), pad_to=16
     )
     for number, kind in enumerate(each for each in kinds for _ in range(2)):
-        keywords: tenants.TenantOptions | dict = {
+        keywords: adapter.AdapterOptions | dict = {
             "optimizer": lambda own, kind=kind: kind(own, lr=1e-2),
             "max_grad_norm": math.inf if number % 3 else 0.1,
             "seed": number,
@@ -53,12 +52,12 @@ def require_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_the_same_bits_by_every_optimizer() -> None:
-    one, other = bank_of([*tenants._ELEMENTWISE]), bank_of([*tenants._ELEMENTWISE])
+    one, other = bank_of([*adapter._ELEMENTWISE]), bank_of([*adapter._ELEMENTWISE])
     for number in range(3):
         micro_batch(one, number)
         micro_batch(other, number)
         for bank in (one, other):
-            bank._tenants["2"].gradient[number:].fill_(math.nan if number == 1 else 0.5)
+            bank._adapters["2"].gradient[number:].fill_(math.nan if number == 1 else 0.5)
         together = one.optim_steps(one.names)
         alone = {name: other.optim_step(name) for name in other.names}
         assert repr(together) == repr(alone)
@@ -71,14 +70,14 @@ def test_none_steps_when_one_cannot() -> None:
     bank = bank_of([torch.optim.SGD])
     micro_batch(bank, 0)
     bank.optim_step("1")
-    with pytest.raises(ConfigError, match="the window of '1' has 0 micro-batches of 1"):
+    with pytest.raises(ConfigError, match="adapter '1': has accumulated 0 of 1 micro-batches"):
         bank.optim_steps(["0", "1"])
     assert bank.optim_step("0").is_taken
     assert bank.optim_steps([]) == {}
 
 
 @pytest.mark.parametrize("part", ["schedule", "optimizer"])
-def test_a_step_that_fails_changes_no_other_tenant(part: str) -> None:
+def test_a_step_that_fails_changes_no_other_adapter(part: str) -> None:
     one, other = bank_of([torch.optim.AdamW]), bank_of([torch.optim.AdamW])
     for bank in (one, other):
         bank.delete_adapter("0")
@@ -87,7 +86,7 @@ def test_a_step_that_fails_changes_no_other_tenant(part: str) -> None:
         bank.optim_steps(["failing", "1"])
         micro_batch(bank, 1)
     before = one.state_dict("failing")
-    own, error = getattr(one._tenants["failing"], part), ValueError("no such step")
+    own, error = getattr(one._adapters["failing"], part), ValueError("no such step")
     with mock.patch.object(own, "step", side_effect=error), pytest.raises(shardwise.ShardwiseError, match="such"):
         one.optim_steps(["failing", "1"])
     other.optim_steps(["failing", "1"])
@@ -107,5 +106,7 @@ def test_learning_rates_that_are_tensors_are_told_apart():
     for weight in weights:
         weight.grad = torch.ones(2)
     made = [torch.optim.SGD([weight], lr=rate) for weight, rate in zip(weights, rates, strict=True)]
-    optimizer_steps._step_all([SimpleNamespace(optimizer=each) for each in made])
+    optimizer_steps._step_optimizers(
+        [SimpleNamespace(optimizer=each, settings=each.param_groups[0]) for each in made]
+    )
     assert [float(weight.detach()[0]) for weight in weights] == [-float(rate) for rate in rates]

@@ -1,4 +1,4 @@
-"""Each tenant of a bank on two ranks trains as it would alone in one process."""
+"""Each adapter of a bank on two ranks trains as it would alone in one process."""
 
 import pytest
 from tests.bank import banking, on_ranks
@@ -8,7 +8,7 @@ from tests.truth import require_equal
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("loop", 1e-5), ("grouped", 5e-4)])
-def test_each_tenant_comes_out_as_alone(worlds, base, kind, limit):
+def test_each_adapter_comes_out_as_alone(worlds, base, kind, limit):
     """One comes late; one is on one rank alone, in turn; windows of 1 to 3; activations are computed again."""
     first, second = worlds(2).run(on_ranks.together, base, kind)
     for name, begin in first["begin"].items():
@@ -21,7 +21,7 @@ def test_each_tenant_comes_out_as_alone(worlds, base, kind, limit):
     assert first["steps"] == second["steps"]
     assert first["losses"] == second["losses"]
     assert len(first["steps"]) == STEPS * len(first["begin"]), "each took all of its own"
-    assert first["all_reduces"] == len(first["steps"]), "one for each tenant and step, and no other"
+    assert first["all_reduces"] == len(first["steps"]), "one for each adapter and step, and no other"
     assert any(why.startswith("grouped") for why in first["backends"]) == (kind == "grouped")
 
 
@@ -46,12 +46,12 @@ def test_a_fault_of_one_rank_is_raised_on_all(worlds, base):
     expected = {
         "rows of one rank": "ConfigError: rank 1: 'ada': input_ids are from 1",
         "no rows of one rank": "ConfigError: rank 1: 'ada': the rows are not a dict",
-        "no rows": "ConfigError: batches: is a str",
-        "other tenants": "RankMismatchError: rank 1 has rows of ['dee'], and rank 0 of ['ada']",
+        "no rows": "ConfigError: batches: is not a list",
+        "other adapters": "RankMismatchError: rank 1 has rows of ['dee'], and rank 0 of ['ada']",
         "another config": "RankMismatchError: the adapter 'x' (its config or options) on rank 1 is not that of",
         "another rate": "RankMismatchError: the adapter 'x' (its config or options)",
         "another seed": "RankMismatchError: the adapter 'x' (its config or options)",
-        "another step": "RankMismatchError: the tenant that takes a step on rank 1 is not that of rank 0",
+        "another step": "RankMismatchError: the adapter that takes a step on rank 1 is not that of rank 0",
         "other changes": "RankMismatchError: the changes of its settings",
         "not begun": "half way",
         "half way": "half way",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
-from tests.bank.banking import adapter as matrices_of
+from tests.bank.banking import matrices_of
 from tests.bank.on_ranks import bank_of
 from tests.models import reference
 from tests.saving.adapters import change, save_adapter, tensors_of

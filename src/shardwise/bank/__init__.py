@@ -1,26 +1,27 @@
 """Many adapters trained at once on one sharded base.
 
-[Note: Many adapters] A tenant's matrices are not parameters of the base. Each tenant has one flat float32 buffer,
-unsharded on every rank and outside of the module tree. So FSDP2's groups do not change, tenants are added and
-deleted without moving a shard, ranks may have rows of different tenants, and each tenant has its own accumulation
-window. (As parameters of FSDP2's groups, matrices would be gathered with each block for each pass, and their
-gradients reduced for each micro-batch. Gradients of two adapters of one shape, each used on one rank only, would be
-reduced into one another.)
+[Note: Many adapters] An adapter's matrices are not parameters of the base. Each adapter has one flat float32
+buffer, unsharded on every rank and outside of the module tree. So FSDP2's groups do not change, adapters are added
+and deleted without moving a shard, ranks may have rows of different adapters, and each adapter has its own
+accumulation window. (As parameters of FSDP2's groups, matrices would be gathered with each block for each pass, and
+their gradients reduced for each micro-batch. Gradients of two adapters of one shape, each used on one rank only,
+would be reduced into one another.)
 
 A call of ``forward_backward`` has these steps:
 
 1. Each rank checks its rows. All ranks exchange the numbers of rows, the longest row and the supervised tokens of
-   each tenant (``rows``). Invalid input on one rank raises the same error on all.
-2. Passes are planned, equal on every rank: tenants of one padded length share one.
-3. A pass (``passes``) concatenates rows, tenant by tenant, and owns the route that maps rows to tenants. Targeted
-   layers of the base read the route and add each tenant's delta to its own rows (``backends``). Losses are computed
-   tenant by tenant. The backward pass adds to the tenants' flat gradients directly.
-4. The ranks exchange losses or a failure (``calls``). After a failure, gradients have their values from before the
+   each adapter (``rows``). Invalid input on one rank raises the same error on all.
+2. Passes are planned, equal on every rank: adapters of one padded length share one.
+3. A pass (``passes``) concatenates rows, adapter by adapter, and owns the route that maps rows to adapters.
+   Targeted layers of the base read the route and add each adapter's delta to its own rows (``hooks``,
+   ``kernels``). Losses are computed adapter by adapter. The backward pass adds to the adapters' flat gradients
+   directly.
+4. The ranks exchange losses or a failure (``batch``). After a failure, gradients have their values from before the
    call, and if ranks have left one another in a gather, the bank has ended (``gathers``).
 
-``optim_step`` sums one tenant's gradient over the ranks, checks that it is finite, clips, and steps
-(``stepping``). ``optim_steps`` does it for several tenants, and waits for the device once.
-Bases that would couple tenants are rejected with the reason (``rows``).
+``optim_step`` sums one adapter's gradient over the ranks, checks that it is finite, clips, and steps
+(``optimizer_steps``). ``optim_steps`` does it for several adapters, and waits for the device once.
+Bases that would couple adapters are rejected with the reason (``rows``).
 """
 
 from shardwise.core.errors import require_versions

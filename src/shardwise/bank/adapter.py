@@ -1,4 +1,4 @@
-"""A tenant: its matrices in one flat buffer, their gradient in another, its optimizer and its window."""
+"""An adapter: its matrices in one flat buffer, their gradient in another, its optimizer and its window."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
+from typing_extensions import TypedDict
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.lora import adapted_layers, peft_private
@@ -35,12 +36,12 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    """Make the default optimizer of a tenant."""
+    """Make the default optimizer of an adapter."""
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
 
 
 def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
-    """Make the optimizer of a tenant's flat parameter.
+    """Make the optimizer of an adapter's flat parameter.
 
     Raises:
         ConfigError: the optimizer cannot be made, is not known to be elementwise, or has other parameters.
@@ -51,13 +52,15 @@ def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
         raise ConfigError(f"optimizer: cannot be made, {error}") from error
     kind = type(optimizer)
     if kind not in _ELEMENTWISE:
-        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
+        supported = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
         raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} is not known to be elementwise, and a tenant has one flat "
-            f"parameter. Use one of {known}"
+            f"optimizer: {kind.__module__}.{kind.__qualname__} is not known to be elementwise, and all matrices "
+            f"are one flat parameter. Use one of {supported}"
         )
-    if len(optimizer.param_groups) != 1 or [id(one) for one in optimizer.param_groups[0]["params"]] != [id(flat)]:
-        raise ConfigError(f"{kind.__qualname__} must have the given parameter in one group, and no other parameter")
+    if [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups] != [[id(flat)]]:
+        raise ConfigError(
+            f"optimizer: {kind.__qualname__} must have the given parameter in one group, and no other"
+        )
     return optimizer
 
 
@@ -66,11 +69,11 @@ ScheduleMaker: TypeAlias = Callable[[Optimizer], Any]
 
 
 Reduction: TypeAlias = Literal["mean", "sum"]
-"""A tenant's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
+"""An adapter's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
 
 
-def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
-    """Make the schedule of a tenant.
+def create_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
+    """Make the schedule of an adapter.
 
     Raises:
         ConfigError: the schedule lacks methods of torch's, or depends on a metric.
@@ -78,25 +81,25 @@ def made_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
     schedule = make(optimizer)
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError("schedule: ReduceLROnPlateau needs a metric. Pass lr to optim_step instead")
-    lacking = [n for n in ("step", "state_dict", "load_state_dict") if not callable(getattr(schedule, n, None))]
-    if lacking:
+    methods = ("step", "state_dict", "load_state_dict")
+    missing = [method for method in methods if not callable(getattr(schedule, method, None))]
+    if missing:
         raise ConfigError(
-            f"schedule: made a {type(schedule).__name__}, which has no {', '.join(lacking)}. Return one of torch"
+            f"schedule: returned a {type(schedule).__name__} without {', '.join(missing)}. Return one of torch"
         )
     return schedule
 
 
-def unchanging(optimizer: Optimizer) -> ConstantLR:
-    """Make the default schedule of a tenant, which leaves the learning rate as it is."""
+def constant_lr(optimizer: Optimizer) -> ConstantLR:
+    """Make the default schedule of an adapter, which leaves the learning rate as it is."""
     return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantOptions:
-    """Options of a tenant's training.
+class AdapterOptions(TypedDict, total=False):
+    """Options of an adapter's training.
 
     Attributes:
-        optimizer: makes an elementwise optimizer of the tenant's one flat parameter.
+        optimizer: makes an elementwise optimizer of the adapter's one flat parameter.
         schedule: makes the learning rate scheduler, which is stepped with the optimizer.
         max_grad_norm: gradients with a larger norm are scaled down to it. Infinity for no limit.
         gradient_accumulation_steps: micro-batches (calls of ``forward_backward``) of a window, at whose end it
@@ -105,56 +108,58 @@ class TenantOptions:
         seed: seed of the initial matrices and of dropout.
     """
 
-    optimizer: OptimizerMaker = adamw
-    schedule: ScheduleMaker = unchanging
-    max_grad_norm: float = math.inf
-    gradient_accumulation_steps: int = 1
-    reduction: Reduction = "mean"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        faults = [
-            f"{name}={getattr(self, name)!r}: is not a function. Pass one"
-            for name in ("optimizer", "schedule")
-            if not callable(getattr(self, name))
-        ]
-        limit: object = self.max_grad_norm
-        if not isinstance(limit, int | float) or not limit > 0:
-            faults.append(f"max_grad_norm={limit!r}: is not above 0. Leave it out for no limit")
-        if not _is_integer(self.gradient_accumulation_steps) or self.gradient_accumulation_steps < 1:
-            faults.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps!r}: pass 1 or more")
-        if self.reduction not in get_args(Reduction):
-            faults.append(f"reduction={self.reduction!r}: pass 'mean' or 'sum'")
-        if not _is_integer(self.seed):
-            faults.append(f"seed={self.seed!r}: is not an integer")
-        if faults:
-            raise ConfigError("invalid options of a tenant:\n  " + "\n  ".join(faults))
+    optimizer: OptimizerMaker
+    schedule: ScheduleMaker
+    max_grad_norm: float
+    gradient_accumulation_steps: int
+    reduction: Reduction
+    seed: int
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+DEFAULT_OPTIONS: Final[AdapterOptions] = {
+    "optimizer": adamw,
+    "schedule": constant_lr,
+    "max_grad_norm": math.inf,
+    "gradient_accumulation_steps": 1,
+    "reduction": "mean",
+    "seed": 0,
+}
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Check the values of options whose names are valid.
+
+    Raises:
+        ConfigError: values are invalid. The message has all of them.
+    """
+    faults = []
+    for name, value in options.items():
+        if name in ("optimizer", "schedule") and not callable(value):
+            faults.append(f"{name}={value!r}: is not a function. Pass one")
+        elif name == "max_grad_norm" and not (isinstance(value, int | float) and value > 0):
+            faults.append(f"max_grad_norm={value!r}: is not above 0. Leave it out for no limit")
+        elif name == "gradient_accumulation_steps" and not (type(value) is int and value > 0):
+            faults.append(f"gradient_accumulation_steps={value!r}: pass 1 or more")
+        elif name == "reduction" and value not in get_args(Reduction):
+            faults.append(f"reduction={value!r}: pass 'mean' or 'sum'")
+        elif name == "seed" and type(value) is not int:
+            faults.append(f"seed={value!r}: is not an integer")
+    if faults:
+        raise ConfigError("invalid options of an adapter:\n  " + "\n  ".join(faults))
 
 
 class AdapterState(Enum):
-    """State of a tenant, by what it takes next."""
+    """State of an adapter, which decides which call may come next."""
 
     ACCUMULATING = auto()
-    """A micro-batch: its window is not full."""
+    """``forward_backward``: the window is not full."""
     FULL = auto()
-    """A step."""
+    """``optim_step``: the window has ``gradient_accumulation_steps`` micro-batches."""
     FAILED = auto()
-    """Another state, or its deletion: its step has failed, and ranks may have other values of it."""
+    """``load_state_dict`` or ``delete_adapter``: a step has failed, and values may differ between ranks."""
 
 
-@dataclass(slots=True)
-class TenantWindow:
-    """Counts of a tenant since its last step, on all ranks."""
-
-    micro_batches: int = 0
-    num_supervised_tokens: int = 0
-
-
-class Tenant:
+class BankAdapter:
     """An adapter and its training.
 
     Memory: with AdamW, 16 bytes for each trained number.
@@ -165,7 +170,7 @@ class Tenant:
         name: str,
         config: LoraConfig,
         outline: adapted_layers.AdapterOutline,
-        options: TenantOptions,
+        options: AdapterOptions,
         device: torch.device,
         world: World,
     ) -> None:
@@ -177,23 +182,26 @@ class Tenant:
         self.sites = outline.sites
         self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}
         count = sum(math.prod(shape) for shape in self.shapes.values())
+        # (count,), all matrices one after the other. The backward pass adds to views of the gradient, so it is only
+        # zeroed in place: zero_grad() would have the optimizer read another tensor than the views.
         self.flat = nn.Parameter(torch.zeros(count, device=device))
         self.gradient = torch.zeros(count, device=device)
         self.flat.grad = self.gradient
         self.matrices = _views(self.flat.detach(), self.shapes)
         self.gradients = _views(self.gradient, self.shapes)
         for matrix in outline.matrices():
-            outline.initialize(matrix, self.matrices[matrix.key], options.seed)
-        self.pairs = {
-            key: pair
-            for site in outline.sites
-            for key, pair in _matrix_pairs(site, self.matrices, self.gradients).items()
-        }
+            outline.initialize(matrix, self.matrices[matrix.key], options["seed"])
+        self.pairs: dict[str, LoraWeights] = {}
+        for site in outline.sites:
+            self.pairs |= _matrix_pairs(site, self.matrices, self.gradients)
         self.world = world
-        self.optimizer = create_optimizer(options.optimizer, self.flat)
-        self.schedule = made_schedule(options.schedule, self.optimizer)
-        self.max_grad_norm = options.max_grad_norm
-        self.window = TenantWindow()
+        self.optimizer = create_optimizer(options["optimizer"], self.flat)
+        self.schedule = create_schedule(options["schedule"], self.optimizer)
+        self.max_grad_norm = options["max_grad_norm"]
+        self.micro_batches = 0
+        """Micro-batches of the open window."""
+        self.num_supervised_tokens = 0
+        """Supervised tokens of the open window, on all ranks."""
         self.failure: Exception | None = None
         """The error of a step that failed, on this rank or another one. Its values are those of no step."""
         self.windows = 0
@@ -204,8 +212,25 @@ class Tenant:
     def state(self) -> AdapterState:
         if self.failure is not None:
             return AdapterState.FAILED
-        is_full = self.window.micro_batches >= self.options.gradient_accumulation_steps
-        return AdapterState.FULL if is_full else AdapterState.ACCUMULATING
+        if self.micro_batches >= self.options["gradient_accumulation_steps"]:
+            return AdapterState.FULL
+        return AdapterState.ACCUMULATING
+
+    @property
+    def scales_before_backward(self) -> bool:
+        """Whether a loss is divided by the number of its supervised tokens before the backward pass.
+
+        That is possible for the mean over a window of one micro-batch, whose tokens are counted before the pass.
+        Over several, sums accumulate, and the step divides their gradient by the tokens of all.
+        """
+        return self.options["reduction"] == "mean" and self.options["gradient_accumulation_steps"] == 1
+
+    @property
+    def gradient_scale(self) -> float:
+        """The factor of the accumulated gradient at the end of the window."""
+        if self.options["reduction"] == "sum" or self.scales_before_backward:
+            return 1.0
+        return 1 / max(self.num_supervised_tokens, 1)
 
     @property
     def rank(self) -> int:
@@ -220,11 +245,36 @@ class Tenant:
     def comparable_settings(self) -> dict[str, str]:
         """Return the settings of its next step and its counts as text."""
         counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
-        numbers = {
-            key: value.tolist() if isinstance(value, torch.Tensor) else value
-            for key, value in self.settings.items()
+        return {key: repr(value) for key, value in {**without_tensors(self.settings), **counts}.items()}
+
+    def find_invalid_settings(self, settings: Mapping[str, Any]) -> list[str]:
+        """List the reasons why settings cannot replace those of the optimizer, or ``max_grad_norm``."""
+        # Flags cannot change: they decide which state the optimizer has.
+        numbers = {key for key, value in self.settings.items() if not isinstance(value, bool | None)} - {
+            "initial_lr"
         }
-        return {key: repr(value) for key, value in {**numbers, **counts}.items()}
+        kind = type(self.optimizer)
+        faults = []
+        for key, value in settings.items():
+            if key == "max_grad_norm":
+                is_valid = isinstance(value, int | float) and value > 0
+            elif key in numbers:
+                is_valid = _is_like(value, self.settings[key])
+            else:
+                faults.append(
+                    f"{key}: {kind.__name__} has {', '.join(sorted(numbers))}, and there is max_grad_norm"
+                )
+                continue
+            if not is_valid:
+                faults.append(f"{key}={value!r} is not a valid value")
+        if settings and not faults:
+            combined = {**self.settings, **settings}
+            accepted = inspect.signature(kind).parameters
+            try:  # the constructor knows the limits of each setting
+                kind([self.flat], **{key: value for key, value in combined.items() if key in accepted})
+            except (ValueError, TypeError, RuntimeError) as error:
+                faults.append(str(error))
+        return faults
 
     def require_changes(self, changes: Mapping[str, Any]) -> None:
         """Check changes of settings.
@@ -232,30 +282,9 @@ class Tenant:
         Raises:
             ConfigError: a setting is unknown, or a value invalid. The message has all of them.
         """
-        fixed = (bool, type(None))  # flags decide which state there is
-        known = {key for key, value in self.settings.items() if not isinstance(value, fixed)} - {"initial_lr"}
-        kind = type(self.optimizer)
-        faults = [
-            f"{key}: {kind.__name__} has {', '.join(sorted(known))}, and there is max_grad_norm"
-            for key in changes
-            if key not in known and key != "max_grad_norm"
-        ]
-        if "lr" in changes and self.options.schedule is not unchanging:
-            faults.append("lr: the schedule of this tenant sets it. Create it without one")
-        for key, value in changes.items():
-            present, numbers = self.settings.get(key), value if isinstance(value, tuple) else (value,)
-            lengths = [len(each) if isinstance(each, tuple) else -1 for each in (present, value)]
-            limit = math.inf if key == "max_grad_norm" else sys.float_info.max
-            are_numbers = all(isinstance(number, int | float) and 0 <= number <= limit for number in numbers)
-            if len({*lengths}) > 1 or not are_numbers or (key == "max_grad_norm" and value == 0):
-                faults.append(f"{key}={value!r} is not a valid value")
-        if changes and not faults:
-            settings = {**self.settings, **changes}
-            accepted = inspect.signature(kind).parameters
-            try:  # its constructor knows the limits of each
-                kind([self.flat], **{key: value for key, value in settings.items() if key in accepted})
-            except (ValueError, TypeError, RuntimeError) as error:
-                faults.append(str(error))
+        faults = self.find_invalid_settings(changes)
+        if "lr" in changes and self.options["schedule"] is not constant_lr:
+            faults.append("lr: the schedule of this adapter sets it. Create it without one")
         if faults:
             raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
 
@@ -273,7 +302,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """A tenant's matrices at one site and their gradients, float32: views of its flat buffers.
+    """An adapter's matrices at one site and their gradients, float32: views of its flat buffers.
 
     ``A`` is (r, in), ``B`` is (out, r).
     """
@@ -290,6 +319,19 @@ class LoraWeights:
         return self.A.shape[0]
 
 
+def without_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with Python's numbers in place of tensors."""
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+
+
+def _is_like(value: object, current: object) -> bool:
+    """Return whether a value is finite and not negative, and a number or a tuple of numbers as the current one."""
+    if isinstance(current, tuple) and isinstance(value, tuple):
+        return len(value) == len(current) and all(map(_is_like, value, current))
+    is_number = isinstance(value, int | float) and 0 <= value <= sys.float_info.max
+    return is_number and not isinstance(current, tuple)
+
+
 def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     sizes = [math.prod(shape) for shape in shapes.values()]
     return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), flat.split(sizes), strict=True)}
@@ -299,22 +341,19 @@ def _matrix_pairs(
     site: adapted_layers.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, LoraWeights]:
     """Return the matrices of a site by the names that the base's layer uses. For experts, those of each expert."""
-    keys = (site.lora_A.key, site.lora_B.key)
-    A, B = (matrices[key] for key in keys)
-    a_grad, b_grad = (gradients[key] for key in keys)
+    A, a_grad = matrices[site.lora_A.key], gradients[site.lora_A.key]  # (r, in)
+    B, b_grad = matrices[site.lora_B.key], gradients[site.lora_B.key]  # (out, r)
     if not isinstance(site, adapted_layers.ExpertsSite):
-        dropout = site.dropout if isinstance(site, adapted_layers.LinearSite) else 0.0
+        dropout = getattr(site, "dropout", 0.0)
         return {site.module: LoraWeights(A, B, a_grad, b_grad, site.scaling, dropout)}
-    return {
-        expert_site(site.module, site.parameter, expert): LoraWeights(
-            _merge_lora_a(A, site.experts)[expert],
-            _merge_lora_b(B, site.experts)[..., expert],
-            _merge_lora_a(a_grad, site.experts)[expert],
-            _merge_lora_b(b_grad, site.experts)[..., expert],
-            site.scaling,
-        )
-        for expert in range(site.experts)
-    }
+    # For experts, PEFT stores A as (experts * r, in), expert by expert, but B as (out, r * experts), rank by rank.
+    A, a_grad = (values.view(site.experts, -1, values.shape[1]) for values in (A, a_grad))  # (experts, r, in)
+    B, b_grad = (values.view(len(values), -1, site.experts) for values in (B, b_grad))  # (out, r, experts)
+    pairs = {}
+    for expert in range(site.experts):
+        key = expert_site(site.module, site.parameter, expert)
+        pairs[key] = LoraWeights(A[expert], B[..., expert], a_grad[expert], b_grad[..., expert], site.scaling)
+    return pairs
 
 
 def expert_site(module: str, parameter: str, expert: int) -> str:
@@ -322,21 +361,11 @@ def expert_site(module: str, parameter: str, expert: int) -> str:
     return f"{module}.{parameter}.{expert}"
 
 
-def _merge_lora_a(A: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return A as (r * experts, in), expert by expert, as PEFT stores it."""
-    return A.view(experts, -1, A.shape[1])
-
-
-def _merge_lora_b(B: torch.Tensor, experts: int) -> torch.Tensor:
-    """And (out, r * experts) rank by rank."""
-    return B.view(len(B), -1, experts)
-
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def require_name(name: object) -> str:
-    """Return a tenant's name that is safe as the name of a folder or file, and in a log.
+    """Return an adapter's name that is safe as the name of a folder or file, and in a log.
 
     Raises:
         ConfigError: the name is not safe.
@@ -350,11 +379,11 @@ def require_name(name: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLoss:
-    """Outcome of a micro-batch for one tenant.
+class AdapterLoss:
+    """Outcome of a micro-batch for one adapter.
 
     Attributes:
-        loss: of the rows of all ranks, by the tenant's ``reduction``.
+        loss: of the rows of all ranks, by the adapter's ``reduction``.
         num_supervised_tokens: of the rows of all ranks.
         logprobs: log probability of each label of this rank's rows, (tokens - 1,) for each row.
     """
@@ -369,18 +398,18 @@ class FusedLosses:
     """Outcome of a call of ``forward_backward``.
 
     Attributes:
-        tenants: by name.
-        passes: number of passes through the base. Tenants whose rows have one length share a pass.
+        adapters: by name.
+        passes: number of passes through the base. Adapters whose rows have one length share a pass.
         backends: how adapters were computed and why, with the number of layers on this rank.
     """
 
-    tenants: dict[str, TenantLoss]
+    adapters: dict[str, AdapterLoss]
     passes: int
     backends: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class TenantStep:
+class AdapterStep:
     """Outcome of a call of ``optim_step``, equal on every rank.
 
     Attributes:
@@ -397,8 +426,8 @@ class TenantStep:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantStart:
-    """Position from which the training of a loaded tenant continues, or the reason why it starts anew.
+class AdapterStart:
+    """Position from which the training of a loaded adapter continues, or the reason why it starts anew.
 
     Attributes:
         steps: optimizer steps.

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
-from typing_extensions import TypedDict
 
-from shardwise.bank import adapter as tenants
 from shardwise.bank import adapter_settings, batch, rows
 from shardwise.bank import training_state as states
+from shardwise.bank.adapter import (
+    DEFAULT_OPTIONS,
+    AdapterLoss,
+    AdapterOptions,
+    AdapterStart,
+    AdapterState,
+    AdapterStep,
+    BankAdapter,
+    FusedLosses,
+    require_name,
+    require_options,
+)
 from shardwise.bank.adapter_files import (
     collect_training_state,
     find_training,
-    outlined,
+    lend_tensors,
+    outline_lora,
     read_adapter,
-    read_tenant,
-    with_lent_tensors,
-    without_embeddings,
+    read_adapter_headers,
+    remove_embeddings,
 )
 from shardwise.bank.hooks import ActiveRouting, SiteHooks
 from shardwise.bank.kernels import BackendChoice
@@ -48,50 +56,39 @@ if TYPE_CHECKING:
 _HINTS = {"on_other_base": OnFault, "on_not_finite": OnFault}
 
 
-class TenantKeywords(TypedDict, total=False):
-    """See :class:`~shardwise.bank.adapter.TenantOptions`."""
-
-    optimizer: tenants.OptimizerMaker
-    schedule: tenants.ScheduleMaker
-    max_grad_norm: float
-    gradient_accumulation_steps: int
-    reduction: tenants.Reduction
-    seed: int
-
-
 class AdapterBank:
     """Many LoRAs trained at once on one base, each as if it were alone.
 
-    Adapters ("tenants") have their own ranks, targets, dropout, optimizers, accumulation windows and clipping. They
+    Adapters have their own ranks, targets, dropout, optimizers, accumulation windows and clipping. They
     can be added and deleted between any two steps. The base is not changed or sharded again. See [Note: Many
     adapters].
 
     Every rank makes the same calls in the same order, each with its own rows. Methods state whether they are
-    collective. Memory: with AdamW, 16 bytes for each trained number of each tenant, on every rank.
+    collective. Memory: with AdamW, 16 bytes for each trained number of each adapter, on every rank.
 
     A caller can expect the following sequence. The states are those of
     :class:`~shardwise.bank.adapter.AdapterState`.
 
     1. ``AdapterBank(model)``: the base is checked and frozen.
-    2. :meth:`add_adapter` or :meth:`load`: the tenant exists on all ranks. It is ACCUMULATING, or in the state that
-       was saved.
-    3. :meth:`forward_backward`, ``gradient_accumulation_steps`` times: after the last the tenant is FULL, and takes
-       no more rows. If its loss raises, its gradient and window are as before the call, and those of other tenants
-       have the micro-batch. After any other error, all are as before the call.
+    2. :meth:`add_adapter` or :meth:`load`: the adapter exists on all ranks. It is ACCUMULATING, or in the state
+       that was saved.
+    3. :meth:`forward_backward`, ``gradient_accumulation_steps`` times: after the last the adapter is FULL, and
+       another call is an error. If its loss raises, its gradient and window are as before the call, and those of
+       other adapters have the micro-batch. After any other error, all are as before the call.
     4. :meth:`optim_step` or :meth:`optim_steps`: the matrices change, unless the gradient is not finite, and the
-       tenant is ACCUMULATING with an empty window. If the step fails, it is FAILED, and takes nothing but
-       :meth:`load_state_dict` and :meth:`delete_adapter`.
+       adapter is ACCUMULATING with an empty window. If the step fails, it is FAILED, as are adapters of the call
+       with equal optimizer settings: :meth:`load_state_dict` and :meth:`delete_adapter` are the only calls for it.
     5. :meth:`save`, :meth:`state_dict` and :meth:`compute_logprobs` at any time in between: they change nothing.
-       :meth:`load_state_dict` replaces the state of the tenant.
-    6. :meth:`delete_adapter`: the name is free, and the other tenants are not affected.
+       :meth:`load_state_dict` replaces the state of the adapter.
+    6. :meth:`delete_adapter`: the name is free, and the other adapters are not affected.
 
     When a rank is lost, or leaves a pass in which others wait for it, the bank has ended: this call and every later
     one raise the same RankLostError. Start all ranks again, and :meth:`load` what was saved.
 
     Args:
         model: a model of ``shardwise.from_pretrained`` without ``tuning=``, sharded or not. It is frozen.
-        backend: "auto" computes adjacent tenants with one LoRA rank and equally many rows by one batched product.
-            "loop" computes one tenant after the other, as PEFT does.
+        backend: "auto" computes adjacent adapters with one LoRA rank and equally many rows by one batched product.
+            "loop" computes one adapter after the other, as PEFT does.
         pad_to: lengths of rows are rounded up to a multiple of it.
 
     Raises:
@@ -104,18 +101,17 @@ class AdapterBank:
             self._model = rows.require_base(model, self._world.size)
         with comparing_arguments(self._world) as exchange:
             exchange.local = _comparable_options(backend, pad_to)
-        self._tenants: dict[str, tenants.Tenant] = {}
-        self._switch = ActiveRouting()
-        self._hooks = SiteHooks(self._model, self._switch)
+        self._adapters: dict[str, BankAdapter] = {}
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
-        self._device = computing_device(next(self._model.parameters()))
-        self._base = SharedBase(self._world, self._model, self._device, self._switch, backend, pad_to)
+        switch, device = ActiveRouting(), computing_device(next(self._model.parameters()))
+        self._hooks = SiteHooks(self._model, switch)
+        self._base = SharedBase(self._world, self._model, device, switch, backend, pad_to)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tenants, in the order in which they were added."""
-        return tuple(self._tenants)
+        """Names of the adapters, in the order in which they were added."""
+        return tuple(self._adapters)
 
     @property
     def max_length(self) -> int:
@@ -123,180 +119,165 @@ class AdapterBank:
         return self._base.max_length
 
     def num_trainable_parameters(self) -> dict[str, int]:
-        """Return the number of trained elements by tenant."""
-        return {name: tenant.flat.numel() for name, tenant in self._tenants.items()}
+        """Return the number of trained elements by adapter."""
+        return {name: adapter.flat.numel() for name, adapter in self._adapters.items()}
 
-    def add_adapter(self, name: str, config: LoraConfig, **keywords: Unpack[TenantKeywords]) -> None:
-        """Add a tenant. Its matrices are initialized as PEFT's, depending on (seed, name of the matrix) alone.
+    def add_adapter(self, name: str, config: LoraConfig, **keywords: Unpack[AdapterOptions]) -> None:
+        """Add an adapter. Its matrices are initialized as PEFT's, depending on (seed, name of the matrix) alone.
 
         Collective: yes (two small exchanges).
 
         Args:
             name: letters, digits, ``.``, ``_`` and ``-``.
             config: config of PEFT. It is copied.
-            keywords: see :class:`~shardwise.bank.adapter.TenantOptions`.
+            keywords: see :class:`~shardwise.bank.adapter.AdapterOptions`.
 
         Raises:
             ConfigError: the name is taken or invalid, the config is not supported, or the optimizer is not
                 elementwise.
             RankMismatchError: ranks pass different arguments.
         """
-        self._admit(self._create_equal(name, config, keywords, is_new=True))
+        self._admit(self._create(name, config, keywords, is_new=True))
 
-    def _create_equal(
-        self, name: str, config: LoraConfig, keywords: TenantKeywords, *, is_new: bool
-    ) -> tenants.Tenant:
-        """Return a new tenant, equal on all ranks and not registered yet. Collective: yes."""
+    def _create(self, name: str, config: LoraConfig, keywords: AdapterOptions, *, is_new: bool) -> BankAdapter:
+        """Return a new adapter, equal on all ranks and not registered yet. Collective: yes."""
         with self._world.collective("build the adapter"):
-            tenant = self._new(name, config, keywords, is_new=is_new)
-        optimizer, schedule, options = tenant.optimizer, tenant.schedule, tenant.options
-        kinds = [type(each).__qualname__ for each in (optimizer, schedule)]
-        numbers = [options.max_grad_norm, options.gradient_accumulation_steps, options.seed, options.reduction]
-        digest = compute_digest(
-            [name, tenant.comparable_config, *kinds, tenant.settings, schedule.state_dict(), *numbers]
-        )
-        self._world.require_equal(digest, f"the adapter {name!r} (its config or options)")
-        return tenant
-
-    def _admit(self, tenant: tenants.Tenant) -> None:
-        self._hooks.add(tenant.sites)
-        self._tenants[tenant.name] = tenant
-
-    def _new(self, name: str, config: LoraConfig, keywords: TenantKeywords, *, is_new: bool) -> tenants.Tenant:
-        if tenants.require_name(name) in self._tenants:
-            raise ConfigError(f"the adapter {name!r} exists already. Remove it, or use another name")
-        known = [item.name for item in fields(tenants.TenantOptions)]
-        for keyword in keywords:
-            if keyword not in known:
+            if require_name(name) in self._adapters:
+                raise ConfigError(f"the adapter {name!r} exists already. Delete it, or use another name")
+            for keyword in keywords.keys() - DEFAULT_OPTIONS.keys():
                 call = "add_adapter" if is_new else "load"
-                raise unknown_keyword(call, keyword, known, {})
-        return self._build(name, config, tenants.TenantOptions(**keywords), is_new=is_new)
+                raise unknown_keyword(call, keyword, DEFAULT_OPTIONS, {})
+            options: AdapterOptions = {**DEFAULT_OPTIONS, **keywords}
+            require_options(options)
+            adapter = self._build(name, config, options, is_new=is_new)
+        # Functions cannot be compared, but what they have created can.
+        values = [value for value in options.values() if not callable(value)]
+        kinds = [type(each).__qualname__ for each in (adapter.optimizer, adapter.schedule)]
+        current = [adapter.settings, adapter.schedule.state_dict()]
+        digest = compute_digest([name, adapter.comparable_config, *values, *kinds, *current])
+        self._world.require_equal(digest, f"the adapter {name!r} (its config or options)")
+        return adapter
 
-    def _build(
-        self, name: str, config: LoraConfig, options: tenants.TenantOptions, *, is_new: bool
-    ) -> tenants.Tenant:
-        outline = outlined(self._model, config, is_new=is_new)
+    def _admit(self, adapter: BankAdapter) -> None:
+        self._hooks.add(adapter.sites)
+        self._adapters[adapter.name] = adapter
+
+    def _build(self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool) -> BankAdapter:
+        outline = outline_lora(self._model, config, is_new=is_new)
         self._hooks.require_supported(outline.sites)
-        return tenants.Tenant(name, config, outline, options, self._device, self._world)
+        return BankAdapter(name, config, outline, options, self._base.device, self._world)
 
     def delete_adapter(self, name: str) -> None:
-        """Delete a tenant and its accumulated gradient. Collective: no, but call it on every rank."""
-        tenant = batch.find_tenant(self._tenants, name)
-        del self._tenants[name]
-        self._hooks.remove(tenant.sites)
+        """Delete an adapter and its accumulated gradient. Collective: no, but call it on every rank."""
+        adapter = batch.find_adapter(self._adapters, name)
+        del self._adapters[name]
+        self._hooks.remove(adapter.sites)
 
-    def _tenant(self, name: str) -> tenants.Tenant:
-        return batch.get_tenant(self._tenants, name)
+    def _adapter(self, name: str) -> BankAdapter:
+        return batch.get_adapter(self._adapters, name)
 
-    def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> tenants.FusedLosses:
-        """Run a micro-batch of each given tenant through the base, together, and accumulate their gradients.
+    def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> FusedLosses:
+        """Run a micro-batch of each given adapter through the base, together, and accumulate their gradients.
 
         If a pass fails, the whole call is discarded on all ranks: gradients and windows do not change. If a loss
-        raises, those of its tenant do not change, and the others' do.
+        raises, those of its adapter do not change, and the others' do.
 
         Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass. Memory: the logits of
-        all rows of a pass and their gradient, those of the tenant with the most rows in float32, and a copy of
+        all rows of a pass and their gradient, those of the adapter with the most rows in float32, and a copy of
         gradients whose window is open.
 
         Args:
-            batches: (tenant, its rows on this rank), each tenant once. All ranks name the same tenants, with empty
-                rows if a rank has none. See :data:`~shardwise.bank.rows.RowTensors`.
+            batches: (adapter, its rows on this rank), each adapter once. All ranks name the same adapters, with
+                empty rows if a rank has none. See :data:`~shardwise.bank.rows.RowTensors`.
 
         Raises:
-            ConfigError: a batch or a tenant is invalid. Raised on every rank before anything is computed.
-            RankMismatchError: ranks name different tenants.
+            ConfigError: a batch or an adapter is invalid. Raised on every rank before anything is computed.
+            RankMismatchError: ranks name different adapters.
             TrainingError: the logits do not fit into memory, a loss raises or does not depend on an adapter, or the
                 base has drawn random numbers.
             RankLostError: a rank is lost, or failed while others waited for it. The bank has ended.
-            ShardwiseError: a pass failed. A note names its tenants.
+            ShardwiseError: a pass failed. A note names its adapters.
         """
-        call = batch.open_call(self._base, batches, self._tenants, is_training=True)
+        call = batch.open_call(self._base, batches, self._adapters, is_training=True)
         sums = call.accumulate_gradients()
-        # Before raising: micro-batches of tenants whose loss did not raise count.
+        # Before an error is raised: the gradients of adapters whose loss did not raise have the micro-batch.
         losses = {}
-        for number, entry in enumerate(call.agreed):
+        for number, entry in enumerate(call.counts):
             if number in sums.failures:
                 continue
-            tenant = self._tenant(str(entry.name))
-            tenant.window.micro_batches += 1
-            tenant.window.num_supervised_tokens += entry.num_supervised_tokens
-            # Of this micro-batch, for the report. What divides the gradient is in RowCall and _step_all.
-            divisor = max(entry.num_supervised_tokens, 1) if tenant.options.reduction == "mean" else 1
-            losses[tenant.name] = tenants.TenantLoss(
+            adapter = self._adapter(str(entry.name))
+            adapter.micro_batches += 1
+            adapter.num_supervised_tokens += entry.num_supervised_tokens
+            # The loss in the report is that of this micro-batch. The divisor of the gradient is in BankAdapter.
+            divisor = max(entry.num_supervised_tokens, 1) if adapter.options["reduction"] == "mean" else 1
+            losses[adapter.name] = AdapterLoss(
                 sums.losses.get(number, 0.0) / divisor, entry.num_supervised_tokens, call.logprobs.get(number, [])
             )
         if sums.failures:
             counted = f"; the micro-batches of {', '.join(map(repr, losses))} count" if losses else ""
             raise TrainingError(f"{call.describe(sums.failures)}. Its gradient is as before the call{counted}")
-        return tenants.FusedLosses(losses, sums.num_passes, dict(call.chosen))
+        return FusedLosses(losses, sums.num_passes, dict(call.backends))
 
-    def optim_step(self, name: str, **changes: Any) -> tenants.TenantStep:
-        """Take a tenant's optimizer step at the end of its window.
+    def optim_step(self, name: str, **changes: Any) -> AdapterStep:
+        """Take an adapter's optimizer step at the end of its window.
 
         Collective: yes (two small exchanges and an all-reduce of its gradient).
 
         Args:
-            name: the tenant.
+            name: the adapter.
             changes: settings of its optimizer (``lr``, ``betas``, ...) or ``max_grad_norm``, for this and all later
                 steps.
 
         Raises:
             ConfigError: its window is not full, or a change is invalid.
-            RankMismatchError: ranks step different tenants or pass different changes, or their optimizers have
+            RankMismatchError: ranks step different adapters or pass different changes, or their optimizers have
                 different settings (for example, from different schedules) or step counts. No step is taken.
             RankLostError: a rank is lost. The bank has ended.
-            ShardwiseError: the optimizer or the schedule of a tenant fails on a rank. It, and tenants of the call
-                with equal optimizer settings, must be restored or deleted. The others took their steps.
+            ShardwiseError: the optimizer or the schedule of an adapter fails on a rank. It, and adapters of the
+                call with equal optimizer settings, must be restored or deleted. The others took their steps.
         """
         return self._step_all([name], changes)[name]
 
-    def optim_steps(self, names: Sequence[str]) -> dict[str, tenants.TenantStep]:
-        """Take the steps of several tenants: bitwise equal to :meth:`optim_step` of each, in fewer calls.
+    def optim_steps(self, names: Sequence[str]) -> dict[str, AdapterStep]:
+        """Take the steps of several adapters: bitwise equal to :meth:`optim_step` of each, in fewer calls.
 
-        Collective: yes (two small exchanges, and an all-reduce for each tenant).
+        Collective: yes (two small exchanges, and an all-reduce for each adapter).
         """
         return self._step_all(names, {})
 
-    def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, tenants.TenantStep]:
+    def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, AdapterStep]:
         with comparing_arguments(self._world) as exchange:
             exchange.local = self._comparable_steps(names, changes)
-        names = list(dict.fromkeys(names))
-        stepping = [self._require_full(name) for name in names]
-        for tenant in stepping:
-            tenant.change(changes)
-        rates = [float(tenant.optimizer.param_groups[0].get("lr", math.nan)) for tenant in stepping]
-        tokens = [tenant.window.num_supervised_tokens for tenant in stepping]
-        scales = [
-            1 / max(count, 1)
-            if tenant.options.reduction == "mean" and not batch.scales_before_backward(tenant)
-            else 1.0
-            for tenant, count in zip(stepping, tokens, strict=True)
-        ]
-        outcomes = step_and_mark(self._world, stepping, scales)
-        found = zip(names, outcomes, tokens, rates, strict=True)
-        return {name: tenants.TenantStep(*outcome, count, rate) for name, outcome, count, rate in found}
+        # Only now, when all ranks have accepted the names and the changes.
+        adapters = [self._require_full(name) for name in dict.fromkeys(names)]
+        for adapter in adapters:
+            adapter.change(changes)
+        return step_and_mark(self._world, adapters)
 
     def _comparable_steps(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, str]:
         """Return the settings that ranks must have in common, after checking the changes."""
         if not isinstance(names, list | tuple):
             raise ConfigError(f"names={names!r}: is not a list of names. Pass one")
         settings = {
-            "the tenant that takes a step": ", ".join(map(str, names)),
+            "the adapter that takes a step": ", ".join(map(str, names)),
             "the changes of its settings": repr(sorted(changes.items())),
         }
-        for tenant in map(self._require_full, names):
-            tenant.require_changes(changes)
-            settings |= {f"{key} of {tenant.name!r}": value for key, value in tenant.comparable_settings().items()}
+        for adapter in map(self._require_full, names):
+            adapter.require_changes(changes)
+            settings |= {
+                f"{key} of {adapter.name!r}": value for key, value in adapter.comparable_settings().items()
+            }
         return settings
 
-    def _require_full(self, name: str) -> tenants.Tenant:
-        tenant = self._tenant(name)
-        if tenant.state is not tenants.AdapterState.FULL:
+    def _require_full(self, name: str) -> BankAdapter:
+        adapter = self._adapter(name)
+        if adapter.state is not AdapterState.FULL:
             raise ConfigError(
-                f"the window of {name!r} has {tenant.window.micro_batches} micro-batches of "
-                f"{tenant.options.gradient_accumulation_steps}. Call forward_backward until it is full"
+                f"adapter {name!r}: has accumulated {adapter.micro_batches} of "
+                f"{adapter.options['gradient_accumulation_steps']} micro-batches. Call forward_backward before "
+                "optim_step"
             )
-        return tenant
+        return adapter
 
     def compute_logprobs(self, batches: Sequence[tuple[str | None, RowTensors]]) -> list[list[torch.Tensor]]:
         """Return the log probability of each label, without gradients and without dropout.
@@ -304,29 +285,29 @@ class AdapterBank:
         Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass.
 
         Args:
-            batches: as in :meth:`forward_backward`. None selects the base without an adapter. A tenant may be named
-                twice.
+            batches: as in :meth:`forward_backward`. None selects the base without an adapter. An adapter may be
+                named twice.
 
         Returns:
             For each entry and each of this rank's rows, (tokens - 1,) float32: the log probability of each label
             given the tokens before it, 0 for ignored labels.
         """
-        call = batch.open_call(self._base, batches, self._tenants, is_training=False)
+        call = batch.open_call(self._base, batches, self._adapters, is_training=False)
         call.evaluate()
         return [call.logprobs.get(number, []) for number in range(len(call.rows))]
 
     def state_dict(self, name: str) -> dict[str, Any]:
-        """Return a copy of a tenant's state: matrices by PEFT's names, open window, optimizer, schedule, counts.
+        """Return a copy of an adapter's state: matrices by PEFT's names, open window, optimizer, schedule, counts.
 
         It is equal on every rank, and loads on any number of ranks. Collective: yes (small exchanges, and an
         all-reduce of the gradient if a window is open).
         """
         with self._world.collective("find the adapter"):
-            tenant = self._tenant(name)
-        self._world.require_equal(tenant.name, "the name of the tenant")
+            adapter = self._adapter(name)
+        self._world.require_equal(adapter.name, "the name of the adapter")
         base = adapter_settings.identify_base(self._world, self._model)
         with self._world.collective("copy the state"):
-            return states.copied_state(tenant, base)
+            return states.copy_state(adapter, base)
 
     def load_state_dict(
         self,
@@ -335,15 +316,15 @@ class AdapterBank:
         *,
         on_other_base: OnFault = "error",
         on_not_finite: OnFault = "error",
-    ) -> tenants.TenantStart:
-        """Restore a tenant that has been created with the same config and optimizer.
+    ) -> AdapterStart:
+        """Restore an adapter that has been created with the same config and optimizer.
 
         From matrices alone, by PEFT's names, its training starts anew. The result tells which of the two it was.
 
         Collective: yes. Every rank passes the same state.
 
         Args:
-            name: the tenant.
+            name: the adapter.
             state: from :meth:`state_dict`, or from ``peft.get_peft_model_state_dict``.
             on_other_base: as for :meth:`load`.
             on_not_finite: ``Ignore()``, or ``Ignore(only=...)`` with names of tensors, accepts matrices and moments
@@ -351,31 +332,28 @@ class AdapterBank:
 
         Raises:
             ConfigError: the state belongs to another adapter, base or optimizer. The message has the differences.
-                The tenant is unchanged.
-            FormatError: values are not finite. The tenant is unchanged.
-            RankMismatchError: ranks pass different values. The tenant is unchanged.
+                The adapter is unchanged.
+            FormatError: values are not finite. The adapter is unchanged.
+            RankMismatchError: ranks pass different values. The adapter is unchanged.
         """
         what, world = f"the state of {name!r}", self._world
         with world.collective("check the state"):
             check_options(_HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
-            tenant = self._renewed(name)
-            matrices = without_embeddings(self._model, tenant, state)
-            found = states.parse_state(tenant, what, matrices)
+            current = batch.find_adapter(self._adapters, name)
+            # A new adapter replaces the current one at the end, so that a failure leaves it unchanged.
+            adapter = self._build(name, current.config, current.options, is_new=False)
+            matrices = remove_embeddings(self._model, adapter, state)
+            training = states.parse_state(adapter, what, matrices)
             digest = compute_digest(dict(state))
         world.require_equal(digest, f"the state that {name!r} is given")
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
-            targets = states.restore_targets(tenant, found, base, on_other_base)
-        states.copy_values(tenant, state, targets)
+            targets = states.allocate_targets(adapter, training, base, on_other_base)
+        states.copy_values(adapter, state, targets)
         with world.collective("restore the state"):
-            started = states.restore(tenant, what, found, targets, base, on_other_base, on_not_finite)
-        self._tenants[name] = tenant
+            started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
+        self._adapters[name] = adapter  # with the same sites, so hooks stay as they are
         return started
-
-    def _renewed(self, name: str) -> tenants.Tenant:
-        """Return a tenant as it was created."""
-        tenant = batch.find_tenant(self._tenants, name)
-        return self._build(name, tenant.config, tenant.options, is_new=False)
 
     def save(
         self,
@@ -388,7 +366,7 @@ class AdapterBank:
         verify: bool = False,
         options: SaveOptions = SaveOptions(),  # noqa: B008
     ) -> SaveReport:
-        """Save a tenant for ``PeftModel.from_pretrained``, with all guarantees of ``save_adapter``.
+        """Save an adapter for ``PeftModel.from_pretrained``, with all guarantees of ``save_adapter``.
 
         The training state, within a window too, is a file next to the adapter and is committed in the same step.
         See docs/bank.md.
@@ -396,7 +374,7 @@ class AdapterBank:
         Collective: yes. Memory: as for ``save_adapter``, and a copy of the gradient if a window is open.
 
         Args:
-            name: the tenant.
+            name: the adapter.
             directory: a folder that all ranks see. It is created if it does not exist.
             training_state: ``False`` omits the optimizer, schedule and counters.
             tokenizer: saved as well, if given.
@@ -412,14 +390,14 @@ class AdapterBank:
         with comparing_arguments(self._world) as exchange:
             exchange.local = _comparable(name, training_state=training_state)
         with self._world.collective("find the adapter"):
-            tenant = self._tenant(name)
-            whole = with_lent_tensors(self._model, tenant)
+            adapter = self._adapter(name)
+            whole = lend_tensors(self._model, adapter)
             cast = resolve_dtype(dtype)
         training = None
         if training_state:
             base = adapter_settings.identify_base(self._world, self._model)
             with self._world.collective("collect the training state"):
-                training = collect_training_state(tenant, base, cast)
+                training = collect_training_state(adapter, base, cast)
         request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
         with get_world(options, "AdapterBank.save") as world:
             return execute_save(world, request, options, Clock(), verify=verify)
@@ -432,16 +410,16 @@ class AdapterBank:
         training_state: bool = True,
         on_other_base: OnFault = "error",
         on_not_finite: OnFault = "error",
-        **keywords: Unpack[TenantKeywords],
-    ) -> tenants.TenantStart:
-        """Add a tenant from an adapter in PEFT's files.
+        **keywords: Unpack[AdapterOptions],
+    ) -> AdapterStart:
+        """Add an adapter from PEFT's files.
 
         Every byte is compared with the recorded checksums. An adapter saved by PEFT has none and is accepted.
 
         With a training state, the training resumes on any number of ranks. Without one, it starts from these
         matrices. The result tells which of the two it was.
 
-        Collective: yes. If it fails, the tenant is not added.
+        Collective: yes. If it fails, the adapter is not added.
 
         Args:
             name: as for :meth:`add_adapter`.
@@ -466,30 +444,32 @@ class AdapterBank:
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
         with comparing_arguments(world) as exchange:
             exchange.local = _comparable(name, training_state=training_state, **permissions)
+        # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
                 exchange.local = find_training(Path(directory), training_state=training_state)
-        found = exchange.result
+        training = exchange.result
         with world.collective("read the adapter"):
-            adapter = read_adapter(self._model, directory)
-        options: Any = keywords if isinstance(found, tenants.TenantStart) else {**found.facts.options(), **keywords}
-        tenant = self._create_equal(name, adapter.config, options, is_new=False)
+            stored_adapter = read_adapter_headers(self._model, directory)
+        options: Any = keywords
+        if not isinstance(training, AdapterStart):
+            options = {**training.facts.options(), **keywords}
+        adapter = self._create(name, stored_adapter.config, options, is_new=False)
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
-            targets = states.restore_targets(tenant, found, base, on_other_base)
-        read_tenant(world, self._model, tenant, adapter, found, targets, on_other_base)
+            targets = states.allocate_targets(adapter, training, base, on_other_base)
+        read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
         what = os.fspath(directory)
         with world.collective("restore the state"):
-            started = states.restore(tenant, what, found, targets, base, on_other_base, on_not_finite)
-        self._admit(tenant)
+            started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
+        self._admit(adapter)  # the last step: a failure on any rank before it leaves the bank unchanged
         return started
 
 
 def _comparable_options(backend: object, pad_to: object) -> dict[str, str]:
     if type(pad_to) is not int or pad_to < 1:
         raise ConfigError(f"pad_to={pad_to!r}: is not a positive integer. Pass 1 or more")
-    if backend not in get_args(BackendChoice):
-        raise ConfigError(f"backend={backend!r}: pass 'auto' or 'loop'")
+    check_options({"backend": BackendChoice}, {"backend": backend})
     return {"backend": str(backend), "pad_to": str(pad_to)}
 
 

@@ -1,7 +1,7 @@
-"""Tenants in PEFT's files, with their training state.
+"""Adapters in PEFT's files, with their training state.
 
 [Note: Lent tensors] Saves and reads work on models, not on buffers. So the adapter's outline, a PEFT model on meta,
-borrows real tensors: the tenant's matrices, and the base's parameters (shards). Nothing is copied, and the outline
+borrows real tensors: the adapter's matrices, and the base's parameters (shards). Nothing is copied, and the outline
 is discarded afterwards. A PEFT file with adapters on embeddings also has the embeddings. They are read into scratch
 tensors, so the base is never written. The training state is lent in the same way to a module that has nothing else
 (see [Note: Named by the adapter]).
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from shardwise.bank import adapter_settings
 from shardwise.bank import training_state as states
-from shardwise.bank.adapter import Tenant, TenantStart
+from shardwise.bank.adapter import AdapterStart, BankAdapter
 from shardwise.core.consents import Consent, allows
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.layout import TensorKind
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def outlined(model: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
+def outline_lora(model: PreTrainedModel, config: LoraConfig, *, is_new: bool) -> AdapterOutline:
     """Return the outline of the adapter that PEFT would add to a model, from a model of its class on meta."""
     return outline_adapter(_build(model), config, is_new=is_new)
 
@@ -63,7 +63,7 @@ def _build(model: PreTrainedModel) -> PreTrainedModel:
     return build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path())
 
 
-def read_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adapter:
+def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adapter:
     """Return the config and the headers of an adapter in a folder, with the names of a model's modules.
 
     Raises:
@@ -81,42 +81,42 @@ def read_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adap
     return rename_adapter(_build(model), Adapter(str(place), config, tensors))
 
 
-def with_lent_tensors(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
-    """Return a PEFT model of the base and this tenant. See [Note: Lent tensors]."""
-    outline = outlined(model, tenant.config, is_new=False)
-    own = {matrix.fqn: tenant.matrices[matrix.key] for matrix in outline.matrices()}
+def lend_tensors(model: PreTrainedModel, adapter: BankAdapter) -> nn.Module:
+    """Return a PEFT model of the base and this adapter. See [Note: Lent tensors]."""
+    outline = outline_lora(model, adapter.config, is_new=False)
+    matrices = {matrix.fqn: adapter.matrices[matrix.key] for matrix in outline.matrices()}
     base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
-    for item in {id(item): item for item in outline.tensors.values()}.values():
-        if item.fqn in own:
-            item.install(nn.Parameter(own[item.fqn], requires_grad=False))
+    for item in {id(item): item for item in outline.tensors.values()}.values():  # a tied tensor has several names
+        if item.fqn in matrices:
+            item.install(nn.Parameter(matrices[item.fqn], requires_grad=False))
         elif item.kind is TensorKind.PARAMETER:
             item.install(base[name_in_base(item.fqn)])
     return outline.model
 
 
-def without_embeddings(model: PreTrainedModel, tenant: Tenant, state: object) -> object:
+def remove_embeddings(model: PreTrainedModel, adapter: BankAdapter, state: object) -> object:
     """Return matrices by PEFT's names without the base's embeddings, which PEFT saves with adapters on them."""
     if not isinstance(state, Mapping) or not all(isinstance(values, torch.Tensor) for values in state.values()):
         return state
-    if state.keys() <= tenant.shapes.keys():
+    if state.keys() <= adapter.shapes.keys():
         return state
-    whole = with_lent_tensors(model, tenant)
-    of_base = names_outside(whole, collect_tensors(whole), AdapterOnly()).keys() - tenant.shapes.keys()
+    whole = lend_tensors(model, adapter)
+    of_base = names_outside(whole, collect_tensors(whole), AdapterOnly()).keys() - adapter.shapes.keys()
     return {key: values for key, values in state.items() if key not in of_base}
 
 
 def collect_training_state(
-    tenant: Tenant, base: Mapping[str, str], dtype: torch.dtype | None
+    adapter: BankAdapter, base: Mapping[str, str], dtype: torch.dtype | None
 ) -> AdapterTrainingState:
     """Return the training state to save with matrices that are cast to ``dtype``. Collective: within a window, yes.
 
     Raises:
         ConfigError: the optimizer or the schedule has a value that is not plain data.
     """
-    tensors = states.training_tensors(tenant)
-    if dtype not in (None, tenant.flat.dtype):
-        tensors[states.MATRICES] = tenant.flat.detach()
-    text = adapter_settings.to_text(adapter_settings.get_state(tenant, base), repr(tenant.name))
+    tensors = states.collect_training_tensors(adapter)
+    if dtype not in (None, adapter.flat.dtype):
+        tensors[states.MATRICES] = adapter.flat.detach()
+    text = adapter_settings.facts_to_text(adapter_settings.get_facts(adapter, base), repr(adapter.name))
     return AdapterTrainingState(_as_module(tensors), text)
 
 
@@ -130,7 +130,7 @@ def _as_module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     return root
 
 
-def find_training(folder: Path, *, training_state: bool) -> states.StoredTraining | TenantStart:
+def find_training(folder: Path, *, training_state: bool) -> states.StoredTraining | AdapterStart:
     """Verify a folder against the record of its save, and read the training state. All files are read once.
 
     Raises:
@@ -138,81 +138,81 @@ def find_training(folder: Path, *, training_state: bool) -> states.StoredTrainin
             checksums.
         StorageError: the folder cannot be read.
     """
-    adapter = find_adapter_weights(folder)
+    weights = find_adapter_weights(folder)
     with LocalReader(folder) as reader:
-        file = find_training_file(reader, adapter) if training_state else None
-        require_as_saved(reader, adapter, file)
+        file = find_training_file(reader, weights) if training_state else None
+        require_as_saved(reader, weights, file)
         if not training_state:
-            return TenantStart(reason="the matrices alone were asked for")
+            return AdapterStart(reason="the matrices alone were asked for")
         if file is None:
-            return TenantStart(reason=f"{adapter} in {folder} names no state of its training")
+            return AdapterStart(reason=f"{weights} in {folder} names no state of its training")
         header = read_header(reader, file)
     text = header.metadata.get(TRAINING_KEY)
     if text is None:
         raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}. The file is corrupt. Save it again")
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
-    facts = adapter_settings.parse_state(text, f"{folder / file}: {TRAINING_KEY}")
+    facts = adapter_settings.parse_facts(text, f"{folder / file}: {TRAINING_KEY}")
     return states.StoredTraining(str(folder / file), facts, tensors)
 
 
-def read_tenant(
+def read_adapter(
     world: World,
     model: PreTrainedModel,
-    tenant: Tenant,
-    adapter: Adapter,
-    found: states.StoredTraining | TenantStart,
+    adapter: BankAdapter,
+    stored_adapter: Adapter,
+    training: states.StoredTraining | AdapterStart,
     targets: Mapping[str, torch.Tensor],
     on_other_base: OnFault,
 ) -> None:
-    """Read a tenant's matrices and the tensors of its training from a folder. Collective: yes.
+    """Read an adapter's matrices and the tensors of its training from a folder. Collective: yes.
 
     Raises:
         ConfigError: the adapter was saved with other embeddings than those of the base.
         KeyMismatchError: the stored tensors do not match the config.
         FormatError, StorageError, RankMismatchError, RankLostError: as for a load.
     """
-    folder = Path(adapter.directory)
+    folder = Path(stored_adapter.directory)
     with world.collective("create scratch tensors"):
-        whole, scratch = _with_scratch(model, tenant)
+        whole, scratch = _with_scratch(model, adapter)
         weights = find_adapter_weights(folder)
-    _read(world, whole, folder, weights, adapter)
+    _read(world, whole, folder, weights, stored_adapter)
     if not allows(on_other_base, "values"):
         with world.collective("compare values"):
             _require_same_values(folder, scratch)
-    if isinstance(found, states.StoredTraining):
+    if isinstance(training, states.StoredTraining):
         with world.collective("name the tensors"):
             module = _as_module(targets)
-        _read(world, module, folder, Path(found.what).name, None)
+        _read(world, module, folder, Path(training.what).name, None)
 
 
-def _read(world: World, module: nn.Module, folder: Path, file: str, adapter: Adapter | None) -> None:
+def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapter: Adapter | None) -> None:
     """Read all tensors of a file, which may be an adapter's, into a module. Collective: yes."""
     options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
         stored = stored_values(world, str(folder), file, options, stack)
         values: Values = stored
-        if adapter is not None:
-            renamed = replace(stored, expressions=adapter.tensors)
+        if stored_adapter is not None:
+            renamed = replace(stored, expressions=stored_adapter.tensors)
             values = exchange_stored_experts(world, module, renamed, AdapterOnly().adapter, str(folder))
-        only = None if adapter is None else AdapterOnly()
+        only = None if stored_adapter is None else AdapterOnly()
         set_model_values(world, module, values, only=only, consent=Consent(), options=options, clock=Clock())
 
 
 def _with_scratch(
-    model: PreTrainedModel, tenant: Tenant
+    model: PreTrainedModel, adapter: BankAdapter
 ) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Return a PEFT model of the tenant with scratch memory for the base's tensors that its file has.
+    """Return a PEFT model of the adapter with scratch memory for the base's tensors that its file has.
 
     Returns:
         The model, and by name the base's own tensors with their scratch memory, of the same shapes and dtypes.
     """
     scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    whole = with_lent_tensors(model, tenant)
-    held = collect_tensors(whole)
-    by_name = {name: item for item in held for name in item.names}
-    for key, fqn in names_outside(whole, held, AdapterOnly()).items():
+    whole = lend_tensors(model, adapter)
+    tensors = collect_tensors(whole)
+    by_name = {name: item for item in tensors for name in item.names}
+    for key, fqn in names_outside(whole, tensors, AdapterOnly()).items():
         item = by_name[fqn]
-        if key not in tenant.shapes and item.fqn not in scratch:  # a tied one has two keys
+        if key not in adapter.shapes and item.fqn not in scratch:  # a tied tensor has two keys
             scratch[item.fqn] = item.tensor, torch.empty_like(item.tensor)
             item.install(nn.Parameter(scratch[item.fqn][1], requires_grad=False))
     return whole, scratch

@@ -1,4 +1,4 @@
-"""State of a tenant's training except for tensors, as JSON that is validated when it is read."""
+"""State of an adapter's training except for tensors, as JSON that is validated when it is read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import hashlib
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from huggingface_hub.dataclasses import type_validator
 from transformers import PreTrainedModel
 
-from shardwise.bank.adapter import Tenant, TenantOptions
+from shardwise.bank.adapter import BankAdapter, require_options
 from shardwise.checkpoints import base_identity as bases
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.files.checkpoint_index import parse_object
@@ -26,12 +27,10 @@ from shardwise.models.lora.adapted_layers import AdaptedSite, ExpertsSite
 from shardwise.ranks.world import World
 
 _FORMAT = "shardwise tenant 1"
+"""Value of "format" in saved files. It keeps an older word for an adapter, so that files stay readable."""
 
 _BASE_KEYS = {"name", "architecture", "shapes", "identity"}
 
-_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-
-_MAX_COUNT = 1 << 53
 _MAX_DEPTH = 32
 
 _KEY_TYPES = (str, int, float, bool)
@@ -43,8 +42,8 @@ _OF, _IS = "of", "is"
 
 
 @dataclass(frozen=True, slots=True)
-class TenantState:
-    """State of a tenant except for tensors, equal on every rank and for any number of ranks.
+class TrainingFacts:
+    """State of an adapter except for tensors, equal on every rank and for any number of ranks.
 
     Attributes:
         base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
@@ -65,14 +64,14 @@ class TenantState:
         num_supervised_tokens: supervised tokens of the open window, on all ranks.
     """
 
-    base: Mapping[str, str]
-    config: Mapping[str, tuple[float, ...]]
-    matrices: Mapping[str, tuple[int, ...]]
+    base: dict[str, str]
+    config: dict[str, tuple[int | float, ...]]
+    matrices: dict[str, tuple[int, ...]]
     optimizer: str
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     schedule: str
-    schedule_state: Mapping[str, Any]
-    max_grad_norm: float
+    schedule_state: dict[Any, Any]
+    max_grad_norm: int | float
     gradient_accumulation_steps: int
     reduction: str
     seed: int
@@ -82,7 +81,7 @@ class TenantState:
     num_supervised_tokens: int
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a resumed tenant that are used unless others are passed."""
+        """Return the options of a resumed adapter that are used unless others are passed."""
         names = ("gradient_accumulation_steps", "reduction", "seed", "max_grad_norm")
         return {name: getattr(self, name) for name in names}
 
@@ -107,24 +106,24 @@ def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def get_state(tenant: Tenant, base: Mapping[str, str]) -> TenantState:
-    """Return the current facts of a tenant. Its settings and schedule are not copied."""
-    return TenantState(
-        base=base,
-        config={_site_name(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in tenant.sites},
-        matrices=dict(tenant.shapes),
-        optimizer=class_name(tenant.optimizer),
-        settings=tenant.settings,
-        schedule=f"{type(tenant.schedule).__module__}.{type(tenant.schedule).__qualname__}",
-        schedule_state=tenant.schedule.state_dict(),
-        max_grad_norm=tenant.max_grad_norm,
-        gradient_accumulation_steps=tenant.options.gradient_accumulation_steps,
-        reduction=tenant.options.reduction,
-        seed=tenant.options.seed,
-        windows=tenant.windows,
-        steps=tenant.steps,
-        micro_batches=tenant.window.micro_batches,
-        num_supervised_tokens=tenant.window.num_supervised_tokens,
+def get_facts(adapter: BankAdapter, base: Mapping[str, str]) -> TrainingFacts:
+    """Return the current facts of an adapter. Its settings and schedule are not copied."""
+    return TrainingFacts(
+        base=dict(base),
+        config={_site_name(site): (site.r, site.scaling, getattr(site, "dropout", 0.0)) for site in adapter.sites},
+        matrices=dict(adapter.shapes),
+        optimizer=class_name(adapter.optimizer),
+        settings=adapter.settings,
+        schedule=f"{type(adapter.schedule).__module__}.{type(adapter.schedule).__qualname__}",
+        schedule_state=adapter.schedule.state_dict(),
+        max_grad_norm=adapter.max_grad_norm,
+        gradient_accumulation_steps=adapter.options["gradient_accumulation_steps"],
+        reduction=adapter.options["reduction"],
+        seed=adapter.options["seed"],
+        windows=adapter.windows,
+        steps=adapter.steps,
+        micro_batches=adapter.micro_batches,
+        num_supervised_tokens=adapter.num_supervised_tokens,
     )
 
 
@@ -132,8 +131,8 @@ def _site_name(site: AdaptedSite) -> str:
     return f"{site.module}.{site.parameter}" if isinstance(site, ExpertsSite) else site.module
 
 
-def to_text(facts: TenantState, whose: str) -> str:
-    """Return the facts as JSON. ``whose`` names the tenant in errors.
+def facts_to_text(facts: TrainingFacts, whose: str) -> str:
+    """Return the facts as JSON. ``whose`` names the adapter in errors.
 
     Raises:
         ConfigError: the optimizer or the schedule has a value that is not plain data.
@@ -142,7 +141,7 @@ def to_text(facts: TenantState, whose: str) -> str:
     return json.dumps({"format": _FORMAT, **content})
 
 
-def parse_state(text: str, what: str) -> TenantState:
+def parse_facts(text: str, what: str) -> TrainingFacts:
     """Parse facts from untrusted text. ``what`` names it in errors.
 
     Raises:
@@ -151,45 +150,33 @@ def parse_state(text: str, what: str) -> TenantState:
     content = parse_object(text.encode("utf-8", "surrogatepass"), what=what)
     if content.pop("format", None) != _FORMAT:
         raise FormatError(f"{what}: it is not of the format {_FORMAT!r}. Update shardwise if it is newer")
-    return validate_state({name: from_json(value, what) for name, value in content.items()}, what)
+    return validate_facts({name: from_json(value, what) for name, value in content.items()}, what)
 
 
-def validate_state(values: Mapping[str, Any], what: str) -> TenantState:
+def validate_facts(values: Mapping[str, Any], what: str) -> TrainingFacts:
     """Validate untrusted facts. ``what`` names them in errors.
 
     Raises:
-        FormatError: a value is missing, unknown or invalid. Of values that are compared with the tenant's own
+        FormatError: a value is missing, unknown or invalid. Of values that are compared with the adapter's own
             later, only the type is checked.
     """
-    kinds = {field.name: _KINDS.get(str(field.type), (dict,)) for field in fields(TenantState)}
-    if kinds.keys() != values.keys():
-        raise FormatError(
-            f"{what}: it lacks {_few(kinds.keys() - values.keys())}, and has {_few(values.keys() - kinds.keys())} "
-            "more. The file is corrupt. Save it again"
-        )
-    for name, value in values.items():
-        is_sound = type(value) in kinds[name]
-        if kinds[name] == (int,) and name != "seed":
-            is_sound = is_sound and 0 <= value < _MAX_COUNT
-        elif kinds[name] == (dict,) and name != "schedule_state":
-            is_sound = is_sound and all(isinstance(key, str) for key in value)
-        if not is_sound:
-            raise FormatError(f"{what}: {name} is {shown(repr(value))}. The file is corrupt. Save it again")
-    base = values["base"]
-    if base.keys() != _BASE_KEYS or not all(isinstance(value, str) for value in base.values()):
-        raise FormatError(f"{what}: base is {shown(repr(base))}. The file is corrupt. Save it again")
-    if values["micro_batches"] > values["gradient_accumulation_steps"] or values["steps"] > values["windows"]:
-        raise FormatError(f"{what}: its counts contradict each other. The file is corrupt. Save it again")
-    facts = TenantState(**values)
+    hints = get_type_hints(TrainingFacts)
     try:
-        TenantOptions(**facts.options())
-    except ConfigError as error:
-        raise FormatError(f"{what}: {error}. The file is corrupt. Save it again") from error
+        if odd := sorted(map(str, hints.keys() ^ values.keys())):
+            raise TypeError(f"{', '.join(map(shown, odd[:8]))}: missing or unknown")
+        for name, hint in hints.items():
+            type_validator(name, values[name], hint)
+        facts = TrainingFacts(**values)
+        if facts.base.keys() != _BASE_KEYS:
+            raise TypeError(f"base: has other keys than {', '.join(sorted(_BASE_KEYS))}")
+        if min(facts.steps, facts.micro_batches, facts.num_supervised_tokens) < 0:
+            raise TypeError("a count is below 0")
+        if facts.micro_batches > facts.gradient_accumulation_steps or facts.steps > facts.windows:
+            raise TypeError("the counts contradict each other")
+        require_options(facts.options())
+    except (TypeError, ConfigError) as error:
+        raise FormatError(f"{what}: has an invalid value: {error}. Save it again") from error
     return facts
-
-
-def _few(names: Collection[object]) -> str:
-    return ", ".join(shown(name) for name in sorted(map(str, names))[:8]) or "nothing"
 
 
 def to_json(value: Any, what: str, level: int = 0) -> Any:

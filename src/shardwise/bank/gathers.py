@@ -40,7 +40,7 @@ class CountedGather:
     """
 
     def __init__(self, world: World) -> None:
-        self.begun: GatherCounts = Counter()
+        self.counts: GatherCounts = Counter()
         self._world = world
 
     def install(self, model: nn.Module) -> None:
@@ -60,7 +60,7 @@ class CountedGather:
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: FBT001, FBT002
     ) -> dist.Work | None:
-        self.begun[tuple(dist.get_process_group_ranks(group))] += 1
+        self.counts[tuple(dist.get_process_group_ranks(group))] += 1
         work: dist.Work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
         if input_tensor.device.type == "cpu":
             self._wait(work, group)
@@ -81,12 +81,15 @@ class CountedGather:
         work.wait()
 
 
-def are_in_step(global_ranks: Sequence[int], begun: Sequence[GatherCounts]) -> bool:
+def are_in_step(global_ranks: Sequence[int], counts: Sequence[GatherCounts]) -> bool:
     """Return whether every gather that a rank has begun was begun by all of its ranks.
+
+    Example: of ranks 0 to 3, ranks 0 and 1 have begun 5 gathers of group (0, 1), and ranks 2 and 3 have begun 4 of
+    group (2, 3): nobody waits. If rank 1 has begun 4, rank 0 waits for it in the fifth.
 
     Args:
         global_ranks: the ranks in the default group.
-        begun: counts of each of them.
+        counts: the counts of each rank.
     """
-    by_rank = dict(zip(global_ranks, begun, strict=True))
-    return all(len({by_rank[rank][ranks] for rank in ranks}) == 1 for ranks in set().union(*begun))
+    by_rank = dict(zip(global_ranks, counts, strict=True))
+    return all(len({by_rank[rank][group] for rank in group}) == 1 for group in set().union(*counts))

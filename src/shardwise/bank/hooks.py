@@ -1,4 +1,4 @@
-"""Routes rows of a pass to the adapters of their tenants, by hooks on layers and experts.
+"""Routes rows of a pass to their adapters, by hooks on layers and experts.
 
 [Note: A route] A micro-batch owns its route, which does not change. The route is active during the forward and the
 backward pass of this micro-batch, both of which the bank runs. So recomputed activations use the same rows as the
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.bank.adapter import LoraWeights, Tenant, expert_site
+from shardwise.bank.adapter import BankAdapter, expert_site
 from shardwise.bank.kernels import (
     BackendChoice,
     EmbeddingLoop,
@@ -37,13 +37,13 @@ from shardwise.models.lora.adapted_layers import AdaptedSite, EmbeddingSite, Exp
 
 
 @dataclass(frozen=True, slots=True)
-class TenantRows:
-    """Rows ``start <= i < stop`` of a micro-batch, which belong to one tenant.
+class AdapterRows:
+    """Rows ``start <= i < stop`` of a micro-batch, which belong to one adapter.
 
     ``keys`` are those of the rows, for dropout: (rows,), on the device.
     """
 
-    tenant: Tenant
+    adapter: BankAdapter
     start: int
     stop: int
     keys: torch.Tensor
@@ -51,71 +51,67 @@ class TenantRows:
 
 @dataclass(slots=True)
 class BatchRouting:
-    """The tenants of the rows of a micro-batch.
+    """The adapters of the rows of a micro-batch.
 
     Attributes:
         rows: number of rows.
         tokens: tokens of a row, with padding.
-        members: rows of each tenant, in order. Rows without an adapter come last.
+        members: rows of each adapter, in order. Rows without an adapter come last.
         choice: how adapters are computed.
         anchor: see [Note: Straight into the buffer].
         is_training: False for evaluation, without dropout and without a backward pass.
         grouped: batched products of this micro-batch.
-        chosen: how adapters were computed, with the number of layers.
+        backends: how adapters were computed, with the number of layers.
         forward_sites: sites that the forward pass has reached.
         backward_sites: sites that the backward pass has reached.
     """
 
     rows: int
     tokens: int
-    members: tuple[TenantRows, ...]
+    members: tuple[AdapterRows, ...]
     choice: BackendChoice
     anchor: torch.Tensor
     is_training: bool = True
     grouped: GroupedProducts = field(default_factory=GroupedProducts)
-    chosen: Counter[str] = field(default_factory=Counter)
+    backends: Counter[str] = field(default_factory=Counter)
     forward_sites: set[str] = field(default_factory=set)
     backward_sites: set[str] = field(default_factory=set)
 
     def segments(self, site: str, step: int) -> list[RoutedSegment]:
-        """Return the rows with an adapter at a site, whose input has ``step`` rows (tokens) for each batch row."""
-        found = []
+        """Return the rows with an adapter at a site, whose input has ``step`` rows (tokens) for each batch row.
+
+        Batch rows 2 and 3 of an adapter are rows 128 to 256 of a linear layer's input if rows have 64 tokens.
+        """
+        segments = []
         for member in self.members:
-            pair = member.tenant.pairs.get(site)
+            pair = member.adapter.pairs.get(site)
             if pair is not None and member.stop > member.start:
                 keys = member.keys if pair.dropout and self.is_training else None
-                found.append(RoutedSegment(pair, member.start * step, member.stop * step, keys, stable_key(site)))
-        return found
+                segments.append(
+                    RoutedSegment(pair, member.start * step, member.stop * step, keys, stable_key(site))
+                )
+        return segments
 
-    def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def add_adapters(
+        self, site: str, x: torch.Tensor, y: torch.Tensor, backend: SegmentLoop | None = None
+    ) -> torch.Tensor:
+        """Return the output ``y`` (..., out) of a layer plus the adapters' deltas of its input ``x`` (..., in).
+
+        Without ``backend``, one is selected and counted.
+        """
         self.require_rows(site, x)
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
-        backend, why = (
-            select_backend(self.choice, segments, x, y, self.grouped) if segments else (SegmentLoop(), "no rows")
-        )
-        self.chosen[why] += 1
+        if backend is None:
+            backend, reason = select_backend(self.choice, segments, x, y, self.grouped)
+            self.backends[reason] += 1
         return self.record_site(site, adapt(self.anchor, x, y, segments, backend))
-
-    def embedding(self, site: str, ids: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
-        column = ids.unsqueeze(-1)
-        self.require_rows(site, column)
-        segments = self.segments(site, ids.numel() // self.rows)
-        return self.record_site(site, adapt(self.anchor, column, y, segments, EmbeddingLoop(factor)))
-
-    def bounds(self) -> list[int]:
-        """Return where the rows of each member begin, and where those of the last end."""
-        return [member.start for member in self.members] + [member.stop for member in self.members[-1:]]
-
-    def pairs(self, site: str) -> list[LoraWeights | None]:
-        """Return the matrices of each member at a site."""
-        return [member.tenant.pairs.get(site) for member in self.members]
 
     def record_site(self, site: str, y: torch.Tensor) -> torch.Tensor:
         """Record that the forward pass has reached a site, and when the backward pass does."""
         if self.is_training:
             self.forward_sites.add(site)
         if y.requires_grad:
-            # Called in the backward pass. It returns None, so the gradient stays as it is.
+            # Called in the backward pass. It returns None, so the gradient is not replaced.
             y.register_hook(lambda _gradient: self.backward_sites.add(site))
         return y
 
@@ -163,14 +159,15 @@ def hook_layer(module: nn.Module, site: str, switch: ActiveRouting, *, is_embedd
     If the layer is a group of FSDP2, the hook runs before FSDP2's.
     """
 
-    def add(layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any], output: torch.Tensor) -> Any:
+    def add(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
         if switch.route is None:
             return None
-        inputs = args[0] if args else next(iter(keywords.values()))
+        inputs = args[0] if args else next(iter(kwargs.values()))
         if is_embedding:
             # A scaled embedding (Gemma) multiplies its output, and so the delta of an adapter.
-            return switch.route.embedding(site, inputs, output, float(getattr(layer, "embed_scale", 1.0)))
-        return switch.route.linear(site, inputs, output)
+            backend = EmbeddingLoop(float(getattr(layer, "embed_scale", 1.0)))
+            return switch.route.add_adapters(site, inputs.unsqueeze(-1), output, backend)
+        return switch.route.add_adapters(site, inputs, output)
 
     return module.register_forward_hook(add, prepend=True, with_kwargs=True)
 
@@ -191,7 +188,7 @@ def unsupported_experts_reason(name: str, module: nn.Module, parameter: str) -> 
     return ""
 
 
-def adapted_experts(
+def compute_experts(
     route: BatchRouting,
     name: str,
     module: Any,
@@ -199,7 +196,7 @@ def adapted_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the experts of a module for a micro-batch of many tenants.
+    """Compute the experts of a module for a micro-batch of many adapters.
 
     Args:
         route: of the micro-batch.
@@ -213,39 +210,44 @@ def adapted_experts(
     """
     route.require_rows(name, hidden_states)
     # Pairs (token, expert), by expert: (rows * tokens * k,). Stable, so tokens of an expert stay in order.
-    chosen, order = top_k_index.flatten().sort(stable=True)
+    experts, order = top_k_index.flatten().sort(stable=True)
     tokens = order // top_k_index.shape[1]
     result = torch.zeros_like(hidden_states)
     up = next(parameter for parameter in _UP if hasattr(module, parameter))
-    for expert, (start, *bounds, stop) in enumerate(_bounds(route, chosen, tokens, module.num_experts)):
+    for expert, (start, *bounds, stop) in enumerate(_find_bounds(route, experts, tokens, module.num_experts)):
         if start == stop:
             continue
-        own = tokens[start:stop]
-        weights = top_k_weights.flatten()[order[start:stop]].unsqueeze(1)
+        tokens_of_expert = tokens[start:stop]  # (pairs,)
+        weights = top_k_weights.flatten()[order[start:stop]].unsqueeze(1)  # (pairs, 1)
         cuts = [bound - start for bound in bounds]
-        hidden = _product(route, module, name, up, expert, hidden_states[own], cuts)
+        hidden = _multiply(route, module, name, up, expert, hidden_states[tokens_of_expert], cuts)
         hidden = layers.apply_activation(module, hidden)
-        hidden = _product(route, module, name, "down_proj", expert, hidden, cuts)
-        result = result.index_add(0, own, (hidden * weights).to(result.dtype))
+        hidden = _multiply(route, module, name, "down_proj", expert, hidden, cuts)  # (pairs, width)
+        result = result.index_add(0, tokens_of_expert, (hidden * weights).to(result.dtype))
     # No segments: it attaches the anchor, so that the result requires a gradient on ranks without rows, too.
     return route.record_site(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))
 
 
-def _bounds(route: BatchRouting, chosen: torch.Tensor, tokens: torch.Tensor, experts: int) -> list[list[int]]:
+def _find_bounds(
+    route: BatchRouting, experts: torch.Tensor, tokens: torch.Tensor, num_experts: int
+) -> list[list[int]]:
     """Return the bounds of each expert and, within it, of each member in sorted pairs (expert, token).
 
-    The host waits for the device once.
+    Example: 2 experts, and members with tokens 0 to 2 and 2 to 3 of 3 tokens. The pairs (0, 0), (0, 2), (1, 1),
+    (1, 2) have bounds [0, 0, 1, 2, 2] and [2, 2, 3, 4, 4]: begin of the expert, begin of each member, end of the
+    last member, end of the expert. The host waits for the device once.
     """
-    # expert * most + token is ascending. So a member's pairs of an expert are one run, found by its bounds.
-    most = route.rows * route.tokens
-    firsts = torch.tensor([0, *(bound * route.tokens for bound in route.bounds()), most])
-    wanted = torch.arange(experts).unsqueeze(1) * most + firsts
-    found = torch.searchsorted(chosen * most + tokens, torch_private.sent(wanted, chosen.device))
-    bounds: list[list[int]] = found.tolist()
+    # expert * num_tokens + token is ascending. So a member's pairs of an expert are one run, found by its bounds.
+    num_tokens = route.rows * route.tokens
+    rows = [member.start for member in route.members] + [member.stop for member in route.members[-1:]]
+    firsts = torch.tensor([0, *(row * route.tokens for row in rows), num_tokens])
+    sorted_bounds = torch.arange(num_experts).unsqueeze(1) * num_tokens + firsts  # (experts, members + 3)
+    positions = torch.searchsorted(experts * num_tokens + tokens, torch_private.sent(sorted_bounds, experts.device))
+    bounds: list[list[int]] = positions.tolist()
     return bounds
 
 
-def _product(
+def _multiply(
     route: BatchRouting,
     module: Any,
     name: str,
@@ -254,20 +256,21 @@ def _product(
     rows: torch.Tensor,
     cuts: Sequence[int],
 ) -> torch.Tensor:
+    """Multiply rows of an expert by its weight and its adapters. Member ``i`` has rows ``cuts[i]:cuts[i + 1]``."""
     weight = get_expert_weight(module, parameter, expert)
-    found = rows @ weight if module.is_transposed else F.linear(rows, weight)
+    product = rows @ weight if module.is_transposed else F.linear(rows, weight)
     if module.has_bias:
-        found = found + getattr(module, f"{parameter}_bias")[expert]
-    segments = [
-        RoutedSegment(pair, cuts[number], cuts[number + 1])
-        for number, pair in enumerate(route.pairs(expert_site(name, parameter, expert)))
-        if pair is not None and cuts[number] < cuts[number + 1]
-    ]
-    return adapt(route.anchor, rows, found, segments, SegmentLoop()) if segments else found
+        product = product + getattr(module, f"{parameter}_bias")[expert]
+    segments = []
+    for number, member in enumerate(route.members):
+        pair = member.adapter.pairs.get(expert_site(name, parameter, expert))
+        if pair is not None and cuts[number] < cuts[number + 1]:
+            segments.append(RoutedSegment(pair, cuts[number], cuts[number + 1]))
+    return adapt(route.anchor, rows, product, segments, SegmentLoop()) if segments else product
 
 
 class SiteHooks:
-    """Hooks on the layers of a base, with the number of tenants that use each. No parameter is changed."""
+    """Hooks on the layers of a base, with the number of adapters that use each. No parameter is changed."""
 
     def __init__(self, model: nn.Module, switch: ActiveRouting) -> None:
         self._modules = {canonical(name): module for name, module in model.named_modules(remove_duplicate=False)}
@@ -308,24 +311,26 @@ class SiteHooks:
                 self._removers.pop(name)()
 
     def _attach(self, site: AdaptedSite, module: nn.Module) -> Callable[[], object]:
+        """Hook the module of a site. Return a function that removes the hook."""
         if isinstance(site, ExpertsSite):
             return self._replace_forward(site.module, module)
         return hook_layer(module, site.module, self._switch, is_embedding=isinstance(site, EmbeddingSite)).remove
 
     def _replace_forward(self, name: str, module: nn.Module) -> Callable[[], object]:
-        before, own = vars(module).get("forward"), module.forward
+        """Have experts compute their adapters, too. A forward hook does not see the input of each expert."""
+        attribute, own_forward = vars(module).get("forward"), module.forward
 
-        def forward(*args: Any, **keywords: Any) -> torch.Tensor:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             route = self._switch.route
             if route is None:
-                found: torch.Tensor = own(*args, **keywords)
-                return found
-            return adapted_experts(route, name, module, *args, **keywords)
+                output: torch.Tensor = own_forward(*args, **kwargs)
+                return output
+            return compute_experts(route, name, module, *args, **kwargs)
 
         def remove_forward() -> None:
             del module.forward
-            if before is not None:
-                module.forward = before
+            if attribute is not None:
+                module.forward = attribute
 
         module.forward = forward
         return remove_forward

@@ -1,12 +1,12 @@
-"""Products of adapters with the rows of their tenants, forward and backward.
+"""Products of adapters with their rows, forward and backward.
 
-[Note: Segments, not masks] Rows of one tenant are contiguous, and only they are multiplied with its matrices. A
+[Note: Segments, not masks] Rows of one adapter are contiguous, and only they are multiplied with its matrices. A
 mask would multiply every row with all adapters and then by 0, but 0 times NaN is NaN.
 
 [Note: Straight into the buffer] The matrices are not inputs of the autograd function: their gradients are added to
-views of the tenant's flat buffer. A scalar that requires a gradient, the *anchor*, is passed instead, so that the
+views of the adapter's flat buffer. A scalar that requires a gradient, the *anchor*, is passed instead, so that the
 function has a backward pass in the first layer too, whose input requires no gradient. Ranks without rows of a
-tenant pass it as well, because FSDP2 gathers in the backward pass of tensors that require a gradient.
+adapter pass it as well, because FSDP2 gathers in the backward pass of tensors that require a gradient.
 """
 
 import hashlib
@@ -16,14 +16,16 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from shardwise.bank.adapter import LoraWeights
 from shardwise.fsdp import torch_private
 
-# SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014), as signed int64.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SECOND = 0x94D049BB133111EB - (1 << 64)
+# SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014): the increment and the two
+# multipliers, as signed int64, since torch has no arithmetic of uint64. Products wrap modulo 2**64 in both.
+_INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def stable_key(*segments: object) -> int:
@@ -31,39 +33,49 @@ def stable_key(*segments: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(segments).encode()).digest()[:8], "little") >> 1
 
 
-def row_keys(key: int, first: int, count: int) -> torch.Tensor:
-    """Return a key for each of ``count`` rows: (count,), int64, on the CPU."""
-    return _mixed(key + torch.arange(first, first + count) * _GOLDEN)
+def row_keys(key: int, first: int, count: int) -> Tensor:
+    """Return the keys of rows ``first`` to ``first + count``: (count,), int64, on the CPU."""
+    return _mix(key + torch.arange(first, first + count) * _INCREMENT)
 
 
-def apply_dropout(values: torch.Tensor, keys: torch.Tensor, site: int, probability: float) -> torch.Tensor:
+def drop_elements(values: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
     """Return values after dropout, scaled as by ``nn.Dropout``, by a mask of keys, site and position alone.
 
-    Applied to a gradient, it is its own derivative. ``values`` is (rows * n, width), ``keys`` (rows,), on the same
-    device.
+    Applied to a gradient, it is its own derivative.
+
+    Example: 2 rows of 3 tokens in a layer of width 4 are ``values`` of shape (6, 4) with ``keys`` of shape (2,).
+    Element (4, 1) is in token 1 of row 1, at position 1 * 4 + 1 = 5 of the row. Its random number is
+    ``mix((keys[1] ^ site) + 5 * increment)``.
+
+    Args:
+        values: (rows * tokens, width).
+        keys: (rows,), on the same device.
+        site: key of the layer.
+        probability: probability of 0.
     """
-    # A number for each element of a row of the batch: (n * width,). The hash of it and the key: (rows, n * width).
-    places = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
-    hashed = _mixed((keys ^ site).unsqueeze(1) + places * _GOLDEN)
-    # The upper 31 bits are a uniform number: an element is kept if it is not below the probability.
-    kept = (_shifted(hashed, 33) >= int(probability * (1 << 31))).view(values.shape)
-    return torch.where(kept, values / (1 - probability), 0.0)
+    # Positions in a row: (tokens * width,). A random number for each element: (rows, tokens * width).
+    positions = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
+    numbers = _mix((keys ^ site).unsqueeze(1) + positions * _INCREMENT)
+    # The upper 31 bits are a uniform integer below 2**31: an element is kept if it is not below the probability.
+    is_kept = (_shift(numbers, 33) >= int(probability * (1 << 31))).view(values.shape)
+    return torch.where(is_kept, values / (1 - probability), 0.0)
 
 
-def _mixed(values: torch.Tensor) -> torch.Tensor:
-    values = (values ^ _shifted(values, 30)) * _FIRST
-    values = (values ^ _shifted(values, 27)) * _SECOND
-    return values ^ _shifted(values, 31)
+def _mix(values: Tensor) -> Tensor:
+    """Apply the finalizer of SplitMix64."""
+    values = (values ^ _shift(values, 30)) * _MULTIPLIER_1
+    values = (values ^ _shift(values, 27)) * _MULTIPLIER_2
+    return values ^ _shift(values, 31)
 
 
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift to the right, filling with zeros."""
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """Shift to the right, filling with zeros: ``>>`` alone repeats the sign."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedSegment:
-    """Rows ``start <= i < stop`` of a layer's input, which belong to one tenant.
+    """Rows ``start <= i < stop`` of a layer's input, which belong to one adapter.
 
     ``keys`` are those of the rows, for dropout, or None without dropout.
     """
@@ -71,50 +83,53 @@ class RoutedSegment:
     pair: LoraWeights
     start: int
     stop: int
-    keys: torch.Tensor | None = None
+    keys: Tensor | None = None
     site: int = 0
 
-    def apply_dropout(self, values: torch.Tensor) -> torch.Tensor:
+    def apply_dropout(self, values: Tensor) -> Tensor:
+        """Return rows (layer rows of the segment, width) after dropout."""
         if self.keys is None:
             return values
-        return apply_dropout(values, self.keys, self.site, self.pair.dropout)
+        return drop_elements(values, self.keys, self.site, self.pair.dropout)
+
+
+Segments: TypeAlias = Sequence[RoutedSegment]
 
 
 class SegmentLoop:
-    """Computes one tenant after the other, by PEFT's products in PEFT's order: the reference.
+    """Computes one adapter after the other, by PEFT's products in PEFT's order: the reference.
 
     The scale is applied as a Python number, in float32 for any dtype. ``x`` is (rows, in), ``out`` and ``g`` are
-    (rows, out). Segments are in order and do not overlap.
+    (rows, out), where rows are tokens of all rows of the batch. Segments are in order and do not overlap.
+
+    Example: an adapter of rank 8 with 2 batch rows of 64 tokens, in a layer from width 512 to 1024, has a segment
+    of 128 rows. Forward: z (128, 8) = x (128, 512) @ A.T, and out (128, 1024) += z @ B.T * scaling. Backward, with
+    scaled = g (128, 1024) * scaling: b_grad (1024, 8) += scaled.T @ z, z_grad (128, 8) = scaled @ B,
+    a_grad (8, 512) += z_grad.T @ x, and x_grad (128, 512) += z_grad @ A.
     """
 
-    def forward_rows(
-        self, segments: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def forward_rows(self, segments: Segments, x: Tensor, out: Tensor) -> list[Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`backward_rows`."""
         saved = []
         for segment in segments:
             pair, rows = segment.pair, slice(segment.start, segment.stop)
             z = F.linear(segment.apply_dropout(x[rows]), pair.A.to(x.dtype))  # (rows, r)
-            out[rows] += F.linear(z, pair.B.to(x.dtype)) * pair.scaling
+            out[rows] += F.linear(z, pair.B.to(x.dtype)) * pair.scaling  # (rows, out)
             saved.append(z)
         return saved
 
     def backward_rows(
-        self,
-        segments: Sequence[RoutedSegment],
-        x: torch.Tensor,
-        saved: Sequence[torch.Tensor],
-        g: torch.Tensor,
-        x_grad: torch.Tensor | None,
+        self, segments: Segments, x: Tensor, saved: Sequence[Tensor], g: Tensor, x_grad: Tensor | None
     ) -> None:
         """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
         for segment, z in zip(segments, saved, strict=True):
             pair, rows = segment.pair, slice(segment.start, segment.stop)
             # Products in g's dtype, added to the matrices' gradients in float32.
-            scaled = g[rows] * pair.scaling
-            pair.b_grad.add_(scaled.T @ z)
-            z_grad = scaled @ pair.B.to(g.dtype)
-            pair.a_grad.add_(z_grad.T @ segment.apply_dropout(x[rows]))
+            scaled = g[rows] * pair.scaling  # (rows, out)
+            pair.b_grad.add_(scaled.T @ z)  # (out, r)
+            z_grad = scaled @ pair.B.to(g.dtype)  # (rows, r)
+            # The dropout mask is computed again from the keys, and was not saved.
+            pair.a_grad.add_(z_grad.T @ segment.apply_dropout(x[rows]))  # (r, in)
             if x_grad is not None:
                 x_grad[rows] += segment.apply_dropout(z_grad @ pair.A.to(g.dtype))
 
@@ -123,59 +138,56 @@ class GroupedProducts(SegmentLoop):
     """Computes adjacent segments with equally many rows and one LoRA rank by one batched product.
 
     Create one for each pass. It keeps the scales of runs on the device.
+
+    Example: 3 adapters of rank 8 with 128 rows each, in a layer from width 512 to 1024, are a run of 384 rows, seen
+    as (3, 128, 512). With A stacked to (3, 8, 512) and B to (3, 1024, 8), z is (3, 128, 8) and the delta
+    (3, 128, 1024).
     """
 
     def __init__(self) -> None:
-        self._scales: dict[tuple[float, ...], torch.Tensor] = {}
+        self._scales: dict[tuple[float, ...], Tensor] = {}
 
-    def forward_rows(
-        self, segments: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def forward_rows(self, segments: Segments, x: Tensor, out: Tensor) -> list[Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`backward_rows`."""
-        saved: list[torch.Tensor] = []
-        for run in runs(segments):
+        saved: list[Tensor] = []
+        for run in group_into_runs(segments):
             if len(run) == 1:
                 saved += super().forward_rows(run, x, out)
                 continue
-            A, B = _stacked(run, x.dtype)
-            inputs = _by_tenant(run, _apply_dropout(run, _view_rows(run, x)))
-            z = torch.bmm(inputs, A.transpose(1, 2))  # (tenants, rows, r)
+            A, B = _stack_matrices(run, x.dtype)
+            z = torch.bmm(_apply_dropout(run, _view_rows(run, x)), A.transpose(1, 2))  # (adapters, rows, r)
             scaled = (z * self._get_scales(run, x.device)).to(x.dtype)
-            _by_tenant(run, _view_rows(run, out)).baddbmm_(scaled, B.transpose(1, 2))
+            _view_rows(run, out).baddbmm_(scaled, B.transpose(1, 2))  # (adapters, rows, out), in place
             # With the scale, in contrast to SegmentLoop, which saves z.
             saved.append(scaled)
         return saved
 
     def backward_rows(
-        self,
-        segments: Sequence[RoutedSegment],
-        x: torch.Tensor,
-        saved: Sequence[torch.Tensor],
-        g: torch.Tensor,
-        x_grad: torch.Tensor | None,
+        self, segments: Segments, x: Tensor, saved: Sequence[Tensor], g: Tensor, x_grad: Tensor | None
     ) -> None:
         """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
-        for run, scaled in zip(runs(segments), saved, strict=True):
+        for run, scaled in zip(group_into_runs(segments), saved, strict=True):
             if len(run) == 1:
                 super().backward_rows(run, x, [scaled], g, x_grad)
                 continue
-            A, B = _stacked(run, g.dtype)
-            grad = _by_tenant(run, _view_rows(run, g))  # (tenants, rows, out)
-            b_grads = torch.bmm(scaled.transpose(1, 2), grad).transpose(1, 2)  # faster than grad.T @ scaled
-            z_grad = (torch.bmm(grad, B) * self._get_scales(run, g.device)).to(g.dtype)
-            a_grads = torch.bmm(z_grad.transpose(1, 2), _by_tenant(run, _apply_dropout(run, _view_rows(run, x))))
+            A, B = _stack_matrices(run, g.dtype)
+            grad = _view_rows(run, g)  # (adapters, rows, out)
+            # (adapters, out, r). Faster than grad.transpose(1, 2) @ scaled.
+            b_grads = torch.bmm(scaled.transpose(1, 2), grad).transpose(1, 2)
+            z_grad = (torch.bmm(grad, B) * self._get_scales(run, g.device)).to(g.dtype)  # (adapters, rows, r)
+            inputs = _apply_dropout(run, _view_rows(run, x))
+            a_grads = torch.bmm(z_grad.transpose(1, 2), inputs)  # (adapters, r, in)
             torch_private.add_all([segment.pair.a_grad for segment in run], a_grads)
             torch_private.add_all([segment.pair.b_grad for segment in run], b_grads)
             if x_grad is not None:
-                _view_rows(run, x_grad).add_(_apply_dropout(run, torch.bmm(z_grad, A).flatten(0, 1)))
+                _view_rows(run, x_grad).add_(_apply_dropout(run, torch.bmm(z_grad, A)))
 
-    def _get_scales(self, run: Sequence[RoutedSegment], device: torch.device) -> torch.Tensor:
-        """Return the scales of a run, float32 (tenants, 1, 1)."""
+    def _get_scales(self, run: Segments, device: torch.device) -> Tensor:
+        """Return the scales of a run, float32 (adapters, 1, 1)."""
         scales = tuple(segment.pair.scaling for segment in run)
         if scales not in self._scales:
-            self._scales[scales] = torch_private.sent(torch.tensor(scales, dtype=torch.float32), device).view(
-                -1, 1, 1
-            )
+            on_device = torch_private.sent(torch.tensor(scales, dtype=torch.float32), device)
+            self._scales[scales] = on_device.view(-1, 1, 1)
         return self._scales[scales]
 
 
@@ -185,36 +197,35 @@ class EmbeddingLoop(SegmentLoop):
     def __init__(self, factor: float) -> None:
         self._factor = factor
 
-    def forward_rows(
-        self, segments: Sequence[RoutedSegment], x: torch.Tensor, out: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def forward_rows(self, segments: Segments, x: Tensor, out: Tensor) -> list[Tensor]:
         """Add the adapters to ``out``."""
         for segment in segments:
             pair, rows = segment.pair, slice(segment.start, segment.stop)
-            found = F.embedding(x[rows, 0], pair.A.T) @ pair.B.T * pair.scaling * self._factor
-            out[rows] += found.to(out.dtype)
+            # A is (r, vocabulary): its column of a token is the row of an embedding.
+            delta = F.embedding(x[rows, 0], pair.A.T) @ pair.B.T * pair.scaling * self._factor  # (rows, out)
+            out[rows] += delta.to(out.dtype)
         return []
 
     def backward_rows(
         self,
-        segments: Sequence[RoutedSegment],
-        x: torch.Tensor,
-        saved: Sequence[torch.Tensor],  # noqa: ARG002
-        g: torch.Tensor,
-        x_grad: torch.Tensor | None,  # noqa: ARG002
+        segments: Segments,
+        x: Tensor,
+        saved: Sequence[Tensor],  # noqa: ARG002
+        g: Tensor,
+        x_grad: Tensor | None,  # noqa: ARG002
     ) -> None:
         """Add to the gradients of the matrices."""
         for segment in segments:
             pair, ids = segment.pair, x[segment.start : segment.stop, 0]
-            scaled = g[segment.start : segment.stop].float() * self._factor * pair.scaling
-            pair.b_grad.add_(scaled.T @ F.embedding(ids, pair.A.T))
+            scaled = g[segment.start : segment.stop].float() * self._factor * pair.scaling  # (rows, out)
+            pair.b_grad.add_(scaled.T @ F.embedding(ids, pair.A.T))  # (out, r)
             if ids.device.type == "cpu":
                 pair.a_grad.T.index_add_(0, ids, scaled @ pair.B)
             else:  # on CUDA index_put_ is deterministic, and index_add_ is not
                 pair.a_grad.T.index_put_((ids,), scaled @ pair.B, accumulate=True)
 
 
-def runs(segments: Sequence[RoutedSegment]) -> list[list[RoutedSegment]]:
+def group_into_runs(segments: Segments) -> list[list[RoutedSegment]]:
     """Group segments that follow each other without a gap, with equally many rows and one LoRA rank."""
     grouped: list[list[RoutedSegment]] = []
     for segment in segments:
@@ -231,64 +242,61 @@ def runs(segments: Sequence[RoutedSegment]) -> list[list[RoutedSegment]]:
     return grouped
 
 
-def _view_rows(run: Sequence[RoutedSegment], values: torch.Tensor) -> torch.Tensor:
-    """View the rows of a run."""
-    return values[run[0].start : run[-1].stop]
+def _view_rows(run: Segments, values: Tensor) -> Tensor:
+    """View the rows of a run as (adapters, rows, width)."""
+    return values[run[0].start : run[-1].stop].view(len(run), -1, values.shape[-1])
 
 
-def _by_tenant(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
-    """View the rows of a run as (tenants, rows, width)."""
-    return rows.view(len(run), -1, rows.shape[-1])
-
-
-def _apply_dropout(run: Sequence[RoutedSegment], rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a run after dropout, tenant by tenant, because its temporaries are large."""
+def _apply_dropout(run: Segments, rows: Tensor) -> Tensor:
+    """Return the rows of a run after dropout, adapter by adapter, because its temporaries are large."""
     if all(segment.keys is None for segment in run):
         return rows
-    return torch.cat([segment.apply_dropout(own) for segment, own in zip(run, rows.chunk(len(run)), strict=True)])
+    return torch.stack([segment.apply_dropout(values) for segment, values in zip(run, rows, strict=True)])
 
 
-def _stacked(run: Sequence[RoutedSegment], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack the matrices of a run: (tenants, rank, in) and (tenants, out, rank)."""
+def _stack_matrices(run: Segments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Stack the matrices of a run: (adapters, r, in) and (adapters, out, r)."""
     A, B = torch.stack([segment.pair.A for segment in run]), torch.stack([segment.pair.B for segment in run])
     return A.to(dtype), B.to(dtype)
 
 
 BackendChoice: TypeAlias = Literal["auto", "loop"]
-"""How adapters are computed: by batched products of tenants with equal sizes, or one tenant after the other."""
+"""How adapters are computed: by batched products of adapters with equal sizes, or one adapter after the other."""
 
 
 def select_backend(
     choice: BackendChoice,
-    segments: Sequence[RoutedSegment],
-    x: torch.Tensor,
-    out: torch.Tensor,
+    segments: Segments,
+    x: Tensor,
+    out: Tensor,
     grouped: GroupedProducts,
 ) -> tuple[SegmentLoop, str]:
     """Return the backend for one layer, ``grouped`` or a loop, and the reason in a few words."""
+    if not segments:
+        return SegmentLoop(), "no rows"
     if choice == "loop":
         return SegmentLoop(), "loop: as asked"
     if x.dtype != out.dtype:
         return SegmentLoop(), f"loop: no batched product of {x.dtype} to {out.dtype}"
-    if len(runs(segments)) == len(segments):
+    if len(group_into_runs(segments)) == len(segments):
         return SegmentLoop(), "loop: no two equal segments adjacent"
     return grouped, "grouped: fewer products"
 
 
 def adapt(
-    anchor: torch.Tensor,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    segments: Sequence[RoutedSegment],
+    anchor: Tensor,
+    x: Tensor,
+    y: Tensor,
+    segments: Segments,
     backend: SegmentLoop,
-) -> torch.Tensor:
+) -> Tensor:
     """Return ``y`` (..., out) plus the adapters' delta of each row of ``x`` (..., in).
 
     Segments are ranges of rows of both. The result is not a view, because FSDP2 warns about views that leave a
-    group.
+    group. Without segments the delta is 0, but the result requires a gradient ([Note: Straight into the buffer]).
     """
     apply: Any = _SegmentedProducts.apply
-    out: torch.Tensor = apply(anchor, x, y, tuple(segments), backend)
+    out: Tensor = apply(anchor, x, y, tuple(segments), backend)
     return out
 
 
@@ -296,12 +304,12 @@ class _SegmentedProducts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        _anchor: torch.Tensor,
-        x: torch.Tensor,
-        y: torch.Tensor,
+        _anchor: Tensor,
+        x: Tensor,
+        y: Tensor,
         segments: tuple[RoutedSegment, ...],
         backend: SegmentLoop,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         # A contiguous copy, so that flatten() below is a view: the backend adds to ``out`` through it.
         out = y.clone(memory_format=torch.contiguous_format)
         saved = backend.forward_rows(segments, x.contiguous().flatten(0, -2), out.flatten(0, -2))
@@ -310,11 +318,11 @@ class _SegmentedProducts(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> Any:
-        x, *saved = ctx.saved_tensors
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        x, *saved_by_backend = ctx.saved_tensors
         # New and contiguous, so that ``flat`` is a view of it.
         x_grad = x.new_zeros(x.shape) if ctx.needs_input_grad[1] else None
         flat = None if x_grad is None else x_grad.flatten(0, -2)
         gradient = outer[0].contiguous().flatten(0, -2)
-        ctx.backend.backward_rows(ctx.segments, x.contiguous().flatten(0, -2), saved, gradient, flat)
+        ctx.backend.backward_rows(ctx.segments, x.contiguous().flatten(0, -2), saved_by_backend, gradient, flat)
         return None, x_grad, outer[0], None, None

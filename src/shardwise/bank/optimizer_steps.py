@@ -1,14 +1,15 @@
-"""Optimizer steps of tenants: one, or several at once with the same bits."""
+"""Optimizer steps of adapters: one, or several at once with the same bits."""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.bank.adapter import Tenant, TenantWindow
+from shardwise.bank.adapter import AdapterStep, BankAdapter, without_tensors
 from shardwise.core.errors import RankLostError, ShardwiseError
 from shardwise.ranks.world import World
 
@@ -26,105 +27,101 @@ def sum_all(world: World, tensors: Sequence[torch.Tensor]) -> None:
             world.wait_for(work)
 
 
-def step_and_mark(world: World, tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
-    """Run :func:`step_together`, and mark tenants whose step failed on any rank: ranks have other values of them.
+def step_and_mark(world: World, adapters: Sequence[BankAdapter]) -> dict[str, AdapterStep]:
+    """Run :func:`step_together`, and mark adapters whose step failed on any rank: ranks have other values of them.
 
     Raises:
         ShardwiseError: the same on every rank.
     """
     try:
         with world.collective("step the optimizers"):
-            return step_together(world, tenants, scales)
+            return step_together(world, adapters)
     except RankLostError:
         raise
     except ShardwiseError as error:
-        failed = {tenant.name for tenant in tenants}
-        with suppress(ShardwiseError):  # this error came first
-            told = world.all_gather_object([tenant.name for tenant in tenants if tenant.failure])
-            failed = {name for found in told for name in found} or failed
-        for tenant in tenants:
-            tenant.failure = error if tenant.name in failed else None
+        # An optimizer may fail on one rank only, so the ranks exchange the names. If that fails, all of them count.
+        failed = {adapter.name for adapter in adapters}
+        with suppress(ShardwiseError):  # the first error is the one to raise
+            names = world.all_gather_object([adapter.name for adapter in adapters if adapter.failure])
+            failed = {name for names_of_rank in names for name in names_of_rank} or failed
+        for adapter in adapters:
+            adapter.failure = error if adapter.name in failed else None
         raise
 
 
-def step_together(world: World, tenants: Sequence[Tenant], scales: Sequence[float]) -> list[tuple[bool, float]]:
-    """Sum the gradients over the ranks, scale them, step each tenant whose gradient norm is finite, and clear them.
+def step_together(world: World, adapters: Sequence[BankAdapter]) -> dict[str, AdapterStep]:
+    """Sum the gradients over the ranks, scale them, step adapters whose gradient norm is finite, and clear them.
 
     Bitwise equal to stepping one after the other. The host waits for the device once. Collective: yes.
 
-    Returns:
-        For each tenant whether its step was taken, and the norm of its gradient before it was clipped.
-
     Raises:
-        Exception: the first one of an optimizer or a schedule, after the steps of all. Tenants whose step failed
+        Exception: the first one of an optimizer or a schedule, after the steps of all. Adapters whose step failed
             have it as their ``failure``.
     """
-    if not tenants:
-        return []
-    sum_all(world, [tenant.gradient for tenant in tenants])
-    for tenant, scale in zip(tenants, scales, strict=True):
-        if scale != 1.0:
-            tenant.gradient.mul_(scale)
-    found = [torch.nn.utils.get_total_norm(list(tenant.gradients.values())) for tenant in tenants]
-    norms: list[float] = torch.stack(found).tolist()
-    stepping = [tenant for tenant, norm in zip(tenants, norms, strict=True) if math.isfinite(norm)]
-    for tenant, norm in zip(tenants, norms, strict=True):
+    if not adapters:
+        return {}
+    sum_all(world, [adapter.gradient for adapter in adapters])
+    for adapter in adapters:
+        if adapter.gradient_scale != 1.0:
+            adapter.gradient.mul_(adapter.gradient_scale)
+    # Norms are of the whole gradients: after the sum over the ranks, before clipping. One transfer has all of them.
+    norms = torch.stack([torch.nn.utils.get_total_norm(list(adapter.gradients.values())) for adapter in adapters])
+    outcomes: dict[str, AdapterStep] = {}
+    stepping = []
+    for adapter, norm in zip(adapters, norms.tolist(), strict=True):
+        rate = float(adapter.settings.get("lr", math.nan))  # before the schedule changes it
+        outcomes[adapter.name] = AdapterStep(math.isfinite(norm), norm, adapter.num_supervised_tokens, rate)
         if math.isfinite(norm):
-            tenant.clip(norm)
-    _step_all(stepping)
-    for tenant in tenants:
-        tenant.gradient.zero_()
-        tenant.window = TenantWindow()
-        tenant.windows += 1
-    _step_schedules(stepping)
-    if failures := [tenant.failure for tenant in stepping if tenant.failure is not None]:
-        raise failures[0]
-    return [(math.isfinite(norm), norm) for norm in norms]
-
-
-def _step_schedules(tenants: Sequence[Tenant]) -> None:
-    for tenant in tenants:
-        tenant.steps += 1
+            adapter.clip(norm)
+            stepping.append(adapter)
+    _step_optimizers(stepping)
+    # Also without a step: the next window begins with zeros, and with other dropout masks.
+    for adapter in adapters:
+        adapter.gradient.zero_()
+        adapter.micro_batches = adapter.num_supervised_tokens = 0
+        adapter.windows += 1
+    for adapter in stepping:
+        adapter.steps += 1
         try:
-            tenant.schedule.step()
+            adapter.schedule.step()
         except Exception as error:
-            tenant.failure = tenant.failure or error
+            adapter.failure = adapter.failure or error
+    if failures := [adapter.failure for adapter in stepping if adapter.failure is not None]:
+        raise failures[0]
+    return outcomes
 
 
-def _step_all(tenants: Sequence[Tenant]) -> None:
+def _step_optimizers(adapters: Sequence[BankAdapter]) -> None:
     """Step optimizers. Those of one class with equal settings are stepped by one call, in fewer kernels."""
-    alike: dict[str, list[Tenant]] = {}
-    for tenant in tenants:
-        settings = [
-            (key, value.tolist() if isinstance(value, torch.Tensor) else value)
-            for key, value in tenant.optimizer.param_groups[0].items()
-            if key != "params"
-        ]
-        alike.setdefault(f"{type(tenant.optimizer).__name__} {settings}", []).append(tenant)
-    for group in alike.values():
-        first, *others = [tenant.optimizer for tenant in group]
+    groups: dict[str, list[BankAdapter]] = {}
+    for adapter in adapters:
+        key = f"{type(adapter.optimizer).__name__} {without_tensors(adapter.settings)}"
+        groups.setdefault(key, []).append(adapter)
+    for group in groups.values():
+        first, *others = [adapter.optimizer for adapter in group]
         try:
-            with _lent(first, others):
+            with _lend_parameters(first, others):
                 for optimizer in (first, *others):  # the others have no parameters, but count their steps
                     optimizer.step()
-        except Exception as error:  # of some of them, on this rank alone: nobody knows which values are new
-            for tenant in group:
-                tenant.failure = error
+        except Exception as error:  # on this rank, after any number of parameters: no adapter's values are certain
+            for adapter in group:
+                adapter.failure = error
 
 
 @contextmanager
-def _lent(first: Optimizer, others: Sequence[Optimizer]) -> Iterator[None]:
+def _lend_parameters(first: Optimizer, others: Sequence[Optimizer]) -> Iterator[None]:
     """Move the parameters and states of others to one optimizer, within the block."""
     parameters = first.param_groups[0]["params"]
     lent = [other.param_groups[0]["params"] for other in others]
     try:
-        for other, own in zip(others, lent, strict=True):
-            first.param_groups[0]["params"] = [*first.param_groups[0]["params"], *own]
+        first.param_groups[0]["params"] = [*parameters, *chain.from_iterable(lent)]
+        for other in others:
             first.state.update(other.state)
             other.param_groups[0]["params"] = []
         yield
     finally:
         first.param_groups[0]["params"] = parameters
-        for other, own in zip(others, lent, strict=True):
-            other.param_groups[0]["params"] = own
-            other.state.update({each: first.state.pop(each) for each in own if each in first.state})
+        for other, their_parameters in zip(others, lent, strict=True):
+            other.param_groups[0]["params"] = their_parameters
+            # The first step of an optimizer creates its state, so it is moved back, not kept in place.
+            other.state.update({each: first.state.pop(each) for each in their_parameters if each in first.state})

@@ -1,4 +1,4 @@
-"""A pass of many tenants through the base: forward, losses entry by entry, backward."""
+"""A pass of many adapters through the base: forward, losses entry by entry, backward."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.bank.adapter import Tenant
-from shardwise.bank.hooks import ActiveRouting, BatchRouting, TenantRows
+from shardwise.bank.adapter import BankAdapter
+from shardwise.bank.hooks import ActiveRouting, AdapterRows, BatchRouting
 from shardwise.bank.kernels import BackendChoice, row_keys, stable_key
-from shardwise.bank.rows import IGNORED, PassPlan, RowCounts, TenantRow
+from shardwise.bank.rows import IGNORED, PassPlan, RowCounts, UnpaddedRow
 from shardwise.core.errors import TrainingError
 from shardwise.fsdp.gradients import reset_fsdp_state
 from shardwise.fsdp.named_tensors import find_fsdp_root
@@ -43,8 +43,8 @@ class SharedBase:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens in a row."""
-        found = getattr(self.model.config, "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else 1 << 30
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else 1 << 30
 
     def free_bytes(self) -> int | None:
         """Return free memory of the device, or of the host if that computes. None if unknown."""
@@ -73,14 +73,14 @@ class SharedBase:
 
 
 class FusedPass:
-    """A pass of a micro-batch of many tenants through the base. It owns its route ([Note: A route]).
+    """A pass of a micro-batch of many adapters through the base. It owns its route ([Note: A route]).
 
     Args:
         base: the base.
         plan: the pass.
-        tenants: the tenant of each entry of the call.
-        agreed: counts of the rows of each entry, on all ranks.
-        own_rows: rows of each entry, of this rank.
+        adapters: the adapter of each entry of the call.
+        counts: counts of the rows of each entry, on all ranks.
+        local_rows: rows of each entry, of this rank.
         is_training: False for evaluation.
     """
 
@@ -88,27 +88,26 @@ class FusedPass:
         self,
         base: SharedBase,
         plan: PassPlan,
-        tenants: Sequence[Tenant | None],
-        agreed: Sequence[RowCounts],
-        own_rows: Sequence[Sequence[TenantRow]],
+        adapters: Sequence[BankAdapter | None],
+        counts: Sequence[RowCounts],
+        local_rows: Sequence[Sequence[UnpaddedRow]],
         *,
         is_training: bool,
     ) -> None:
         self.spans: dict[int, slice] = {}
-        own: list[tuple[Tenant, slice]] = []
+        """The rows of each entry in the pass."""
         keys = [torch.empty(0, dtype=torch.int64)]
-        rows: list[TenantRow] = []
-        # This rank's rows, entry by entry. A row's dropout key depends on its place among those of all ranks.
+        rows: list[UnpaddedRow] = []
+        # Rows of this rank, entry by entry. The dropout key of a row depends on its place among the rows of all
+        # ranks, so masks do not depend on the number of ranks.
         for number in plan.entries:
-            tenant = tenants[number]
-            first_row = sum(agreed[number].rows[: base.world.rank])
-            span = slice(len(rows), len(rows) + len(own_rows[number]))
-            rows.extend(own_rows[number])
-            self.spans[number] = span
-            if tenant is not None:
-                key = stable_key(tenant.options.seed, tenant.windows, tenant.window.micro_batches)
-                keys.append(row_keys(key, first_row, len(own_rows[number])))
-                own.append((tenant, span))
+            adapter = adapters[number]
+            first_row = sum(counts[number].rows[: base.world.rank])
+            self.spans[number] = slice(len(rows), len(rows) + len(local_rows[number]))
+            rows.extend(local_rows[number])
+            if adapter is not None:
+                key = stable_key(adapter.options["seed"], adapter.windows, adapter.micro_batches)
+                keys.append(row_keys(key, first_row, len(local_rows[number])))
         # (rows, tokens), padded on the right. Padding has no label, and so no loss.
         shape = (max(len(rows), 1), plan.tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
@@ -125,9 +124,13 @@ class FusedPass:
             self.attention_mask[:] = 1
         self.device = base.device
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        on_device = sent(torch.cat(keys), self.device)  # keys of tenants' rows; rows of the base come last
-        members = tuple(TenantRows(tenant, at.start, at.stop, on_device[at]) for tenant, at in own)
-        self.route = BatchRouting(shape[0], shape[1], members, base.backend, anchor, is_training)
+        # Keys of all rows in one transfer. Rows of the base have none, and come last.
+        keys_on_device = sent(torch.cat(keys), self.device)
+        members = []
+        for number, span in self.spans.items():
+            if (adapter := adapters[number]) is not None:
+                members.append(AdapterRows(adapter, span.start, span.stop, keys_on_device[span]))
+        self.route = BatchRouting(shape[0], shape[1], tuple(members), base.backend, anchor, is_training)
         self.logits: torch.Tensor | None = None
         """(rows, tokens, vocabulary), from the forward pass to the backward pass."""
         self.logits_grad: torch.Tensor | None = None
@@ -153,6 +156,11 @@ class FusedPass:
         The gradient is that of each token's loss, times the token's weight and the entry's scale. Losses are not
         summed, so a loss that raises or is not finite does not affect other entries.
 
+        Example: a pass of "ada" with 2 rows and "bob" with 1 row, padded to 64 tokens, with a vocabulary of 1000,
+        has logits of shape (3, 64, 1000). Those of token i predict label i + 1, so ``logits[0:2, :-1]`` of shape
+        (2, 63, 1000) and ``labels[0:2, 1:]`` of shape (2, 63) give the 2 x 63 losses of "ada". With 50 labels of
+        weight 1 on all ranks and a scale of 1 / 50, the gradient is that of their mean.
+
         Memory: the logits of an entry in float32, three times.
 
         Returns:
@@ -171,13 +179,14 @@ class FusedPass:
             if span.start == span.stop:
                 continue
             try:
-                # (own rows, tokens - 1, vocabulary), a leaf of its own
-                own = logits[span, :-1].requires_grad_(scales is not None)
-                losses = token_losses(own, labels[span])
+                # (rows of the entry, tokens - 1, vocabulary): a leaf, so that its gradient ends here.
+                leaf = logits[span, :-1].requires_grad_(scales is not None)
+                losses = token_losses(leaf, labels[span])  # (rows of the entry, tokens - 1)
                 if scales is not None:
                     if self.logits_grad is None:
                         self.logits_grad = torch.zeros_like(logits)
-                    [gradient] = torch.autograd.grad(losses, own, self.loss_weights[span] * scales[number])
+                    # The weights are the gradient of the sum of weighted losses with respect to each loss.
+                    [gradient] = torch.autograd.grad(losses, leaf, self.loss_weights[span] * scales[number])
                     self.logits_grad[span, :-1] = gradient
                 self.logprobs[span] = -losses.detach()
             except Exception as error:
@@ -185,12 +194,12 @@ class FusedPass:
         return failures
 
     def backward(self, switch: ActiveRouting) -> None:
-        """Accumulate the tenants' gradients. Collective: as the model is."""
+        """Accumulate the adapters' gradients. Collective: as the model is."""
         logits, gradient = self.logits, self.logits_grad
         self.logits = self.logits_grad = None
         assert logits is not None
         if not logits.requires_grad:
-            raise TrainingError("the loss depends on no adapter of these tenants. Check their targets")
+            raise TrainingError("the loss depends on none of the adapters. Check their targets")
         # Also without any gradient: the others gather in this backward pass, so this rank must take part.
         with switch.on(self.route):
             torch.autograd.backward(

@@ -1,9 +1,9 @@
-"""Checks of the rows of tenants and of the base, and the plan of forward passes.
+"""Checks of the rows of adapters and of the base, and the plan of forward passes.
 
-[Note: Own lengths] A tenant's rows are padded to its own longest row on all ranks, rounded up to a multiple, never
-to another tenant's. Tenants with equal padded lengths share a pass through the base. So the shapes of a tenant do
-not depend on other tenants, and products have enough rows that their rounding does not either (with fewer than 16
-rows it would).
+[Note: Own lengths] An adapter's rows are padded to its own longest row on all ranks, rounded up to a multiple,
+never to another adapter's. Adapters with equal padded lengths share a pass through the base. So the shapes of an
+adapter do not depend on other adapters, and products have enough rows that their rounding does not either (with
+fewer than 16 rows it would).
 
 [Note: What couples rows] Nearly all of a transformer computes each row of a batch independently. Exceptions:
 normalization over the batch, rotary embeddings whose frequencies depend on the longest row (dynamic, longrope),
@@ -11,6 +11,7 @@ losses and capacities of routers, which count all tokens, and draws from torch's
 the number of rows.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class TenantRow:
+class UnpaddedRow:
     """One row without padding, on the CPU: (tokens,) each."""
 
     input_ids: torch.Tensor
@@ -47,15 +48,15 @@ class TenantRow:
 
 def parse_batch(
     who: str, batch: RowTensors, *, vocab_size: int, longest: int, may_have_weights: bool = True
-) -> list[TenantRow]:
+) -> list[UnpaddedRow]:
     """Return the rows of a batch without padding.
 
     Args:
-        who: the tenant, for errors.
+        who: the adapter, for errors.
         batch: see :data:`RowTensors`. It may have no rows.
         vocab_size: size of the vocabulary.
         longest: maximum number of tokens in a row.
-        may_have_weights: whether the tenant's loss has weights.
+        may_have_weights: whether the adapter's loss has weights.
 
     Raises:
         ConfigError: the batch is invalid. The message has the reason.
@@ -63,29 +64,26 @@ def parse_batch(
     ids = _require_tensors(who, batch)
     if "weights" in batch and not may_have_weights:
         raise ConfigError(f"{who}: weights need reduction='sum'. The mean over tokens has none")
-    ids = ids.cpu().long()
-    mask = (
-        batch["attention_mask"].cpu() != 0 if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
-    )
-    lengths = mask.sum(1)
-    if bool((mask != (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))).any()):
+    ids = ids.cpu().long()  # (rows, tokens), as all others
+    mask = batch.get("attention_mask", torch.ones_like(ids)).cpu() != 0
+    lengths = mask.sum(1)  # (rows,)
+    # A row with its padding at the end has ones exactly before its length: [1, 1, 0], and not [0, 1, 1].
+    if not mask.equal(torch.arange(ids.shape[1]) < lengths.unsqueeze(1)):
         raise ConfigError(f"{who}: attention_mask has padding elsewhere than at the end of rows. Pad on the right")
     if len(ids) and (int(lengths.min()) < 2 or int(lengths.max()) > longest):
         raise ConfigError(
             f"{who}: rows have {int(lengths.min())} to {int(lengths.max())} tokens. They may have 2 to {longest}"
         )
-    labels = batch["labels"].cpu().long() if "labels" in batch else ids
-    weights = batch["weights"].cpu().float() if "weights" in batch else torch.ones(ids.shape)
+    labels = batch.get("labels", ids).cpu().long()
+    weights = batch.get("weights", torch.ones(ids.shape)).cpu().float()
     for key, values in (("input_ids", ids), ("labels", labels.masked_fill(labels == IGNORED, 0))):
-        own = values[mask]
-        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= vocab_size):
-            raise ConfigError(
-                f"{who}: {key} are from {int(own.min())} to {int(own.max())}. The model has {vocab_size} tokens"
-            )
+        low, high = values[mask].aminmax() if len(ids) else (0, 0)
+        if low < 0 or high >= vocab_size:
+            raise ConfigError(f"{who}: {key} are from {int(low)} to {int(high)}. The model has {vocab_size} tokens")
     if not bool(weights[mask].isfinite().all()):
         raise ConfigError(f"{who}: weights are not all finite")
     return [
-        TenantRow(ids[row, :length], labels[row, :length], weights[row, :length])
+        UnpaddedRow(ids[row, :length], labels[row, :length], weights[row, :length])
         for row, length in enumerate(lengths.tolist())
     ]
 
@@ -118,33 +116,37 @@ class RowCounts:
     num_supervised_tokens: int
 
 
-def summarize_rows(name: str | None, rows: Sequence[TenantRow]) -> RowCounts:
+def summarize_rows(name: str | None, rows: Sequence[UnpaddedRow]) -> RowCounts:
     learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
     return RowCounts(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
 
 
-def combine_counts(counts: Sequence[Sequence[RowCounts]]) -> list[RowCounts]:
-    """Combine the counts of all ranks.
+def combine_counts(counts: Sequence[Sequence[RowCounts]], global_ranks: Sequence[int]) -> list[RowCounts]:
+    """Combine the counts of all ranks, entry by entry.
+
+    Two ranks with 2 rows and 1 row of "ada", of up to 7 and 40 tokens with 9 and 30 labels, have
+    ``RowCounts("ada", (2, 1), 40, 39)``.
+
+    Args:
+        counts: the counts of each rank, with numbers of rows of that rank alone.
+        global_ranks: the ranks in the default group, for errors.
 
     Raises:
-        RankMismatchError: ranks have named other tenants, or in another order.
+        RankMismatchError: ranks name different adapters, or in another order.
     """
-    names = [[facts.name for facts in own] for own in counts]
-    for rank, own in enumerate(names):
-        if own != names[0]:
+    names = [[entry.name for entry in counts_of_rank] for counts_of_rank in counts]
+    for rank, names_of_rank in zip(global_ranks, names, strict=True):
+        if names_of_rank != names[0]:
             raise RankMismatchError(
-                f"rank {rank} has rows of {own}, and rank 0 of {names[0]}. Name the same tenants in the same order "
-                "on every rank, if needed with a batch of no rows"
+                f"rank {rank} has rows of {names_of_rank}, and rank {global_ranks[0]} of {names[0]}. Name the same "
+                "adapters in the same order on every rank, if needed with a batch of no rows"
             )
-    return [
-        RowCounts(
-            entries[0].name,
-            tuple(facts.rows[0] for facts in entries),
-            max(facts.longest for facts in entries),
-            sum(facts.num_supervised_tokens for facts in entries),
-        )
-        for entries in zip(*counts, strict=True)
-    ]
+    combined = []
+    for entries in zip(*counts, strict=True):
+        rows = tuple(entry.rows[0] for entry in entries)
+        longest = max(entry.longest for entry in entries)
+        combined.append(RowCounts(entries[0].name, rows, longest, sum(e.num_supervised_tokens for e in entries)))
+    return combined
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,30 +158,32 @@ class PassPlan:
 
 
 def plan_passes(
-    agreed: Sequence[RowCounts], ranks: Mapping[str, int], *, multiple: int, longest: int
+    counts: Sequence[RowCounts], ranks: Mapping[str, int], *, multiple: int, longest: int
 ) -> list[PassPlan]:
     """Plan passes for the entries that have rows on any rank, equal on every rank. See [Note: Own lengths].
 
     Entries of equal LoRA rank are adjacent, so that they can be computed by one product. Those without an adapter
     come last.
 
+    Example: with ``multiple=64``, entries "a" (rank 8, up to 7 tokens), "b" (rank 4, 65 tokens), None (3 tokens)
+    and "c" (rank 4, 60 tokens) have the passes ``PassPlan(64, (3, 0, 2))`` and ``PassPlan(128, (1,))``.
+
     Args:
-        agreed: the entries of a call.
-        ranks: LoRA ranks by tenant.
+        counts: the entries of a call.
+        ranks: LoRA ranks by adapter.
         multiple: lengths are rounded up to a multiple of it.
         longest: maximum number of tokens in a row, padding included.
     """
-    lengths: dict[int, list[int]] = {}
-    for number, entry in enumerate(agreed):
+    entries_by_length: dict[int, list[tuple[bool, int, int]]] = {}
+    for number, entry in enumerate(counts):
         if sum(entry.rows):
-            tokens = min(-(-entry.longest // multiple) * multiple, longest)
-            lengths.setdefault(tokens, []).append(number)
-
-    def order(number: int) -> tuple[bool, int, int]:
-        name = agreed[number].name
-        return name is None, 0 if name is None else ranks[name], number
-
-    return [PassPlan(tokens, tuple(sorted(entries, key=order))) for tokens, entries in sorted(lengths.items())]
+            tokens = min(math.ceil(entry.longest / multiple) * multiple, longest)
+            key = entry.name is None, ranks.get(entry.name or "", 0), number  # in the order of the pass
+            entries_by_length.setdefault(tokens, []).append(key)
+    return [
+        PassPlan(tokens, tuple(number for *_, number in sorted(keys)))
+        for tokens, keys in sorted(entries_by_length.items())
+    ]
 
 
 _BY_LONGEST_ROW = ("dynamic", "longrope")
@@ -196,13 +200,7 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
             f"{type(model).__name__} is not a transformers model without adapters. Load the base by "
             "shardwise.from_pretrained without tuning="
         )
-    faults = [
-        *_headless(model),
-        *_compiled(model),
-        *_by_modules(model),
-        *_by_config(model),
-        *_list_shards(model, ranks),
-    ]
+    faults = [*_find_module_faults(model), *_find_config_faults(model), *_find_sharding_faults(model, ranks)]
     if faults:
         raise ConfigError(
             f"{type(model).__name__} cannot be the base of many adapters:\n  " + "\n  ".join(faults[:20])
@@ -210,52 +208,43 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
     return model
 
 
-def _headless(model: PreTrainedModel) -> Iterator[str]:
+def _find_module_faults(model: PreTrainedModel) -> Iterator[str]:
     if model.get_output_embeddings() is None:
         yield f"{type(model).__name__} has no language model head. Use the class with the head (...ForCausalLM)"
     if getattr(model.config, "is_encoder_decoder", False):
         yield "it has an encoder, for which a bank has no rows. Use a causal language model"
-
-
-def _compiled(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if is_compiled_in_place(module):
-            yield (
-                f"{canonical(name) or 'the model'} is compiled, and would not see adapters that are added later. "
-                "Load it without compiling"
-            )
-            return
-
-
-def _by_modules(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
+            # A compiled graph is not guarded on hooks, so it would not see adapters that are added later.
+            yield f"{canonical(name) or 'the model'} is compiled without adapters. Load it without compiling"
         if normalizes_over_rows(module):
-            yield f"{canonical(name)} is a {type(module).__name__}, which normalizes over all tenants' rows"
+            yield f"{canonical(name)} is a {type(module).__name__}, which normalizes over all adapters' rows"
         kinds = getattr(module, "rope_type", None)
-        found = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
-        if both := sorted(found.intersection(_BY_LONGEST_ROW)):
+        names = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
+        if coupling := sorted(names.intersection(_BY_LONGEST_ROW)):
             yield (
-                f"{canonical(name)} has {both[0]} rotary embeddings, which depend on the longest row of all "
-                "tenants. Set another rope_type in the config"
+                f"{canonical(name)} has {coupling[0]} rotary embeddings, which depend on the longest row of all "
+                "adapters. Set another rope_type in the config"
             )
 
 
-def _by_config(model: nn.Module) -> Iterator[str]:
-    for config in _configs(model):
+def _find_config_faults(model: nn.Module) -> Iterator[str]:
+    main: Any = model.config
+    for config in (main, *(getattr(main, name, None) for name in getattr(main, "sub_configs", ()))):
         if getattr(config, "output_router_logits", False):
             yield (
-                "config.output_router_logits is true, and a router's loss counts the tokens of all tenants. Set "
+                "config.output_router_logits is true, and a router's loss counts the tokens of all adapters. Set "
                 "it to false"
             )
-        for key, value in vars(config).items():
-            if key in ("expert_capacity", "capacity_factor") and value:
-                yield f"config.{key}={value}: a full expert drops tokens of any tenant. Set it to None"
+        for key in ("expert_capacity", "capacity_factor"):
+            if value := getattr(config, key, None):
+                yield f"config.{key}={value}: a full expert drops tokens of any adapter. Set it to None"
 
 
-def _list_shards(model: nn.Module, ranks: int) -> Iterator[str]:
+def _find_sharding_faults(model: nn.Module, ranks: int) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            split = [place for place in parameter.placements if splitting_dim(place) is not None]
+            split = [placement for placement in parameter.placements if splitting_dim(placement) is not None]
             if len(split) > 1 or parameter.device_mesh.size() != ranks:
                 yield (
                     f"{canonical(name)} is {parameter.placements} on a mesh of {parameter.device_mesh.size()} of "
@@ -271,23 +260,17 @@ def no_random_numbers(device: torch.device) -> Iterator[None]:
     Raises:
         TrainingError: the base has drawn random numbers.
     """
-    before = _states(device)
+    before = _get_rng_states(device)
     yield
-    if not all(one.equal(other) for one, other in zip(before, _states(device), strict=True)):
+    if not all(map(torch.equal, before, _get_rng_states(device))):
         raise TrainingError(
             "the base has drawn random numbers (dropout in training mode, jitter of a router), which depend on the "
-            "other tenants. Call model.eval(), or set them to 0. Adapters have their own dropout (lora_dropout)"
+            "other adapters. Call model.eval(), or set them to 0. Adapters have their own dropout (lora_dropout)"
         )
 
 
-def _states(device: torch.device) -> list[torch.Tensor]:
+def _get_rng_states(device: torch.device) -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    config: Any = getattr(model, "config", None)
-    sub_configs = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return [each for each in (config, *sub_configs) if each is not None]

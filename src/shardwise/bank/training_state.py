@@ -1,4 +1,4 @@
-"""Training state of a tenant: tensors by name, and facts as plain data.
+"""Training state of an adapter: tensors by name, and facts as plain data.
 
 A file and a state dict contain the same: matrices by PEFT's names, the optimizer's tensors and the gradient of an
 open window, flat in the order of the matrices, and facts. They restore on any number of ranks.
@@ -12,7 +12,6 @@ several ranks floats are summed in another order.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.bank.adapter import Tenant, TenantStart, TenantWindow
-from shardwise.bank.adapter_settings import TenantState, get_state, validate_state
+from shardwise.bank.adapter import AdapterStart, BankAdapter, without_tensors
+from shardwise.bank.adapter_settings import TrainingFacts, get_facts, validate_facts
 from shardwise.bank.optimizer_steps import sum_all
 from shardwise.checkpoints import base_identity as bases
 from shardwise.core.consents import allows
@@ -31,13 +30,12 @@ from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.urls import shown
-from shardwise.fsdp.optimizer_states_by_name import list_differences, set_group
+from shardwise.fsdp.optimizer_states_by_name import list_differences, scheduler_mismatch, set_group
 from shardwise.fsdp.torch_private import in_memory
 from shardwise.transfer.matching import OnFault
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that decide how a step is computed, not its result. They are not restored."""
-_NOT_NEGATIVE = frozenset({"lr", "initial_lr", "weight_decay", "eps"})
 
 GRADIENT, MATRICES = "gradient", "matrices"
 """Names of flat tensors: the gradient of an open window, and the matrices if the adapter's file has them cast."""
@@ -45,7 +43,7 @@ GRADIENT, MATRICES = "gradient", "matrices"
 _OPTIMIZER = "optimizer."
 
 
-def training_tensors(tenant: Tenant) -> dict[str, torch.Tensor]:
+def collect_training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
     """Return the optimizer's state (not copied) and the gradient of an open window, by name.
 
     The gradient is summed over all ranks. Collective: one all-reduce if a window is open, with a copy of the
@@ -54,27 +52,28 @@ def training_tensors(tenant: Tenant) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: an entry of the state is not a tensor.
     """
-    found = {}
-    if tenant.window.micro_batches:
-        found[GRADIENT] = tenant.gradient.clone()
-        sum_all(tenant.world, [found[GRADIENT]])
-    for entry, values in tenant.optimizer.state.get(tenant.flat, {}).items():
+    tensors = {}
+    if adapter.micro_batches:
+        # A copy: the gradient of this rank stays, since the window goes on.
+        tensors[GRADIENT] = adapter.gradient.clone()
+        sum_all(adapter.world, [tensors[GRADIENT]])
+    for entry, values in adapter.optimizer.state.get(adapter.flat, {}).items():
         if not isinstance(values, torch.Tensor):
             raise ConfigError(
-                f"{entry} of the optimizer of {tenant.name!r} is a {type(values).__name__}, and only tensors "
-                "are saved. Save with training_state=False"
+                f"{entry} of the optimizer of {adapter.name!r}: is a {type(values).__name__}, and only tensors are "
+                "saved. Save with training_state=False"
             )
-        found[_OPTIMIZER + entry] = values
-    return found
+        tensors[_OPTIMIZER + entry] = values
+    return tensors
 
 
-def copied_state(tenant: Tenant, base: Mapping[str, str]) -> dict[str, Any]:
-    """Return a state dict. Collective: as :func:`training_tensors`."""
-    training = training_tensors(tenant)
+def copy_state(adapter: BankAdapter, base: Mapping[str, str]) -> dict[str, Any]:
+    """Return a state dict. Collective: as :func:`collect_training_tensors`."""
+    training = collect_training_tensors(adapter)
     return {
-        "adapter": {key: values.clone() for key, values in tenant.matrices.items()},
+        "adapter": {key: values.clone() for key, values in adapter.matrices.items()},
         "training": {key: values.clone() for key, values in training.items()},
-        "facts": get_state(tenant, base).to_dict(),
+        "facts": get_facts(adapter, base).to_dict(),
     }
 
 
@@ -83,11 +82,11 @@ class StoredTraining:
     """Training state in a file (``what``) or a state dict: facts, and shapes and dtypes of tensors."""
 
     what: str
-    facts: TenantState
+    facts: TrainingFacts
     tensors: Mapping[str, tuple[tuple[int, ...], DType]]
 
 
-def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | TenantStart:
+def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTraining | AdapterStart:
     """Parse a state dict, or matrices alone by PEFT's names. ``what`` names it in errors.
 
     Raises:
@@ -95,65 +94,61 @@ def parse_state(tenant: Tenant, what: str, state: object) -> StoredTraining | Te
         FormatError: its facts are invalid.
     """
     if not isinstance(state, Mapping):
-        raise ConfigError(f"{what} is a {type(state).__name__}. Pass the result of state_dict")
+        raise ConfigError(f"{what}: is a {type(state).__name__}. Pass the result of state_dict")
     if state and all(isinstance(values, torch.Tensor) for values in state.values()):
-        if faults := _matrix_faults(tenant, state):
-            raise _refusal(what, tenant, faults)
-        return TenantStart(reason="the state has matrices alone")
+        shapes = {key: tuple(values.shape) for key, values in state.items()}
+        if faults := [*_find_shape_faults(shapes, adapter.shapes), *_find_kind_faults(state)]:
+            raise _state_error(what, adapter, faults)
+        return AdapterStart(reason="the state has matrices alone")
     if missing := [key for key in ("adapter", "training", "facts") if not isinstance(state.get(key), Mapping)]:
         raise ConfigError(
             f"{what}: it has no {', '.join(missing)}; nor is it matrices alone, by PEFT's names. Pass the result "
             "of state_dict"
         )
-    for key in ("adapter", "training"):
-        if not all(isinstance(values, torch.Tensor) for values in state[key].values()):
-            raise ConfigError(f"{what}: {key} has values that are not tensors. Pass the result of state_dict")
-    if faults := [*_kind_faults(state["adapter"]), *_kind_faults(state["training"])]:
-        raise _refusal(what, tenant, faults)
+    if faults := [*_find_kind_faults(state["adapter"]), *_find_kind_faults(state["training"])]:
+        raise _state_error(what, adapter, faults)
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
-    facts = replace(validate_state(state["facts"], what), matrices=shapes)
-    tensors = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in state["training"].items()}
+    facts = replace(validate_facts(state["facts"], what), matrices=shapes)
+    tensors = {key: (tuple(values.shape), in_memory(values.dtype)) for key, values in state["training"].items()}
     return StoredTraining(what, facts, tensors)
 
 
-def copy_values(tenant: Tenant, state: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
-    """Copy the values of a parsed state dict, or of matrices alone, into a tenant and into ``targets``."""
-    for key, values in tenant.matrices.items():
+def copy_values(adapter: BankAdapter, state: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy the values of a parsed state dict, or of matrices alone, into an adapter and into ``targets``."""
+    for key, values in adapter.matrices.items():
         values.copy_(state.get("adapter", state)[key])
     for key, values in targets.items():
         values.copy_(state["training"][key])
 
 
-def _matrix_faults(tenant: Tenant, state: Mapping[str, torch.Tensor]) -> list[str]:
-    shapes = {key: tuple(values.shape) for key, values in state.items()}
-    return [*_compare_shapes(shapes, tenant.shapes), *_kind_faults(state)]
-
-
-def _kind_faults(state: Mapping[str, torch.Tensor]) -> list[str]:
-    return [
-        f"{key}: is a {type(values).__name__} of {values.dtype} on {values.device}; a whole tensor of "
-        "floating-point numbers is needed"
-        for key, values in state.items()
-        if isinstance(values, DTensor) or values.is_meta or not values.is_floating_point()
-    ]
+def _find_kind_faults(state: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for key, values in state.items():
+        kind = type(values).__name__
+        if not isinstance(values, torch.Tensor):
+            faults.append(f"{key}: is a {kind}, not a tensor")
+        elif isinstance(values, DTensor) or values.is_meta or not values.is_floating_point():
+            needed = "a whole tensor of floating-point numbers is needed"
+            faults.append(f"{key}: is a {kind} of {values.dtype} on {values.device}; {needed}")
+    return faults
 
 
 def restore(
-    tenant: Tenant,
+    adapter: BankAdapter,
     what: str,
-    found: StoredTraining | TenantStart,
+    stored: StoredTraining | AdapterStart,
     targets: Mapping[str, torch.Tensor],
     base: Mapping[str, str],
     on_other_base: OnFault,
     on_not_finite: OnFault,
-) -> TenantStart:
-    """Restore everything else of a tenant whose matrices and ``targets`` have been filled. Collective: no.
+) -> AdapterStart:
+    """Restore everything else of an adapter whose matrices and ``targets`` have been filled. Collective: no.
 
     Args:
-        tenant: a tenant that is not registered yet.
+        adapter: an adapter that is not registered yet.
         what: name of the state's source, for messages.
-        found: the parsed state.
-        targets: result of :func:`restore_targets`.
+        stored: the parsed state.
+        targets: result of :func:`allocate_targets`.
         base: identity of the base.
         on_other_base: whether the base may differ.
         on_not_finite: whether values may be infinite or NaN.
@@ -162,22 +157,24 @@ def restore(
         ConfigError: the schedule rejects its state.
         FormatError: values are not finite, and that is not allowed.
     """
-    if tenant.world.rank:  # see [Note: An open window]
-        tenant.gradient.zero_()
+    # The first rank has the sum of all ranks' gradients: see [Note: An open window].
+    if adapter.world.rank:
+        adapter.gradient.zero_()
     moments = {key: values for key, values in targets.items() if key.startswith(_OPTIMIZER)}
-    _require_finite(what, {**tenant.matrices, **moments}, on_not_finite)
-    if isinstance(found, TenantStart):
-        return found
-    facts = found.facts
-    _restore_counters(tenant, facts)
+    _require_finite(what, {**adapter.matrices, **moments}, on_not_finite)
+    if isinstance(stored, AdapterStart):
+        return stored
+    facts = stored.facts
+    _restore_counters(adapter, facts)
     if moments:
-        tenant.optimizer.state[tenant.flat] = {key.removeprefix(_OPTIMIZER): own for key, own in moments.items()}
+        state = {key.removeprefix(_OPTIMIZER): values for key, values in moments.items()}
+        adapter.optimizer.state[adapter.flat] = state
     compared = _compare_bases(facts.base, base, on_other_base).summary
-    return TenantStart(facts.steps, facts.windows, facts.micro_batches, facts.num_supervised_tokens, compared)
+    return AdapterStart(facts.steps, facts.windows, facts.micro_batches, facts.num_supervised_tokens, compared)
 
 
-def restore_targets(
-    tenant: Tenant, found: StoredTraining | TenantStart, base: Mapping[str, str], on_other_base: OnFault
+def allocate_targets(
+    adapter: BankAdapter, stored: StoredTraining | AdapterStart, base: Mapping[str, str], on_other_base: OnFault
 ) -> dict[str, torch.Tensor]:
     """Return memory for the training's tensors to restore, by name. Empty if there is no training.
 
@@ -185,23 +182,25 @@ def restore_targets(
         ConfigError: the state belongs to another adapter, base, optimizer or schedule. The message has the
             differences.
     """
-    if isinstance(found, TenantStart):
+    if isinstance(stored, AdapterStart):
         return {}
-    if faults := _differences(tenant, found.facts, base, on_other_base):
-        raise _refusal(found.what, tenant, faults)
-    targets = {_OPTIMIZER + entry: values for entry, values in _empty_moments(tenant, found.facts).items()}
-    if found.facts.micro_batches:
-        targets[GRADIENT] = tenant.gradient
-    if MATRICES in found.tensors:
-        targets[MATRICES] = tenant.flat.detach()
-    wanted = {key: (tuple(own.shape), in_memory(own.dtype)) for key, own in targets.items()}
-    faults = [
-        f"{shown(key)}: {_describe(found.tensors.get(key))} in the file, {_describe(wanted.get(key))} here"
-        for key in sorted({*wanted, *found.tensors})
-        if wanted.get(key) != found.tensors.get(key)
-    ]
+    if faults := _find_differences(adapter, stored.facts, base, on_other_base):
+        raise _state_error(stored.what, adapter, faults)
+    targets = {
+        _OPTIMIZER + entry: values for entry, values in _allocate_optimizer_state(adapter, stored.facts).items()
+    }
+    if stored.facts.micro_batches:
+        targets[GRADIENT] = adapter.gradient
+    if MATRICES in stored.tensors:
+        targets[MATRICES] = adapter.flat.detach()
+    expected = {key: (tuple(values.shape), in_memory(values.dtype)) for key, values in targets.items()}
+    faults = []
+    for key in sorted({*expected, *stored.tensors}):
+        there, here = stored.tensors.get(key), expected.get(key)
+        if there != here:
+            faults.append(f"{shown(key)}: {_describe(there)} in the state, {_describe(here)} here")
     if faults:
-        raise _refusal(found.what, tenant, faults)
+        raise _state_error(stored.what, adapter, faults)
     return targets
 
 
@@ -209,163 +208,148 @@ def _describe(tensor: tuple[tuple[int, ...], DType] | None) -> str:
     return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
 
 
-def _refusal(what: str, tenant: Tenant, faults: list[str]) -> ConfigError:
+def _state_error(what: str, adapter: BankAdapter, faults: list[str]) -> ConfigError:
     lines = "\n  ".join(faults[:20])
     return ConfigError(
-        f"{what}: is not a state of {tenant.name!r} as it is here:\n  {lines}\n"
+        f"{what}: is not a state of {adapter.name!r} as it is here:\n  {lines}\n"
         "Create it as it was, or take the matrices alone, with training_state=False"
     )
 
 
-def _empty_moments(tenant: Tenant, facts: TenantState) -> dict[str, torch.Tensor]:
+def _allocate_optimizer_state(adapter: BankAdapter, facts: TrainingFacts) -> dict[str, torch.Tensor]:
     """Return memory for the state of an optimizer with these settings after this number of steps.
 
     Its entries are those that an optimizer of one number has.
     """
-    single = nn.Parameter(torch.zeros(1, device=tenant.flat.device))
-    kind: Any = type(tenant.optimizer)
-    made = kind([single], lr=0.1)
-    settings = {**tenant.optimizer.param_groups[0], **_restored_settings(facts.settings)}
-    made.param_groups[0].update({key: value for key, value in settings.items() if key != "params"})
+    single = nn.Parameter(torch.zeros(1, device=adapter.flat.device))
+    kind: Any = type(adapter.optimizer)
+    optimizer = kind([single], lr=0.1)
+    settings = {**adapter.settings, **_select_settings(facts.settings)}
+    optimizer.param_groups[0].update(settings)
+    # Optimizers create their state in the first step.
     if facts.steps > 0:
         single.grad = torch.zeros_like(single)
-        made.step()
-    return {
-        entry: torch.zeros(tenant.flat.shape if like.ndim else (), dtype=like.dtype, device=like.device)
-        for entry, like in made.state.get(single, {}).items()
-        if like is not None
-    }
+        optimizer.step()
+    state = {}
+    for entry, like in optimizer.state.get(single, {}).items():
+        if like is not None:
+            shape = adapter.flat.shape if like.ndim else ()  # a step count is one number
+            state[entry] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return state
 
 
-def _restored_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _IMPLEMENTATION}
 
 
 def _require_finite(what: str, tensors: Mapping[str, torch.Tensor], allowed: OnFault) -> None:
-    faults = [
-        f"{key} has {count} values of {values.numel()} that are not finite. Accept them by on_not_finite=Ignore()"
-        for key, values in tensors.items()
-        if not allows(allowed, key) and (count := int((~values.isfinite()).sum()))
-    ]
+    faults = []
+    for key, values in tensors.items():
+        count = 0 if allows(allowed, key) else int((~values.isfinite()).sum())
+        if count:
+            total = values.numel()
+            faults.append(
+                f"{key} has {count} values of {total} that are not finite. Accept them by on_not_finite=Ignore()"
+            )
     if faults:
         raise FormatError(f"{what}: is not a valid state:\n  " + "\n  ".join(faults[:20]))
 
 
-def _restore_counters(tenant: Tenant, facts: TenantState) -> None:
+def _restore_counters(adapter: BankAdapter, facts: TrainingFacts) -> None:
     try:
-        tenant.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
+        adapter.schedule.load_state_dict(copy.deepcopy(dict(facts.schedule_state)))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"this is not a state of {tenant.name!r}: its schedule does not take it: {error}"
+            f"the schedule of {adapter.name!r}: rejects its state, {error}. Pass schedule= as it was"
         ) from error
-    set_group(tenant.optimizer.param_groups[0], _restored_settings(facts.settings))
-    tenant.max_grad_norm = float(facts.max_grad_norm)
-    tenant.windows, tenant.steps = facts.windows, facts.steps
-    tenant.window = TenantWindow(facts.micro_batches, facts.num_supervised_tokens)
+    set_group(adapter.optimizer.param_groups[0], _select_settings(facts.settings))
+    adapter.max_grad_norm = float(facts.max_grad_norm)
+    adapter.windows, adapter.steps = facts.windows, facts.steps
+    adapter.micro_batches, adapter.num_supervised_tokens = facts.micro_batches, facts.num_supervised_tokens
 
 
-def _differences(tenant: Tenant, stored: TenantState, base: Mapping[str, str], on_other_base: OnFault) -> list[str]:
-    """List the reasons why a tenant cannot resume from a state."""
-    current = get_state(tenant, base)
-    faults = [
-        *_base_faults(stored.base, current.base, on_other_base),
-        *_compare_shapes(stored.matrices, current.matrices),
-    ]
+def _find_differences(
+    adapter: BankAdapter, stored: TrainingFacts, base: Mapping[str, str], on_other_base: OnFault
+) -> list[str]:
+    """List the reasons why an adapter cannot resume from a state."""
+    current = get_facts(adapter, base)
+    faults = _find_base_faults(stored.base, current.base, on_other_base)
+    faults += _find_shape_faults(stored.matrices, current.matrices)
+    # Another shape implies another config, and is the clearer message.
     if not faults:
-        faults = [
-            f"{site}: (rank, scaling, dropout) is {stored.config.get(site)} in the state, and "
-            f"{current.config.get(site)} in the adapter"
-            for site in sorted({*stored.config, *current.config})
-            if stored.config.get(site) != current.config.get(site)
-        ]
+        for site in sorted({*stored.config, *current.config}):
+            there, here = stored.config.get(site), current.config.get(site)
+            if there != here:
+                faults.append(
+                    f"{site}: (rank, scaling, dropout) is {there} in the state, and {here} in the adapter"
+                )
     if not faults and list(stored.matrices) != list(current.matrices):
         faults.append("its matrices are in another order. Save it again with the versions that are installed here")
     if stored.seed != current.seed:
         faults.append(f"seed {stored.seed}, and {current.seed} here, which dropout follows from")
     if stored.micro_batches:
-        for what in ("gradient_accumulation_steps", "reduction"):
-            one, other = getattr(stored, what), getattr(current, what)
-            if one != other:
-                faults.append(f"its window is open, with {what} {one}, and it is {other} here")
-    return [*faults, *_optimizer_faults(tenant.name, stored, current), *_schedule_faults(tenant, stored, current)]
+        for option in ("gradient_accumulation_steps", "reduction"):
+            there, here = getattr(stored, option), getattr(current, option)
+            if there != here:
+                faults.append(f"its window is open, with {option} {there}, and it is {here} here")
+    faults += _find_optimizer_faults(adapter, stored, current)
+    return [*faults, *_find_schedule_faults(adapter, stored, current)]
 
 
 def _compare_bases(
     stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault
 ) -> bases.BaseMatch:
     """Compare two results of :func:`identify_base`. FormatError if the first has no identity."""
-    what = "the base of a tenant's state"
-    identities = (each["identity"].encode("utf-8", "surrogatepass") for each in (stored, current))
-    one, other = (bases.BaseIdentity.from_dict(parse_object(text, what=what), what) for text in identities)
-    return bases.compare_bases(one, other, on_other_base, are_shapes_same=stored["shapes"] == current["shapes"])
+    what = "the base of an adapter's state"
+    identities = (base["identity"].encode("utf-8", "surrogatepass") for base in (stored, current))
+    there, here = (bases.BaseIdentity.from_dict(parse_object(text, what=what), what) for text in identities)
+    return bases.compare_bases(there, here, on_other_base, are_shapes_same=stored["shapes"] == current["shapes"])
 
 
-def _base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault) -> list[str]:
-    known, own = (f"{one['name'] or 'a base without a name'} ({one['architecture']})" for one in (stored, current))
+def _find_base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_other_base: OnFault) -> list[str]:
+    there, here = (
+        f"{base['name'] or 'a base without a name'} ({base['architecture']})" for base in (stored, current)
+    )
     if stored["architecture"] != current["architecture"]:
-        return [f"it was trained on {known}, and this is {own}"]
+        return [f"it was trained on {there}, and this is {here}"]
     match = _compare_bases(stored, current, on_other_base)
     if match.refused:
         why = "; ".join(match.refused)
-        return [f"it was trained on {known}, and this is another base, {own}: {why}. {bases.ALLOW_OTHER_BASE}"]
+        return [f"it was trained on {there}, and this is another base, {here}: {why}. {bases.ALLOW_OTHER_BASE}"]
     return []  # names may differ: a folder may have been moved
 
 
-def _compare_shapes(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
-    return [
-        f"{key}: {stored.get(key, 'not there')} in the state, {current.get(key, 'not there')} in the adapter"
-        for key in sorted({*stored, *current}, key=str)
-        if stored.get(key) != current.get(key)
-    ]
+def _find_shape_faults(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
+    faults = []
+    for key in sorted({*stored, *current}, key=str):
+        there, here = stored.get(key, "not there"), current.get(key, "not there")
+        if there != here:
+            faults.append(f"{key}: {there} in the state, {here} in the adapter")
+    return faults
 
 
-def _optimizer_faults(name: str, stored: TenantState, current: TenantState) -> list[str]:
+def _find_optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
+    name = adapter.name
     faults = list_differences(
         {name: (current.optimizer, current.settings)}, {name: (stored.optimizer, stored.settings)}
     )
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
-    odd = {*_unlike_keys(_restored_settings(stored.settings), _restored_settings(current.settings))}
-    for key in stored.settings.keys() & _NOT_NEGATIVE - odd:
-        if stored.settings[key] is None or not stored.settings[key] >= 0:
-            odd.add(key)
-    return [
-        f"the setting {shown(key)} of {stored.optimizer} is {shown(repr(stored.settings.get(key, 'missing')))}"
-        for key in sorted(odd)
-    ]
+    settings, present = _select_settings(stored.settings), _select_settings(current.settings)
+    if differing := sorted(map(str, settings.keys() ^ present.keys())):
+        return [f"the setting {shown(key)} of {stored.optimizer}: is in only one of the two" for key in differing]
+    # Flags are compared by list_differences(), and initial_lr is read only when a schedule is created.
+    numbers = {key for key, value in present.items() if not isinstance(value, bool | None)} - {"initial_lr"}
+    faults = adapter.find_invalid_settings(without_tensors({key: settings[key] for key in numbers}))
+    return [f"of the settings of {stored.optimizer}, {fault}" for fault in faults]
 
 
-def _schedule_faults(tenant: Tenant, stored: TenantState, current: TenantState) -> list[str]:
+def _find_schedule_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
     if stored.schedule != current.schedule:
         return [
             f"its schedule was a {stored.schedule}, and here it is a {current.schedule}. Pass schedule= as it was"
         ]
-    if not isinstance(tenant.schedule, LRScheduler):
-        return []  # torch's make each key an attribute, others check their own state
-    odd = _unlike_keys(stored.schedule_state, current.schedule_state)
-    return [f"{shown(key)} of its schedule {stored.schedule} is not as that of this one" for key in odd]
-
-
-def _unlike_keys(stored: Mapping[Any, Any], current: Mapping[Any, Any]) -> list[str]:
-    """Return the keys that only one of them has, or whose value is of another kind."""
-    both = stored.keys() & current.keys()
-    odd = [key for key in both if not _is_like(stored[key], current[key])]
-    return sorted(map(str, [*odd, *(stored.keys() ^ current.keys())]))
-
-
-def _is_like(value: Any, present: Any) -> bool:
-    """Return whether a value has the type of the current one. Numbers must be finite."""
-    if isinstance(present, torch.Tensor):
-        present = float(present)
-    if isinstance(value, torch.Tensor):
-        value = float(value) if value.numel() == 1 else None
-    if present is None or value is None or isinstance(present, str | bool) or isinstance(value, str | bool):
-        return value is None or present is None or type(value) is type(present)
-    if isinstance(present, int | float):
-        return isinstance(value, int | float) and math.isfinite(value)
-    if isinstance(present, list | tuple):
-        is_as_long = isinstance(value, list | tuple) and len(value) == len(present)
-        return is_as_long and all(map(_is_like, value, present))
-    if type(present) is dict and isinstance(value, Mapping):
-        return value.keys() == present.keys() and all(_is_like(value[key], present[key]) for key in present)
-    return isinstance(value, Mapping) == isinstance(present, Mapping)
+    if not isinstance(adapter.schedule, LRScheduler):
+        return []  # torch's accept any key as an attribute, and others check their own state
+    reason = scheduler_mismatch(current.schedule_state, stored.schedule_state)
+    return [f"the state of its schedule {stored.schedule}: {reason}"] if reason else []

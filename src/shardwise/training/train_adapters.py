@@ -16,8 +16,8 @@ from typing import Any, Final
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState, get_scheduler
 
-from shardwise.bank.adapter import TenantLoss, TenantStep
-from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
+from shardwise.bank.adapter import AdapterLoss, AdapterOptions, AdapterStep
+from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.rows import RowTensors
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
 from shardwise.files.local_writer import open_writer
@@ -154,7 +154,7 @@ def train_in_turns(
             queue = [one for one in queue if one not in taken] + taken
             losses = taken[0].bank.forward_backward([(one.name, one.next_tensors()) for one in taken])
             for one in taken:
-                one.note_pass(losses.tenants[one.name])
+                one.note_pass(losses.adapters[one.name])
                 bar.update(not one.is_in_step)
         for one in queue:
             one.save_checkpoint()
@@ -232,7 +232,7 @@ class TenantTraining:
         self._position = (0, 0)
         self._saved_step = 0
         self._left: deque[MicroBatch] = deque()
-        self._window: list[TenantLoss] = []
+        self._window: list[AdapterLoss] = []
         self._losses: list[float] = []
 
     def join(self) -> None:
@@ -269,7 +269,7 @@ class TenantTraining:
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
 
-    def _keywords(self) -> TenantKeywords:
+    def _keywords(self) -> AdapterOptions:
         args, total = self.args, self.state.max_steps
 
         def optimizer(parameters: list[Any]) -> Any:
@@ -313,7 +313,7 @@ class TenantTraining:
         """Return the rows of the next pass on this rank."""
         return self._rows.tensors(self.next_micro_batch().rows[self._shared.world.rank])
 
-    def note_pass(self, loss: TenantLoss) -> None:
+    def note_pass(self, loss: AdapterLoss) -> None:
         """Record that the micro-batch has passed."""
         self._left.popleft()
         self._window.append(loss)
@@ -323,7 +323,7 @@ class TenantTraining:
         """True if all micro-batches of a step have passed."""
         return bool(self._window) and not self.is_in_step
 
-    def proceed(self, step: TenantStep | None) -> None:
+    def proceed(self, step: AdapterStep | None) -> None:
         """Record a step if one was taken. Then log, evaluate and save if due. Collective: yes.
 
         Raises:
@@ -347,7 +347,7 @@ class TenantTraining:
         steps = getattr(self.state, f"{kind}_steps")
         return strategy == "steps" and steps > 0 and not self.state.global_step % steps
 
-    def _note_step(self, step: TenantStep) -> None:
+    def _note_step(self, step: AdapterStep) -> None:
         tokens = sum(one.num_supervised_tokens for one in self._window)
         loss = sum(one.loss * one.num_supervised_tokens for one in self._window) / max(tokens, 1)
         self._window = []
