@@ -90,7 +90,7 @@ def test_ranks_are_those_that_trl_would_start(tmp_path, monkeypatch, content, va
     assert not isinstance(ranks, str) or ranks in result.stderr
 
 
-TWO_LORAS = {"tenants": {"ada": {"lora_r": 2}, "bob": {"lora_r": 4}}, "gradient_checkpointing": False}
+TWO_LORAS = {"adapters": {"ada": {"lora_r": 2}, "bob": {"lora_r": 4}}, "gradient_checkpointing": False}
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 
 

@@ -129,7 +129,9 @@ def test_new_keys_of_former_ones_are_keys() -> None:
 
 def test_keys_that_are_refused_are_in_the_documentation() -> None:
     page = PAGE.read_text("utf-8")
-    sources = [Path(run_config.__file__).with_name(name).read_text("utf-8") for name in ("setup.py", "keys.py")]
+    sources = [
+        Path(run_config.__file__).with_name(name).read_text("utf-8") for name in ("trl_objects.py", "keys.py")
+    ]
     keys = {*re.findall(r'(?:ConfigError\(|yield)\s*\(?\s*f?"(\w+): ', "".join(sources))}
     keys |= {*REJECTED, "precompute_ref_log_probs"}
     assert len(keys) > 15

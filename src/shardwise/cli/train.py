@@ -57,7 +57,7 @@ def train_command(
     """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
     METHOD is sft (the default), dpo, kto, grpo or reward. Keys are described in docs/train.md. Files for several
-    models are in recipes/. Many LoRAs: tenants: and sweep: (docs/many_loras.md). Under torchrun, its ranks are
+    models are in recipes/. Many LoRAs: adapters: and sweep: (docs/many_loras.md). Under torchrun, its ranks are
     used. With --nproc-per-node, ranks are started here.
 
     \b
@@ -97,13 +97,13 @@ def _read(arguments: Sequence[str]) -> RunConfig:
         ShardwiseError: the configuration is invalid, or its local model does not exist.
     """
     try:
-        from shardwise.training.adapters_config import read_tenants
+        from shardwise.training.adapters_config import read_adapters
         from shardwise.training.run_config import read_run_config
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     config = read_run_config(arguments)
-    if config.own.has_tenants:
-        read_tenants(config)
+    if config.own.has_adapters:
+        read_adapters(config)
     model = str(config.values.get("model_name_or_path", ""))
     if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher check it together
         local_path(model, HubOptions())
@@ -148,10 +148,10 @@ def run_on_rank(config: RunConfig) -> TrlOutcome:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.own.has_tenants:
-        from shardwise.training.train_adapters import train_tenants
+    if config.own.has_adapters:
+        from shardwise.training.train_adapters import train_adapters
 
-        return train_tenants(config, local_rank)
+        return train_adapters(config, local_rank)
     from shardwise.training.train_model import train
 
     return train(config, local_rank)

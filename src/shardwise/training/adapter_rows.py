@@ -1,4 +1,4 @@
-"""Rows of tenants: tokenized, shuffled, and batched within a budget of tokens."""
+"""Rows of adapters: tokenized, shuffled, and batched within a budget of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenizedRows:
     """
 
     def __init__(self, rows: AnyDataset) -> None:
-        assert isinstance(rows, datasets.Dataset)  # tenants have no dataset_streaming
+        assert isinstance(rows, datasets.Dataset)  # adapters have no dataset_streaming
         self.rows = rows
         self.lengths: Sequence[int] = [len(ids) for ids in rows["input_ids"]]
         self.num_supervised_tokens = _count_supervised(rows)
@@ -49,7 +49,7 @@ class TokenizedRows:
 def tokenize(
     data: tuple[AnyDataset, AnyDataset | None], arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Tokenize a tenant's rows for training and evaluation as ``SFTTrainer`` does. Collective: yes.
+    """Tokenize an adapter's rows for training and evaluation as ``SFTTrainer`` does. Collective: yes.
 
     Raises:
         ConfigError: a row cannot be used, or there is none to train on.
@@ -77,7 +77,7 @@ def _tokenize(rows: AnyDataset, args: Any, processor: Any) -> datasets.Dataset:
         completion_only_loss=completion_only,
         chat_template=get_training_chat_template(processor) if needs_template else None,
     )
-    prepared = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
+    prepared = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "adapter")
     prepared = prepared.select_columns(["input_ids", "labels"])
     return prepared.select([number for number, ids in enumerate(prepared["input_ids"]) if len(ids) > 1])
 

@@ -1,6 +1,6 @@
 """Configurations of many LoRAs on one base.
 
-The keys of a file are the defaults of each tenant, which its entry of ``tenants:`` and its point of ``sweep:``
+The keys of a file are the defaults of each adapter, which its entry of ``adapters:`` and its point of ``sweep:``
 override.
 """
 
@@ -14,7 +14,7 @@ from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.keys import find_conflicts, find_faults, own_keys
 from shardwise.training.run_config import RunConfig, raise_faults
 
-TENANT_KEYS: Final = frozenset(
+ADAPTER_KEYS: Final = frozenset(
     {
         *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora"),
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
@@ -27,7 +27,7 @@ TENANT_KEYS: Final = frozenset(
         *("save_strategy", "save_steps", "save_total_limit"),
     }
 )
-"""Keys that a tenant may override."""
+"""Keys that an adapter may override."""
 
 _SHARED_KEYS: Final = frozenset(
     {
@@ -37,10 +37,10 @@ _SHARED_KEYS: Final = frozenset(
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "eos_token", "tokenizer_name_or_path"),
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
         *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "min_num_params"),
-        *("cpu_offload", "tokens_per_pass", "tenants", "sweep", "env"),
+        *("cpu_offload", "tokens_per_pass", "adapters", "sweep", "env"),
     }
 )
-"""Keys that are common to all tenants."""
+"""Keys that are common to all adapters."""
 
 _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "method": ("sft",),
@@ -53,15 +53,15 @@ _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     ),
     "save_strategy": ("no", "steps", "epoch"),
 }
-"""Supported values. Optimizers are elementwise, because a tenant's matrices are one flat tensor."""
+"""Supported values. Optimizers are elementwise, because an adapter's matrices are one flat tensor."""
 
 _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     "num_train_epochs": ("max_steps",),
     "dataset_name": ("datasets", "interleave"),
 }
-"""Keys of the file that a tenant's own key replaces."""
+"""Keys of the file that an adapter's own key replaces."""
 
-_MOST_TENANTS: Final = 1024
+_MOST_ADAPTERS: Final = 1024
 
 _SHORT: Final[Mapping[str, str]] = {
     "learning_rate": "lr",
@@ -70,10 +70,10 @@ _SHORT: Final[Mapping[str, str]] = {
     "lora_dropout": "dropout",
     "weight_decay": "wd",
 }
-"""Abbreviations of keys in the names of a sweep's tenants."""
+"""Abbreviations of keys in the names of a sweep's adapters."""
 
 
-def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
+def read_adapters(config: RunConfig) -> dict[str, RunConfig]:
     """Expand a configuration of many LoRAs to one configuration for each, by name.
 
     Raises:
@@ -84,21 +84,21 @@ def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
     given = dict(config.values) | {key: value for key, value in own.items() if value != defaults[key]}
     faults += [fault for key, value in given.items() for fault in _unsupported(key, value)]
     raise_faults(config.source, faults)
-    tenants = {name: _tenant_config(config, name, own) for name, own in overrides.items()}
-    for name, tenant in tenants.items():
-        conflicts = find_conflicts(tenant.values, tenant.own)
-        raise_faults(config.source, [f"tenants.{name}: {fault}" for fault in conflicts])
-    return tenants
+    adapters = {name: _adapter_config(config, name, own) for name, own in overrides.items()}
+    for name, adapter in adapters.items():
+        conflicts = find_conflicts(adapter.values, adapter.own)
+        raise_faults(config.source, [f"adapters.{name}: {fault}" for fault in conflicts])
+    return adapters
 
 
 def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the overrides of each tenant by name, and faults."""
-    given: Mapping[str, Any] = config.own.tenants or {}
+    """Return the overrides of each adapter by name, and faults."""
+    given: Mapping[str, Any] = config.own.adapters or {}
     sweep: Mapping[str, Any] = config.own.sweep or {}
-    faults = [fault for name, own in given.items() for fault in _tenant_faults(name, own)]
+    faults = [fault for name, own in given.items() for fault in _adapter_faults(name, own)]
     faults += [fault for key, values in sweep.items() for fault in _sweep_faults(key, values)]
     if not given and not sweep:
-        faults.append("tenants: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}")
+        faults.append("adapters: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}")
     if faults:
         return {}, faults
     points = list(itertools.product(*([(key, value) for value in values] for key, values in sweep.items())))
@@ -106,23 +106,23 @@ def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
     for (name, own), point in itertools.product((given or {"": {}}).items(), points):
         found["-".join(filter(None, [str(name), *(_word(*each) for each in point)]))] = {**own, **dict(point)}
     wanted = len(points) * max(len(given), 1)
-    if wanted > _MOST_TENANTS:
-        faults.append(f"sweep: has {wanted} combinations. Use at most {_MOST_TENANTS}")
+    if wanted > _MOST_ADAPTERS:
+        faults.append(f"sweep: has {wanted} combinations. Use at most {_MOST_ADAPTERS}")
     elif len(found) < wanted:
         faults.append("sweep: two combinations have the same name. List each value once")
     return found, faults
 
 
-def _tenant_faults(name: object, own: object) -> Iterator[str]:
+def _adapter_faults(name: object, own: object) -> Iterator[str]:
     if not isinstance(name, str) or not re.fullmatch(
         r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-])){0,99}", name
     ):
-        yield f"tenants: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'"
+        yield f"adapters: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'"
     elif not isinstance(own, dict):
-        yield f"tenants.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}"
+        yield f"adapters.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}"
     else:
         for key, value in own.items():
-            yield from (f"tenants.{name}.{fault}" for fault in _override_faults(key, value))
+            yield from (f"adapters.{name}.{fault}" for fault in _override_faults(key, value))
 
 
 def _sweep_faults(key: str, values: object) -> Iterator[str]:
@@ -135,29 +135,31 @@ def _sweep_faults(key: str, values: object) -> Iterator[str]:
 
 def _override_faults(key: str, value: Any) -> Iterator[str]:
     faults = list(find_faults(key, value, "sft"))
-    if not faults and key not in TENANT_KEYS:
+    if not faults and key not in ADAPTER_KEYS:
         where = "Set it once for all" if key in _SHARED_KEYS else "Remove it"
-        faults.append(f"{key}: cannot differ between tenants. {where}")
+        faults.append(f"{key}: cannot differ between adapters. {where}")
     yield from faults or _unsupported(key, value)
 
 
 def _unsupported(key: str, value: Any) -> Iterator[str]:
     """Yield a fault if a key or value is supported in a single training only."""
-    if key not in TENANT_KEYS and key not in _SHARED_KEYS:
-        yield f"{key}: is not supported with tenants. Remove it"
+    if key not in ADAPTER_KEYS and key not in _SHARED_KEYS:
+        yield f"{key}: is not supported with adapters. Remove it"
     elif key in _VALUES and value not in _VALUES[key]:
-        yield f"{key}: {value} is not supported with tenants. Use {', '.join(map(str, _VALUES[key]))}."
+        yield f"{key}: {value} is not supported with adapters. Use {', '.join(map(str, _VALUES[key]))}."
 
 
-def _tenant_config(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of one tenant, as of a single training in a folder with its name."""
+def _adapter_config(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of one adapter, as of a single training in a folder with its name."""
     void = {key for given in own for key in _REPLACED.get(given, ())} - own.keys()
     values = {key: value for key, value in config.values.items() if key not in void}
     values |= {key: value for key, value in own.items() if key not in own_keys()}
     values |= {"use_peft": True, "output_dir": f"{config.values.get('output_dir', 'trainer_output')}/{name}"}
     ours = {key: value for key, value in own.items() if key in own_keys()}
-    ours |= dict.fromkeys((void & own_keys().keys()) | {"tenants", "sweep"})
-    return replace(config, source=f"{config.source}, tenant {name}", values=values, own=replace(config.own, **ours))
+    ours |= dict.fromkeys((void & own_keys().keys()) | {"adapters", "sweep"})
+    return replace(
+        config, source=f"{config.source}, adapter {name}", values=values, own=replace(config.own, **ours)
+    )
 
 
 def _word(key: str, value: Any) -> str:

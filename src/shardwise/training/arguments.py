@@ -36,7 +36,7 @@ class ShardwiseArguments:
     trainable_modules: list[str] | None = _key(None, "modules of these layers; default: all")
     extra_modules: list[str] | None = _key(None, "modules outside of layers to train, too")
     interleave: list[float] | None = _key(None, "weights of `datasets`, mixed row by row (`fraction`: TRL's)")
-    tenants: dict[str, Any] | None = _key(None, "many LoRAs on one base: keys by name")
+    adapters: dict[str, Any] | None = _key(None, "many LoRAs on one base: keys by name")
     sweep: dict[str, Any] | None = _key(None, "many LoRAs, one for each combination: lists by key")
     tokens_per_pass: int = _key(4096, "with many LoRAs, tokens of a pass on one rank", least=1)
     tokenizer_name_or_path: str | None = _key(None, "for a model from a URL; default: the model's")
@@ -44,9 +44,9 @@ class ShardwiseArguments:
     env: dict[Any, Any] | None = _key(None, "environment variables of the training")
 
     @property
-    def has_tenants(self) -> bool:
+    def has_adapters(self) -> bool:
         """True if many LoRAs are trained."""
-        return self.tenants is not None or self.sweep is not None
+        return self.adapters is not None or self.sweep is not None
 
     def find_faults(self, values: Mapping[str, Any]) -> Iterator[str]:
         """Yield keys that contradict each other or TRL's, and values that cannot be used.

@@ -3,6 +3,7 @@
 A configuration is a YAML file as for ``trl sft --config``, with overrides ``--key value``. Its keys: ``keys.py``.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.untrusted import parse_yaml
 from shardwise.training.arguments import METHODS, ShardwiseArguments, TrainMethod
 from shardwise.training.keys import find_conflicts, find_faults, get_types, own_keys
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     if values.get("resume_from_checkpoint") is True:  # as is the default here
         del values["resume_from_checkpoint"]
     source = file or "the command line"
+    if "tenants" in values:
+        if "adapters" in values:
+            raise ConfigError(f"{source}: tenants is the former name of adapters, and both are set. Remove tenants")
+        values["adapters"] = values.pop("tenants")
+        _log.warning("%s: the key tenants is called adapters now", source)
     named: Any = values.get("method", "sft")
     faults = [
         fault
@@ -66,7 +74,7 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     ]
     raise_faults(source, faults)
     config = RunConfig(source, {k: v for k, v in values.items() if k not in own_keys()}, _parse_own(values))
-    if not config.own.has_tenants:  # their keys are complete with those of each tenant only
+    if not config.own.has_adapters:  # their keys are complete with those of each adapter only
         raise_faults(source, list(find_conflicts(config.values, config.own)))
     return config
 

@@ -20,7 +20,7 @@ from shardwise.ranks.world import World
 from shardwise.saving.locked_folder import locked_by_first_rank
 from shardwise.training import trl_objects as trl_setup
 from shardwise.training.adapter_rows import tokenize
-from shardwise.training.adapters_config import read_tenants
+from shardwise.training.adapters_config import read_adapters
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.rank_comparison import (
     effective_settings,
@@ -49,10 +49,10 @@ class RunInputs:
     """What a training begins with, equal on every rank.
 
     Attributes:
-        arguments: configurations of the tenants by name, as parsed by TRL. That of one model is under "".
+        arguments: configurations of the adapters by name, as parsed by TRL. That of one model is under "".
         processor: the tokenizer, or the processor of a vision-language model.
-        data: for each of ``arguments`` rows to train on, and to evaluate on. Those of tenants are tokenized.
-        output: the folder of the run, which has a folder for each tenant.
+        data: for each of ``arguments`` rows to train on, and to evaluate on. Those of adapters are tokenized.
+        output: the folder of the run, which has a folder for each adapter.
         record: the record of the training there.
         request: of a signal to stop.
     """
@@ -72,7 +72,7 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the folder or the data cannot be used.
     """
-    configs = read_tenants(config) if config.own.has_tenants else {"": config}
+    configs = read_adapters(config) if config.own.has_adapters else {"": config}
     with World.current(call="train") as world:
         with world.collective("parse the configuration"):
             parsed = {name: trl_setup.parse(one) for name, one in configs.items()}
@@ -85,10 +85,10 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     output = Path(first.training.output_dir)
     identity = get_identity(config, config.method)
     weights = ["*.safetensors"]
-    if config.own.has_tenants:
-        output = output.parent  # each tenant has a folder in it
+    if config.own.has_adapters:
+        output = output.parent  # each adapter has a folder in it
         weights = ["*/*.safetensors", "*/checkpoint-*/*.safetensors"]
-        identity = get_identity(config, "tenants", _IDENTITY_OF_BASE)
+        identity = get_identity(config, "adapters", _IDENTITY_OF_BASE)
         for name, one in configs.items():
             identity |= {f"{name}.{key}": value for key, value in get_identity(one, one.method).items()}
     with stopping_on_signals() as request, locked_output(output, identity, weights) as record:
@@ -97,9 +97,9 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
             processor = trl_setup.processing_class(first, config.method)
         data: dict[str, tuple[AnyDataset, AnyDataset | None]] = {}
         for name, arguments in parsed.items():
-            with name_tenant(name):
+            with name_adapter(name):
                 data[name] = trl_setup.load_data(arguments, config.method, processor, local_rank)
-                if config.own.has_tenants:  # TRL's trainers tokenize rows themselves
+                if config.own.has_adapters:  # TRL's trainers tokenize rows themselves
                     data[name] = tokenize(data[name], arguments, processor, local_rank)
             for split, dataset in zip(("train", "test"), data[name], strict=True):
                 require_same_rows(f"{name}.{split}" if name else split, dataset)
@@ -107,14 +107,14 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
 
 
 @contextmanager
-def name_tenant(name: str) -> Iterator[None]:
-    """Add the name of a tenant to errors of the block. That of one model is ""."""
+def name_adapter(name: str) -> Iterator[None]:
+    """Add the name of an adapter to errors of the block. That of one model is ""."""
     try:
         yield
     except ConfigError as error:
         if not name:
             raise
-        raise ConfigError(f"tenants.{name}: {error}") from error
+        raise ConfigError(f"adapters.{name}: {error}") from error
 
 
 def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
@@ -188,8 +188,10 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
             f"training, {RUN_FOLDER}/{_RUN_FILE}. If it is a copy, copy that folder, too (cp -r out/. copy). Or "
             "set another output_dir, and resume_from_checkpoint to a checkpoint of this one"
         )
-    found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
-    of_run = [key for key in identity if key in found or "." not in key]  # tenants (NAME.KEY) may be added
+    found = parse_object(file.read_bytes(), what=str(file)) if has_weights else dict(identity)
+    if found.get("method") == "tenants":  # as earlier versions recorded it
+        found["method"] = "adapters"
+    of_run = [key for key in identity if key in found or "." not in key]  # adapters (NAME.KEY) may be added
     if differing := [key for key in of_run if found.get(key) != identity[key]]:
         key = differing[0]
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A training of many LoRAs on one base. Tenants take turns, and share a pass if their rows have one length."""
+"""A training of many LoRAs on one base. Adapters take turns, and share a pass if their rows have one length."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from shardwise.training.adapter_rows import MicroBatch, StepOrder, TokenBudget, 
 from shardwise.training.curves import draw_curves, gather_memory
 from shardwise.training.dataset_loading import with_embedded_tokens
 from shardwise.training.run_config import RunConfig
-from shardwise.training.run_inputs import RunInputs, TrainingRecord, name_tenant, open_inputs
+from shardwise.training.run_inputs import RunInputs, TrainingRecord, name_adapter, open_inputs
 
 _PAD_TO: Final = 64
 
 
-def train_tenants(config: RunConfig, local_rank: int) -> train_model.TrlOutcome:
+def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome:
     """Train many LoRAs from a configuration. Collective: yes, over the default process group.
 
     Returns:
-        The outcome. Its ``metrics`` are by tenant, ranked by evaluation loss.
+        The outcome. Its ``metrics`` are by adapter, ranked by evaluation loss.
 
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the data or the base cannot be used.
@@ -50,33 +50,33 @@ def train_tenants(config: RunConfig, local_rank: int) -> train_model.TrlOutcome:
     world = World.current(call="train")
     with open_inputs(config, local_rank) as inputs:
         output, request = inputs.output, inputs.request
-        tenants = _joined(inputs, config.own.tokens_per_pass, world)
-        has_stopped, failures, memory = train_in_turns(tenants, config.own.tokens_per_pass, request)
+        adapters = _joined(inputs, config.own.tokens_per_pass, world)
+        has_stopped, failures, memory = train_in_turns(adapters, config.own.tokens_per_pass, request)
         if world.rank == 0:
-            draw_curves(output, {one.name: one.state.log_history for one in tenants}, memory)
+            draw_curves(output, {one.name: one.state.log_history for one in adapters}, memory)
     metrics = {
         one.name: {"steps": one.state.global_step, "max_steps": one.state.max_steps, **one.last_logged()}
         | ({"failure": failures[one.name]} if one.name in failures else {})
-        for one in tenants
+        for one in adapters
     }
-    ranked = dict(sorted(metrics.items(), key=lambda item: train_model.tenant_sort_key(item[1])))
-    history = [{"tenant": one.name, **entry} for one in tenants for entry in one.state.log_history]
-    steps = sum(one.state.global_step for one in tenants)
+    ranked = dict(sorted(metrics.items(), key=lambda item: train_model.adapter_sort_key(item[1])))
+    history = [{"adapter": one.name, **entry} for one in adapters for entry in one.state.log_history]
+    steps = sum(one.state.global_step for one in adapters)
     return train_model.TrlOutcome(
         str(output),
         steps,
         has_stopped,
         ranked,
         (*history, *memory),
-        tuple(train_model.tenant_summary_lines(ranked, begun)),
+        tuple(train_model.adapter_summary_lines(ranked, begun)),
     )
 
 
-def _joined(inputs: RunInputs, tokens_per_pass: int, world: World) -> list[TenantTraining]:
-    """Load the base, and add the tenants to a bank. Collective: yes.
+def _joined(inputs: RunInputs, tokens_per_pass: int, world: World) -> list[AdapterTraining]:
+    """Load the base, and add the adapters to a bank. Collective: yes.
 
     Raises:
-        ConfigError: a tenant cannot be trained. The message has its name.
+        ConfigError: an adapter cannot be trained. The message has its name.
     """
     first = next(iter(inputs.arguments.values()))
     model = trl_setup.load_base(first)
@@ -88,49 +88,49 @@ def _joined(inputs: RunInputs, tokens_per_pass: int, world: World) -> list[Tenan
     budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
     shared = SharedBank(world, bank, budget, inputs.processor, inputs.record)
     for name, data in inputs.data.items():
-        with name_tenant(name):
+        with name_adapter(name):
             for part in data:
                 if part is not None:
                     with_embedded_tokens(part, inputs.processor, model)
-    tenants = []
+    adapters = []
     for name, arguments in inputs.arguments.items():
         train, test = inputs.data[name]
         held_out = None if test is None else TokenizedRows(test)
-        with name_tenant(name):
-            tenants.append(TenantTraining(name, arguments, TokenizedRows(train), held_out, shared))
-            tenants[-1].join()
-    return tenants
+        with name_adapter(name):
+            adapters.append(AdapterTraining(name, arguments, TokenizedRows(train), held_out, shared))
+            adapters[-1].join()
+    return adapters
 
 
 def train_in_turns(
-    tenants: Sequence[TenantTraining], budget: int, request: StopRequest
+    adapters: Sequence[AdapterTraining], budget: int, request: StopRequest
 ) -> tuple[bool, dict[str, str], list[dict[str, Any]]]:
-    """Train tenants until they are done or a signal requests a stop. Collective: yes.
+    """Train adapters until they are done or a signal requests a stop. Collective: yes.
 
-    The first tenant of the queue and later ones that fit share a pass, and move to the end of the queue. A tenant
-    whose loss or gradient is not finite ends alone.
+    The first adapter of the queue and later ones that fit share a pass, and move to the end of the queue. If the
+    loss or gradient of an adapter is not finite, it alone ends.
 
     Args:
-        tenants: in the order of their first turns.
+        adapters: in the order of their first turns.
         budget: maximum number of tokens of a pass on one rank.
         request: the request to stop.
 
     Returns:
-        Whether a signal ended the training, failures by tenant, and the memory of all ranks by step of all tenants
-        together, since this process began.
+        Whether a signal ended the training, failures by adapter, and the memory of all ranks since this process
+        began, by the sum of the adapters' steps.
 
     Raises:
         ShardwiseError: a pass failed, or a rank is lost. The newest checkpoints are complete.
     """
-    queue, failures, has_stopped = list(tenants), dict[str, str](), False
+    queue, failures, has_stopped = list(adapters), dict[str, str](), False
     memory: list[dict[str, Any]] = []
-    num_logged = _num_logged(tenants)
-    world = World.current(call="the tenants' passes")
-    total = sum(one.state.max_steps - one.state.global_step for one in tenants)
-    is_silent = world.rank != 0 or tenants[0].args.disable_tqdm
+    num_logged = _num_logged(adapters)
+    world = World.current(call="the adapters' passes")
+    total = sum(one.state.max_steps - one.state.global_step for one in adapters)
+    is_silent = world.rank != 0 or adapters[0].args.disable_tqdm
     with (
         tqdm(total=total, disable=is_silent) as bar,
-        translate_collective_errors(world, lambda: "in a pass of tenants"),
+        translate_collective_errors(world, lambda: "in a pass of adapters"),
     ):
         taken = [one for one in queue if one.is_done]
         while True:
@@ -143,9 +143,9 @@ def train_in_turns(
                     one.bank.delete_adapter(one.name)
                     failures[one.name] = str(error)
             queue = [one for one in queue if not one.is_done and one.name not in failures]
-            if _num_logged(tenants) > num_logged:
-                num_logged = _num_logged(tenants)
-                memory.append({"step": sum(one.state.global_step for one in tenants), **gather_memory(world)})
+            if _num_logged(adapters) > num_logged:
+                num_logged = _num_logged(adapters)
+                memory.append({"step": sum(one.state.global_step for one in adapters), **gather_memory(world)})
             has_stopped = world.all_reduce_object(request.is_made, any)
             waiting = [one for one in queue if one.is_in_step or not has_stopped]
             if not waiting:
@@ -161,12 +161,12 @@ def train_in_turns(
     return has_stopped and bool(queue), failures, memory
 
 
-def _num_logged(tenants: Sequence[TenantTraining]) -> int:
-    return sum(len(one.state.log_history) for one in tenants)
+def _num_logged(adapters: Sequence[AdapterTraining]) -> int:
+    return sum(len(one.state.log_history) for one in adapters)
 
 
-def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTraining]:
-    """Choose the first tenant and later ones whose rows have the same length and fit into a pass."""
+def next_pass(waiting: Sequence[AdapterTraining], budget: int) -> list[AdapterTraining]:
+    """Choose the first adapter and later ones whose rows have the same length and fit into a pass."""
     batches = {one.name: one.next_micro_batch() for one in waiting}
     leader = next((one for one in waiting if batches[one.name].cost), waiting[0])
     taken, left = [], budget
@@ -187,7 +187,7 @@ _POSITION: Final = "StepOrder"
 
 @dataclass(frozen=True, slots=True)
 class SharedBank:
-    """Objects that all tenants share."""
+    """Objects that all adapters share."""
 
     world: World
     bank: AdapterBank
@@ -196,11 +196,11 @@ class SharedBank:
     record: TrainingRecord
 
 
-class TenantTraining:
-    """The training of one tenant of a bank. Its methods raise the same errors on every rank.
+class AdapterTraining:
+    """The training of one adapter of a bank. Its methods raise the same errors on every rank.
 
     Args:
-        name: name of the tenant.
+        name: name of the adapter.
         arguments: its configuration.
         rows: rows to train on.
         held_out: rows to evaluate on.
@@ -236,7 +236,7 @@ class TenantTraining:
         self._losses: list[float] = []
 
     def join(self) -> None:
-        """Add the tenant to the bank, from the newest checkpoint if there is one. Collective: yes.
+        """Add the adapter to the bank, from the newest checkpoint if there is one. Collective: yes.
 
         Raises:
             ShardwiseError: the configuration is invalid, or the checkpoint belongs to another training.
@@ -410,7 +410,7 @@ class TenantTraining:
             shutil.rmtree(old)
 
     def _finish(self) -> None:
-        """Save the adapter, and delete the tenant from the bank."""
+        """Save the adapter, and delete it from the bank."""
         with self._shared.world.broadcast("check the run's record"):
             if self._shared.world.rank == 0:
                 self._shared.record.require()

@@ -294,19 +294,19 @@ def min_finite(losses: Sequence[float]) -> float:
     return min(filter(math.isfinite, losses), default=math.nan)
 
 
-def tenant_sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
+def adapter_sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Return a sort key: adapters by evaluation loss, then those without one by loss, then failures."""
     eval_loss: float | None = metrics.get("eval_loss")
     loss: float = metrics.get("loss", 0.0) if eval_loss is None else eval_loss
     return "failure" in metrics, eval_loss is None, math.inf if math.isnan(loss) else loss
 
 
-def tenant_summary_lines(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
-    """Format the closing table of tenants."""
+def adapter_summary_lines(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
+    """Format the closing table of adapters."""
     rows: list[tuple[str, ...]] = []
     for place, (name, one) in enumerate(ranked.items(), 1):
         losses = (f"{one[key]:.4f}" if key in one else "-" for key in ("loss", "eval_loss"))
         rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
-    lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
+    lines = table_lines(("", "adapter", "steps", "loss", "evaluation loss"), rows)
     lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
-    return [*lines, f"{len(ranked)} tenants in {time.monotonic() - begun:.1f} s, {peak_line()}"]
+    return [*lines, f"{len(ranked)} adapters in {time.monotonic() - begun:.1f} s, {peak_line()}"]
