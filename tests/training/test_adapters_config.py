@@ -24,7 +24,7 @@ def read(folder: Path, **values: Any) -> RunConfig:
 def test_common_keys_are_defaults_of_each_adapter(tmp_path: Path) -> None:
     adapters = {
         "ada": {"lora_r": 4, "num_train_epochs": 2},
-        "bob": {"datasets": [{"path": "x"}], "interleave": [1]},
+        "bob": {"datasets": [{"path": "x"}]},
     }
     config = read(tmp_path, adapters=adapters, lora_alpha=7)
     assert config.own.has_adapters
@@ -39,7 +39,6 @@ def test_common_keys_are_defaults_of_each_adapter(tmp_path: Path) -> None:
         "use_peft": True,
     }
     assert found["bob"].values["max_steps"] == 5
-    assert (found["ada"].own.interleave, found["bob"].own.interleave) == (None, [1])
 
 
 def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
         ({"sweep": {"lora_r": []}}, "sweep.lora_r: is not a list of values"),
         ({"sweep": {"lora_r": [4, 4]}}, "sweep: two combinations have the same name"),
         ({"sweep": {"seed": list(range(2000))}}, "sweep: has 2000 combinations. Use at most 1024"),
-        ({"adapters": {"ada": {"interleave": [1]}}}, "adapters.ada: interleave: needs datasets"),
+        ({"adapters": {"ada": {}}, "env": {"A=B": "x"}}, "adapters.ada: env: 'A=B' cannot be set"),
         ({"adapters": {"ada": {}}, "packing": True}, "packing: is not supported with adapters"),
         ({"adapters": {"ada": {}}, "method": "dpo"}, "method: dpo is not supported with adapters"),
         ({"adapters": {"ada": {}}, "use_peft": False}, "use_peft: False is not supported with adapters. Use True"),

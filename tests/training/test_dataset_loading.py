@@ -36,8 +36,8 @@ def mixture(*entries: dict[str, Any], **further: Any) -> Any:
     return SimpleNamespace(**{"datasets": found, "streaming": False, "test_split_size": None, **further})
 
 
-def load(name: str | None, mixed: Any | None = None, weights: list[float] | None = None) -> Any:
-    return dataset_loading.load(script(name), mixed or mixture(), weights, 0)
+def load(name: str | None, mixed: Any | None = None) -> Any:
+    return dataset_loading.load(script(name), mixed or mixture())
 
 
 def write(file: Path, count: int, say: str) -> str:
@@ -57,7 +57,7 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="test_split_size: 1.5 cannot be used"):
         load(name, mixture(test_split_size=1.5))
     with pytest.raises(ConfigError, match=r"train_split: train_sft is not a split of the dataset \(train\)"):
-        dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
+        dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5))
 
 
 def load_data(name: Path, tokenizer: Any, *, masked: bool = False, **further: Any) -> Any:
@@ -125,19 +125,10 @@ def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> 
     assert (len(first["train"]), len(first["test"])) == (60, 20)
 
 
-def test_a_column_that_interleaved_datasets_lack_is_named(tmp_path: Path) -> None:
+def test_a_column_that_a_dataset_of_a_mixture_lacks_is_named(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", 3, "a")
     with pytest.raises(ConfigError, match="cannot be loaded as a dataset.*nothing"):
-        load(None, mixture({"path": name, "columns": ["nothing"]}), [1.0])
-
-
-def test_weights_interleave_datasets(tmp_path: Path) -> None:
-    names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
-    rows = load(None, mixture(*({"path": name} for name in names)), [3.0, 1.0])["train"]["text"]
-    assert sorted(rows) == sorted(f"{say}{number}" for say in "ab" for number in range(40))
-    assert sum(row.startswith("a") for row in rows[:40]) > 24
-    together = load(None, mixture(*({"path": name} for name in names)))["train"]["text"]
-    assert [row[0] for row in together] == ["a"] * 40 + ["b"] * 40
+        load(None, mixture({"path": name, "columns": ["nothing"]}))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +147,8 @@ def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
     tiny.write_rows(tmp_path / "rows.jsonl", '{"text": "a"}', '{"text": ')
     with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
         load(str(tmp_path / "rows.jsonl"))
-    for weights in (None, [1.0]):
-        with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
-            load(None, mixture({"path": str(tmp_path / "rows.jsonl")}), weights)
+    with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
+        load(None, mixture({"path": str(tmp_path / "rows.jsonl")}))
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_credentials_are_in_no_file(folder: Path, kind: dict[str, Any]) -> None:
 
 def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
     values = keys(folder, output_dir=str(folder / "kept"), per_device_train_batch_size=4)
-    values |= {"dataset_name": None, "datasets": 2 * [{"path": str(folder / "chats.jsonl")}], "interleave": [3, 1]}
+    values |= {"dataset_name": None, "datasets": 2 * [{"path": str(folder / "chats.jsonl")}]}
     [messages] = run_world(1, on_ranks.warnings_without_matplotlib, values)
     [message] = [text for text in messages if "curves.png" in text]
     assert message.endswith("kept/curves.png: is not drawn without matplotlib. Run pip install 'shardwise[report]'")

@@ -11,14 +11,14 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from shardwise.training.arguments import ShardwiseArguments
-from shardwise.training.keys import find_conflicts, find_faults, own_keys
+from shardwise.training.keys import find_conflicts, find_faults
 from shardwise.training.run_config import RunConfig, raise_faults
 
 ADAPTER_KEYS: Final = frozenset(
     {
         *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora"),
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
-        *("datasets", "interleave", "test_split_size", "assistant_only_loss", "completion_only_loss"),
+        *("datasets", "test_split_size", "assistant_only_loss", "completion_only_loss"),
         *("max_length", "truncation_mode", "shuffle_dataset", "seed", "data_seed"),
         *("learning_rate", "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -55,11 +55,8 @@ _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Supported values. Optimizers are elementwise, because an adapter's matrices are one flat tensor."""
 
-_REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
-    "num_train_epochs": ("max_steps",),
-    "dataset_name": ("datasets", "interleave"),
-}
-"""Keys of the file that an adapter's own key replaces."""
+_REPLACED: Final = {"num_train_epochs": "max_steps", "dataset_name": "datasets"}
+"""Keys of the file that do not apply to an adapter which sets another key."""
 
 _MOST_ADAPTERS: Final = 1024
 
@@ -149,17 +146,14 @@ def _unsupported(key: str, value: Any) -> Iterator[str]:
         yield f"{key}: {value} is not supported with adapters. Use {', '.join(map(str, _VALUES[key]))}."
 
 
-def _adapter_config(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
+def _adapter_config(config: RunConfig, name: str, overrides: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of one adapter, as of a single training in a folder with its name."""
-    void = {key for given in own for key in _REPLACED.get(given, ())} - own.keys()
-    values = {key: value for key, value in config.values.items() if key not in void}
-    values |= {key: value for key, value in own.items() if key not in own_keys()}
-    values |= {"use_peft": True, "output_dir": f"{config.values.get('output_dir', 'trainer_output')}/{name}"}
-    ours = {key: value for key, value in own.items() if key in own_keys()}
-    ours |= dict.fromkeys((void & own_keys().keys()) | {"adapters", "sweep"})
-    return replace(
-        config, source=f"{config.source}, adapter {name}", values=values, own=replace(config.own, **ours)
-    )
+    replaced = {_REPLACED[key] for key in overrides if key in _REPLACED} - overrides.keys()
+    values = {key: value for key, value in config.values.items() if key not in replaced}
+    output_dir = f"{config.values.get('output_dir', 'trainer_output')}/{name}"
+    values |= {**overrides, "use_peft": True, "output_dir": output_dir}
+    own = replace(config.own, adapters=None, sweep=None)
+    return replace(config, source=f"{config.source}, adapter {name}", values=values, own=own)
 
 
 def _word(key: str, value: Any) -> str:

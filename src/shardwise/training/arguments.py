@@ -2,8 +2,7 @@
 
 # ruff: noqa: RUF009 - the defaults are made by a function
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -35,7 +34,6 @@ class ShardwiseArguments:
     trainable_layers: int = _key(0, "unless 0, train only the last layers (negative: the first)")
     trainable_modules: list[str] | None = _key(None, "modules of these layers; default: all")
     extra_modules: list[str] | None = _key(None, "modules outside of layers to train, too")
-    interleave: list[float] | None = _key(None, "weights of `datasets`, mixed row by row (`fraction`: TRL's)")
     adapters: dict[str, Any] | None = _key(None, "many LoRAs on one base: keys by name")
     sweep: dict[str, Any] | None = _key(None, "many LoRAs, one for each combination: lists by key")
     tokens_per_pass: int = _key(4096, "with many LoRAs, tokens of a pass on one rank", least=1)
@@ -64,18 +62,6 @@ class ShardwiseArguments:
                     yield f"{key}: contradicts use_peft. Remove one of them"
         if self.early_stopping_patience and not values.get("load_best_model_at_end"):
             yield "early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them"
-        if self.interleave is not None:
-            yield from _find_faults_of_weights(self.interleave, values.get("datasets") or ())
         for name, value in (self.env or {}).items():
             if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
                 yield f"env: {name!r} cannot be set to {value!r}. Write NAME: VALUE"
-
-
-def _find_faults_of_weights(weights: Sequence[Any], datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    are_positive = all(type(weight) in (int, float) and 0 < weight < math.inf for weight in weights)
-    if not datasets:
-        yield "interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...]"
-    elif len(weights) != len(datasets) or not are_positive:
-        yield f"interleave: has {len(weights)} weights for {len(datasets)} datasets. Give each one above 0"
-    elif any(entry.get("fraction") is not None for entry in datasets):
-        yield "interleave: contradicts fraction of datasets. Remove one of them"

@@ -1,7 +1,7 @@
 """Datasets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
 
-``datasets`` reads, shuffles, mixes and caches. This module adds local files by name, weights of an interleaved
-mixture, conversion to ``messages``, and assistant masks.
+``datasets`` reads, shuffles and caches, TRL mixes. This module adds local files by name, conversion to
+``messages``, and assistant masks.
 """
 
 import copy
@@ -99,14 +99,12 @@ def preparing_together(
         yield
 
 
-def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) -> Mapping[str, AnyDataset]:
+def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
     """Load the datasets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
         mixture: ``datasets``, which replaces ``dataset_name``, ``streaming``, ``test_split_size``.
-        weights: of the entries of ``datasets``, to interleave them. None concatenates them as TRL does.
-        seed: of the interleaving.
 
     Raises:
         ConfigError: a dataset cannot be loaded, or settings contradict each other. The message names them.
@@ -115,18 +113,15 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
         for entry in mixture.datasets:
             if (builder := _find_builder(entry.path)) is not None:
                 entry.path, entry.data_files = builder, entry.path
-        if weights is not None:
-            return _interleaved(mixture, weights, seed)
         from trl.scripts.utils import get_dataset
 
         whole = copy.copy(mixture)
         whole.test_split_size = None  # TRL's split has no seed, so each rank would get a different one
-        mixed: Mapping[str, AnyDataset] = _call(_names(mixture.datasets), get_dataset, whole)
-        return (
-            mixed
-            if mixture.test_split_size is None
-            else _split(mixed, script.dataset_train_split, mixture.test_split_size)
-        )
+        names = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
+        mixed: Mapping[str, AnyDataset] = _call(names, get_dataset, whole)
+        if mixture.test_split_size is None:
+            return mixed
+        return _split(mixed, script.dataset_train_split, mixture.test_split_size)
     name = script.dataset_name
     if not name:
         raise ConfigError("dataset_name: is missing. Set it, or datasets")
@@ -149,22 +144,6 @@ def _find_builder(name: str) -> str | None:
     return _BUILDERS.get(suffix) if file.is_file() else None
 
 
-def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[str, AnyDataset]:
-    loaded: list[AnyDataset] = []
-    for entry in mixture.datasets:
-        options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        dataset = _call(_names([entry]), datasets.load_dataset, **options, streaming=mixture.streaming)
-        if entry.columns is not None:
-            dataset = _call(_names([entry]), dataset.select_columns, entry.columns)
-        loaded.append(dataset)
-    shares = [weight / sum(weights) for weight in weights]
-    options = {"seed": seed, "stopping_strategy": "all_exhausted_without_replacement"}
-    names = _names(mixture.datasets)
-    mixed = _call(names, datasets.interleave_datasets, loaded, probabilities=shares, **options)
-    found = {"train": mixed}
-    return found if mixture.test_split_size is None else _split(found, "train", mixture.test_split_size)
-
-
 def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
     """Split the training rows into ``name`` and ``test``, alike on every rank."""
     if name not in found:
@@ -181,10 +160,6 @@ def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[s
             f"test_split_size: {size} cannot be used, {error} Write a fraction of the rows"
         ) from error
     return {name: split["train"], "test": split["test"]}
-
-
-def _names(entries: Sequence[Any]) -> str:
-    return ", ".join(str(entry.data_files or entry.path) for entry in entries)
 
 
 def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:

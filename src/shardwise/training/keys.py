@@ -64,8 +64,9 @@ FORMER: Final[Mapping[str, str | None]] = {
     "chat_template": "chat_template_path",
     "logging_dir": "env: {TENSORBOARD_LOGGING_DIR: FOLDER}",
     "max_prompt_length": "max_length",
+    "interleave": "datasets: [{path: ..., fraction: ...}, ...]",
 }
-"""Keys of transformers 4 and older TRL, and what to use instead."""
+"""Keys of transformers 4, older TRL and earlier versions of shardwise, and what to use instead."""
 
 _SECTIONS: Final = (
     *("model", "tuning", "quantization", "data", "training", "optimizer", "schedule", "sharding"),

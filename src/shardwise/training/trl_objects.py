@@ -264,7 +264,7 @@ def load_data(
     num_proc = getattr(training, "dataset_num_proc", None)
     is_masked = method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
-        found = dataset_loading.load(script, arguments.mixture, arguments.own.interleave, training.seed)
+        found = dataset_loading.load(script, arguments.mixture)
         names = [
             script.dataset_train_split,
             *([script.dataset_test_split] if training.eval_strategy != "no" else []),
