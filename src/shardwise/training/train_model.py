@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.core.formatting import table_lines
 from shardwise.files.urls import without_secrets
-from shardwise.fsdp import torch_private
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
@@ -76,16 +75,14 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         has_stopped = is_signaled and state.global_step < state.max_steps
         if not has_stopped:
             save_model(trainer, arguments, output, record)
-        estimated_bytes = _estimated_bytes(config, world.size)
         if world.rank == 0:
-            draw_curves(output, {"": state.log_history}, state.log_history, estimated_bytes)
+            draw_curves(output, {"": state.log_history}, state.log_history)
         if not has_stopped:
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
-        peak = peak_line(estimated_bytes)
         tokens = trl_setup.tokens_seen(trainer) - callback.first_token
-        summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens, peak)
+        summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens)
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
     return TrlOutcome(
@@ -143,18 +140,16 @@ def _resume_from(training: Any, output: Path) -> Any:
     return True if FolderKind.COMPLETE in kinds else None
 
 
-_MEASURABLE_BYTES: Final = 10 << 20
-"""The smallest difference of two peaks that is shown."""
-
-
-def peak_bytes() -> int:
-    """Return the peak memory of this rank: of its accelerator, otherwise of the process."""
-    device_bytes = device_peak_bytes()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device_bytes is None else device_bytes
+def peak_line() -> str:
+    """Format the peak memory of this rank: of its accelerator, otherwise of the process."""
+    nbytes = device_peak_bytes()
+    if nbytes is None:
+        nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return f"peak memory of a rank: {nbytes / 2**30:.2f} GiB"
 
 
 class RunCallback(TrainerCallback):
-    """Follows a training: ends it after the step in which a signal arrived, and checks its losses and its folder.
+    """Follows a training: ends it after the step in which a signal arrived, and checks its folder.
 
     The trainer makes ranks agree on ``control`` and exceptions after each step, so a signal to one rank stops all.
 
@@ -170,7 +165,6 @@ class RunCallback(TrainerCallback):
         """Tokens that the checkpoint has counted."""
         self._request = request
         self._record = record
-        self._has_warned = False
 
     def on_train_begin(self, *positional: Any, **_: Any) -> None:
         """Note where the training begins."""
@@ -186,15 +180,6 @@ class RunCallback(TrainerCallback):
         if control.should_save and positional[1].is_world_process_zero:
             self._record.require()
         return control
-
-    def on_log(self, *positional: Any, **keywords: Any) -> None:
-        """Warn of the first loss that is not finite."""
-        state: TrainerState = positional[1]
-        loss = (keywords.get("logs") or {}).get("loss")
-        if loss is None or self._has_warned or math.isfinite(float(loss)) or not state.is_world_process_zero:
-            return
-        self._has_warned = True
-        _log.warning("step %d: the loss is %s. Check learning_rate and the rows", state.global_step, loss)
 
 
 def require_finite_loss(state: TrainerState, output: Path) -> None:
@@ -239,33 +224,7 @@ def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequenc
     return guarded
 
 
-def peak_line(estimate: int | None = None) -> str:
-    """Format the peak memory of this rank, and its estimate in bytes if there is one that differs."""
-    line = f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"
-    if estimate is None or abs(estimate - peak_bytes()) < _MEASURABLE_BYTES:
-        return line
-    return f"{line}, estimated {estimate / 2**30:.2f} GiB"
-
-
-def _estimated_bytes(config: RunConfig, ranks: int) -> int | None:
-    """Return the estimated peak of a rank on its accelerator, or None. Collective: yes, with replicas.
-
-    There is none on the CPU, where the peak of a process includes its libraries, and none of methods that generate
-    or have a reference model.
-    """
-    kind = torch_private.accelerator()
-    if kind is None or config.method not in ("sft", "reward"):
-        return None
-    try:
-        made = trl_setup.plan_run(config, ranks, {"device": kind.type})
-    except Exception as error:  # the training has succeeded
-        _log.warning("no estimate: %s", error)
-        return None
-    has_activations = made.training is not None and made.training.batch_size > 0
-    return made.peak_bytes if has_activations else None
-
-
-def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: int, peak: str) -> Sequence[str]:
+def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: int) -> Sequence[str]:
     """Return the lines that summarize what this process has done of a training.
 
     Args:
@@ -273,7 +232,6 @@ def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: 
         first_step: steps of the checkpoint that was resumed.
         seconds: duration, since the checkpoint was resumed.
         tokens: tokens of all ranks in that time, 0 if unknown.
-        peak: the line on memory.
     """
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
     evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
@@ -286,7 +244,7 @@ def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: 
         lines.append(f"best evaluation loss: {min_finite(evaluated):.4f}")
     if tokens:
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
-    return [*lines, peak]
+    return [*lines, peak_line()]
 
 
 def min_finite(losses: Sequence[float]) -> float:
