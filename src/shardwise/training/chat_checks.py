@@ -41,9 +41,6 @@ def _require_message(chat: Chat, index: int) -> None:
         other = like(content, "x" if content != "x" else "y")
         if not is_context or not chat.depends_on(index, {**message, "content": other}):
             raise _left_out(f"{name}.content")
-    rest = {key: value for key, value in message.items() if key != "tool_responses"}
-    if message.get("tool_responses") and not chat.depends_on(index, rest):
-        raise _left_out(f"{name}.tool_responses")
     for number, call in enumerate(message.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         is_written = call["function"]["name"] in text

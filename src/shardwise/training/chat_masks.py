@@ -14,7 +14,6 @@ any other template, and for all leaves out messages with a weight of 0.
   which is not part of the answer. A message without one (GLM) is ended by the token that starts the next message,
   because the model stops there.
 - A template with ``{% generation %}`` marks defines the tokens itself.
-- Results of tools inside of an answer (``tool_responses`` of Gemma 4) are not part of it.
 
 Templates may render an answer differently once more messages follow (most reasoning models drop earlier reasoning).
 Training on that rendering would train the model to skip its reasoning. Answers whose rendering is still a prefix of
@@ -105,13 +104,12 @@ class AssistantMasks:
 
     def _completely_rendered(self, chat: Chat) -> Chat:
         """The chat in the first of the forms of its messages that the template renders completely."""
-        for name, is_used in (
-            ("tools", chat.variables["tools"] is not None),
-            *(
-                (key, any(message.get(key) for message in chat.messages))
-                for key in ("tool_calls", "tool_responses")
-            ),
-        ):
+        for index, message in enumerate(chat.messages):
+            if message.get("tool_responses"):
+                name = f"messages[{index}].tool_responses"
+                raise ChatError(f"{name}: is not supported. Write results as messages with the role 'tool'")
+        has_calls = any(message.get("tool_calls") for message in chat.messages)
+        for name, is_used in (("tools", chat.variables["tools"] is not None), ("tool_calls", has_calls)):
             if is_used and name not in chat.template:
                 raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path")
         first: ChatError | None = None
@@ -128,8 +126,6 @@ class AssistantMasks:
     def _answer(self, chat: Chat, index: int) -> MaskedText:
         """The assistant message at ``index`` as the model has to generate it at its turn, after its prompt."""
         before, message = chat.messages[:index], chat.messages[index]
-        if message.get("tool_responses"):
-            return self._answer_around_results(chat, index)
         prompt = chat.attempt(before, prompt=True)
         rendered = chat.render([*before, message])
         text = rendered.text
@@ -147,26 +143,6 @@ class AssistantMasks:
             return MaskedText(text, [(start, end)])
         opening = self._opening(chat, "tool" if message.get("tool_calls") else "user")
         return MaskedText(text[:end] + opening, [(start, end + len(opening))])
-
-    def _answer_around_results(self, chat: Chat, index: int) -> MaskedText:
-        """The calls of a message with ``tool_responses``, and what it says after these.
-
-        Raises:
-            ChatError: the template writes them in another order.
-        """
-        before, message = chat.messages[:index], chat.messages[index]
-        calls = {key: value for key, value in message.items() if key not in ("content", "tool_responses")}
-        calling = self._answer(replace(chat, messages=[*before, calls]), index)
-        called = chat.attempt([*before, {**calls, "tool_responses": message["tool_responses"]}]) or ""
-        text = chat.render([*before, message]).text
-        if not called.startswith(calling.rendering) or not text.startswith(called):
-            raise ChatError(
-                f"chat template: messages[{index}].tool_responses cannot be told from the answer. Write them as "
-                "messages with the role 'tool'"
-            )
-        end = self._end(chat, index, text, len(called))
-        answered = [(len(called), end)] if text[len(called) : end].strip() else []
-        return MaskedText(text, [*calling.spans, *answered])
 
     def _end(self, chat: Chat, index: int, text: str, start: int) -> int:
         """The end of an answer that is the last message of ``text``, without the end of the whole chat."""
