@@ -12,9 +12,8 @@ import pytest
 from tests.training import trl_templates
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwise.training.chat_checks import require_calls_trained
 from shardwise.training.chat_masks import AssistantMasks
-from shardwise.training.chat_rendering import Chat, ChatError
+from shardwise.training.chat_rendering import ChatError
 
 pytestmark = pytest.mark.skipif(
     trl_templates.folder() is None, reason="TRL, which ships the templates, is not installed"
@@ -263,19 +262,19 @@ def test_parts_of_the_assistant_are_trained_once_and_no_others(kind: str) -> Non
 
 def test_results_inside_of_an_answer_are_an_error() -> None:
     answer = assistant("answer1", tool_calls=[call(1)], tool_responses=[{"name": "weather", "response": {}}])
-    with pytest.raises(ChatError, match=r"messages\[1\].tool_responses: is not supported. Write results as messages"):
+    with pytest.raises(
+        ChatError, match=r"messages\[1\].tool_responses: is not supported. Write results as messages"
+    ):
         masks(trl_templates.text("qwen3"))([ASKED, answer], TOOLS)
 
 
 def test_calls_that_a_training_template_of_trl_leaves_out_are_an_error() -> None:
-    without_calls = ("deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl")
-    left_out = {**dict.fromkeys(without_calls, "tool_calls[0]"), "gptoss": "tool_calls[1]"}
+    left_out = {**dict.fromkeys(WITHOUT_TOOLS, "does not use 'tools'"), "lfm2": "does not use 'tool_calls'"}
+    left_out["gptoss"] = r"leaves out messages\[1\].tool_calls\[1\]"
     messages = [{**message, "content": message["content"] or ""} for message in PARTS["two calls"]]
     for name in [name for name in trl_templates.names() if trl_templates.has(f"{name}_training")]:
-        named = re.escape(f"leaves out messages[1].{left_out.get(name)}")
-        with pytest.raises(ChatError, match=named) if name in left_out else nullcontext():
-            tokenizer = trl_templates.tokenizer(trl_templates.text(f"{name}_training"))
-            require_calls_trained(Chat.create(tokenizer, messages, TOOLS))
+        with pytest.raises(ChatError, match=left_out[name]) if name in left_out else nullcontext():
+            masks(trl_templates.text(f"{name}_training"))(messages, TOOLS)
 
 
 HANDED = (ASSISTANT, TOOL_ENDED, "<|start|>assistant", "\n", "<think>\n\n</think>\n\n", "<think>\n", "<think>", "")

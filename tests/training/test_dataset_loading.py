@@ -68,7 +68,7 @@ def load_data(name: Path, tokenizer: Any, *, masked: bool = False, **further: An
     training = SimpleNamespace(assistant_only_loss=masked, seed=0, eval_strategy="no")
     named = script(str(name), dataset_test_split="test", **further)
     arguments: Any = SimpleNamespace(script=named, training=training, mixture=mixture(), own=ShardwiseArguments())
-    rows, _ = trl_objects.load_data(arguments, "sft", tokenizer, 0)
+    rows, _ = trl_objects.load_data(arguments, tokenizer, 0)
     return rows, training.assistant_only_loss
 
 
@@ -112,10 +112,10 @@ def test_the_eos_token_of_a_configuration_is_that_of_the_tokenizer(tmp_path: Pat
     model = SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None)
     training = SimpleNamespace(trust_remote_code=False, eos_token=tiny.PAD)
     arguments: Any = SimpleNamespace(model=model, training=training, own=ShardwiseArguments())
-    assert processing_class(arguments, "sft").eos_token == tiny.PAD
+    assert processing_class(arguments).eos_token == tiny.PAD
     training.eos_token = "<end>"
     with pytest.raises(ConfigError, match="eos_token: <end> is not in the vocabulary"):
-        processing_class(arguments, "sft")
+        processing_class(arguments)
 
 
 def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
@@ -258,11 +258,10 @@ def test_a_row_whose_chat_cannot_be_used_is_named(row: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_row_with_a_call_that_the_marks_of_a_template_leave_out_is_named(streaming: bool) -> None:
+def test_a_row_with_a_call_that_a_template_with_marks_leaves_out_is_named(tmp_path: Path, streaming: bool) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"n": 1}}}
     rows = [tiny.chat("Hi", "Ho"), tiny.chat("Hi", "Ho")]
     rows[1]["messages"][1]["tool_calls"] = [call]  # type: ignore[index]
-    found: Any = datasets.Dataset.from_list(rows)
-    found = found.to_iterable_dataset() if streaming else found
-    with pytest.raises(ConfigError, match=r"row 2 of the dataset: .* leaves out messages\[1\].tool_calls\[0\]"):
-        list(dataset_loading.with_rendered_calls(found, tiny.tokenizer(tiny.MARKED)))
+    name = tiny.write_rows(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(ConfigError, match="row 2 of the dataset: chat template: does not use 'tool_calls'"):
+        list(load_data(name, tiny.tokenizer(tiny.MARKED), masked=True, dataset_streaming=streaming)[0])

@@ -68,7 +68,7 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ),
         ("datasets:\n- name: a", r"datasets\[0\]: .* has no path"),
         ("beta: 0.1", r"beta: is a key of dpo, kto, grpo, not of sft"),
-        ("training:\n  epochs: 3", r"training: sections were removed. Use TRL's keys"),
+        ("training:\n  epochs: 3", r"training: is not a key of sft"),
         ("torch_dtype: bfloat16", r"torch_dtype: is not a key of sft. Did you mean dtype\?"),
         ("overwrite_output_dir: true", "overwrite_output_dir: is not a key of sft. Remove it"),
         ("a: [", r"is not valid YAML"),

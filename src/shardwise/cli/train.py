@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,14 +44,12 @@ class _TrainCommand(click.Command):
 @click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
-@click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def train_command(
     arguments: Sequence[str],
     *,
     nproc_per_node: int | None,
-    accelerate_config: str | None,
     check: bool,
     as_json: bool,
 ) -> None:
@@ -73,7 +72,7 @@ def train_command(
     its state saved, so that the same command resumes.
     """  # noqa: D301 - click's mark of a paragraph that is not wrapped
     try:
-        config = _read([*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())])
+        config = _read(arguments)
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
@@ -96,11 +95,11 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     Raises:
         ShardwiseError: the configuration is invalid, or its local model does not exist.
     """
-    try:
-        from shardwise.training.adapters_config import read_adapters
-        from shardwise.training.run_config import read_run_config
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
+    if find_spec("trl") is None:  # does not import it
+        raise ConfigError("trl: is not installed. Run pip install 'shardwise[train]'")
+    from shardwise.training.adapters_config import read_adapters
+    from shardwise.training.run_config import read_run_config
+
     config = read_run_config(arguments)
     if config.own.has_adapters:
         read_adapters(config)
@@ -254,13 +253,9 @@ def _estimate_config(
     """Plan the training of a configuration."""
     if unused := [name for name, value in given.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
-    try:
-        from shardwise.training.run_config import read_run_config
+    config = _read([file, *overrides])
+    from shardwise.training.trl_objects import plan_run
 
-        config = read_run_config([file, *overrides])
-        from shardwise.training.trl_objects import plan_run
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     return plan_run(config, ranks, placed)
 
 
@@ -273,7 +268,6 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
     found = {name: value for name, value in given.items() if value is not None}
     if "tuning" not in found and {"per_device_train_batch_size", "max_length"} & found.keys():
         raise ConfigError("--batch and --seq need --tuning. Give that, too")
-    _require_known(found)
     if "mesh" in found:
         found["mesh"] = parse_mesh(found["mesh"])
     if is_local(model):
@@ -287,22 +281,6 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
     if "tuning" in found:
         found["tuning"] = tuning_named(found["tuning"])
     return plan(model, ranks=ranks, **{"dtype": "auto", **found})
-
-
-def _require_known(given: dict[str, Any]) -> None:
-    """Name a fault in an option before torch is imported.
-
-    Raises:
-        ConfigError: an option has a value that is not known.
-    """
-    from shardwise.loading.option_syntax import parse_tuning, parse_wrap, require_floating_dtype
-
-    parse_wrap(given.get("wrap", "auto"))
-    parse_tuning(given.get("tuning", "full"))
-    if given.get("dtype", "auto") != "auto":
-        require_floating_dtype("dtype", given["dtype"])
-    if "param_dtype" in given:
-        require_floating_dtype("param_dtype", given["param_dtype"])
 
 
 def parse_mesh(text: str) -> dict[str, int]:

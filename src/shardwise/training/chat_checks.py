@@ -84,24 +84,6 @@ def require_trained(chat: Chat, index: int, answer: str) -> None:
                 raise _left_out(f"{name}.tool_calls[{number}]{part}")
 
 
-def require_calls_trained(chat: Chat) -> None:
-    """Check that every tool call of a chat is trained on, where TRL masks it by the template's own marks.
-
-    Raises:
-        ChatError: the template leaves one out.
-    """
-    messages = chat.messages
-    whole = chat.trainable(messages)
-    if not whole:  # the template rejects the row, as TRL will find out
-        return
-    for index, message in enumerate(messages):
-        calls = message.get("tool_calls") or []
-        for number in range(len(calls)):
-            fewer = {**message, "tool_calls": [*calls[:number], *calls[number + 1 :]]}
-            if chat.trainable([*messages[:index], fewer, *messages[index + 1 :]]) == whole:
-                raise _left_out(f"messages[{index}].tool_calls[{number}]")
-
-
 def _without_parts(call: Mapping[str, Any], answer: str) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     """Yield the name of each part of a call, and what is left without it.
 

@@ -2,7 +2,8 @@
 
 transformers masks assistant tokens only for templates with ``{% generation %}`` marks, and TRL has marked
 versions of 31 templates, compared byte by byte. They are used first. This module finds the assistant's tokens for
-any other template, and for all leaves out messages with a weight of 0.
+any other template, and for all if messages have weights (0: not trained on) or tool calls (which a template may
+omit).
 
 [Note: Assistant masks] The template renders the chat up to and including an answer, and the prompt for that answer
 (``add_generation_prompt=True``). The answer is the text that the model has to generate at that turn:

@@ -21,9 +21,8 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.files.urls import redacted
 from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.world import World
-from shardwise.training.chat_checks import require_calls_trained
 from shardwise.training.chat_masks import AssistantMasks
-from shardwise.training.chat_rendering import Chat, ChatError
+from shardwise.training.chat_rendering import ChatError
 
 T = TypeVar("T")
 
@@ -194,35 +193,6 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
     return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
 
 
-def with_rendered_calls(found: AnyDataset, tokenizer: PreTrainedTokenizerBase) -> AnyDataset:
-    """Check that a template whose marks TRL uses leaves out no tool call. A streamed dataset is checked when read.
-
-    Raises:
-        ConfigError: naming the row.
-    """
-    check = partial(_require_rendered_calls, tokenizer)
-    if isinstance(found, datasets.IterableDataset):
-        checked: AnyDataset = found.map(check, with_indices=True, features=found.features)
-        return checked
-    for index, row in enumerate(found):
-        check(row, index)
-    return found
-
-
-def _require_rendered_calls(
-    tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], index: int
-) -> Mapping[str, Any]:
-    try:
-        chat = to_messages(row)
-        messages = chat.get("messages") or [*_turns("prompt", chat.get("prompt", [])), *chat.get("completion", [])]
-        if any(message.get("tool_calls") for message in messages):
-            tools, variables = chat.get("tools"), chat.get("chat_template_kwargs")
-            require_calls_trained(Chat.create(tokenizer, messages, tools, variables))
-    except (MalformedRowError, ChatError) as error:
-        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
-    return row
-
-
 def checked_as_read(found: AnyDataset, text_field: str) -> AnyDataset:
     """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged."""
     if isinstance(found, datasets.Dataset):
@@ -252,7 +222,7 @@ def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) 
     Raises:
         ConfigError: naming the row and the column.
     """
-    try:
+    with _naming_row(index):
         for name in columns:
             value = row[name]
             if value is None:
@@ -263,8 +233,6 @@ def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) 
                 _require_message(message, f"{name}[{number}]")
                 if message.get("content") is None and not message.get("tool_calls"):
                     raise MalformedRowError(f"{name}[{number}].content: is null. Write text, or remove the row")
-    except MalformedRowError as error:
-        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
     return row
 
 
@@ -320,10 +288,33 @@ def _require_embedded(
     return row
 
 
-def has_weights(found: AnyDataset) -> bool:
-    """Return whether messages of the first row have a "weight", which TRL does not read."""
-    turns = next(iter(found)).get("messages")
-    return isinstance(turns, list) and any(isinstance(turn, Mapping) and "weight" in turn for turn in turns)
+def needs_masks(dataset: AnyDataset) -> bool:
+    """Return whether TRL cannot mask rows: for a "weight" of a message, or tool calls that templates may omit.
+
+    True for a streamed dataset, because its rows are not known in advance.
+
+    Raises:
+        ConfigError: naming a row that is malformed.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return True
+    for index, row in enumerate(dataset):
+        with _naming_row(index):
+            chat = to_messages(row)
+            for key in ("messages", "prompt", "completion"):
+                if any(
+                    "weight" in message or message.get("tool_calls") for message in _turns(key, chat.get(key, []))
+                ):
+                    return True
+    return False
+
+
+@contextmanager
+def _naming_row(index: int) -> Iterator[None]:
+    try:
+        yield
+    except (MalformedRowError, ChatError) as error:
+        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
 
 
 def get_column_names(found: AnyDataset) -> list[str]:
@@ -353,10 +344,8 @@ def _batch(
 ) -> dict[str, list[Any]]:
     made: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
-        try:
+        with _naming_row(index):
             made += make_examples(dict(zip(batch, values, strict=True)))
-        except (MalformedRowError, ChatError) as error:
-            raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
     return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
 
 

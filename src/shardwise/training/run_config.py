@@ -100,7 +100,8 @@ def _parse_own(values: Mapping[str, Any]) -> ShardwiseArguments:
     """Return the keys of shardwise, of which lists and numbers may be written as strings."""
     own: dict[str, Any] = {}
     for key, spec in own_keys().items():
-        value = values.get(key, spec.get("default"))
+        if (value := values.get(key)) is None:
+            continue
         if isinstance(value, str) and "str" not in spec["types"]:
             value = [word.strip() for word in value.split(",")] if "list" in spec["types"] else int(value)
         own[key] = value

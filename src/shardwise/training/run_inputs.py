@@ -15,6 +15,7 @@ from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.fsdp import torch_private
 from shardwise.integrations.trainer_runs import checkpoints_in
+from shardwise.loading.agreement import require_same_settings
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
 from shardwise.ranks.world import World
 from shardwise.saving.locked_folder import locked_by_first_rank
@@ -26,7 +27,6 @@ from shardwise.training.rank_comparison import (
     effective_settings,
     mask_secrets,
     require_same_rows,
-    require_same_run,
 )
 from shardwise.training.run_config import RunConfig
 
@@ -78,9 +78,9 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
             parsed = {name: trl_setup.parse(one) for name, one in configs.items()}
         settings: dict[str, str] = {}
         for name, arguments in parsed.items():
-            for key, value in effective_settings(config.method, arguments).items():
+            for key, value in effective_settings(arguments).items():
                 settings[f"{name}.{key}" if name else key] = value
-        require_same_run(world, settings)
+        require_same_settings(world, settings, "the configuration")
     first = next(iter(parsed.values()))
     output = Path(first.training.output_dir)
     identity = get_identity(config, config.method)
@@ -94,11 +94,11 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     with stopping_on_signals() as request, locked_output(output, identity, weights) as record:
         honor_timeout(config, first)
         with World.current(call="train") as world, world.collective("load the tokenizer"):
-            processor = trl_setup.processing_class(first, config.method)
+            processor = trl_setup.processing_class(first)
         data: dict[str, tuple[AnyDataset, AnyDataset | None]] = {}
         for name, arguments in parsed.items():
             with name_adapter(name):
-                data[name] = trl_setup.load_data(arguments, config.method, processor, local_rank)
+                data[name] = trl_setup.load_data(arguments, processor, local_rank)
                 if config.own.has_adapters:  # TRL's trainers tokenize rows themselves
                     data[name] = tokenize(data[name], arguments, processor, local_rank)
             for split, dataset in zip(("train", "test"), data[name], strict=True):
@@ -165,12 +165,18 @@ class TrainingRecord:
 
     file: Path
 
-    def require(self) -> None:
-        """Require that the record is still there, before something is saved next to it. Collective: no.
+    def require_on_first_rank(self, world: World) -> None:
+        """Require that the record is still there, before something is saved next to it. Collective: yes.
 
         Raises:
             StorageError: it was removed during the training.
         """
+        with world.broadcast("check the run's record"):
+            if world.rank == 0:
+                self.require()
+
+    def require(self) -> None:
+        """As ``require_on_first_rank``, on this rank alone. Collective: no."""
         if not self.file.is_file():
             raise StorageError(
                 f"{self.file}: was removed during the training, maybe with its folder, and nothing more is saved "

@@ -388,9 +388,7 @@ class AdapterTraining:
         if step <= self._saved_step:
             return
         place = self._folder / f"checkpoint-{step}"
-        with self._shared.world.broadcast("check the run's record"):
-            if self._shared.world.rank == 0:
-                self._shared.record.require()
+        self._shared.record.require_on_first_rank(self._shared.world)
         self.bank.save(self.name, place, options=SaveOptions(progress=False))
         with self._shared.world.broadcast("commit the checkpoint"):
             if self._shared.world.rank == 0:
@@ -411,9 +409,6 @@ class AdapterTraining:
 
     def _finish(self) -> None:
         """Save the adapter, and delete it from the bank."""
-        with self._shared.world.broadcast("check the run's record"):
-            if self._shared.world.rank == 0:
-                self._shared.record.require()
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
         self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
         self.bank.delete_adapter(self.name)

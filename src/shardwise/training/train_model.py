@@ -57,11 +57,11 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
     with open_inputs(config, local_rank) as inputs:
         arguments, data, processor = inputs.arguments[""], inputs.data[""], inputs.processor
         output, record, request = inputs.output, inputs.record, inputs.request
-        model = trl_setup.load_model(arguments, config.method)
+        model = trl_setup.load_model(arguments)
         honor_timeout(config, arguments)  # again, for the process groups of the model's mesh
         require_pad_token(model, processor)
-        reference = trl_setup.load_reference(arguments, config.method)
-        trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data, local_rank)
+        reference = trl_setup.load_reference(arguments)
+        trainer = trl_setup.make_trainer(arguments, model, reference, processor, data, local_rank)
         callback = RunCallback(request, record)
         trainer.add_callback(callback)
         trackers = guard_trackers(trainer)
@@ -81,7 +81,10 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
-        tokens = trl_setup.tokens_seen(trainer) - callback.first_token
+        # As counted by TRL, or by the Trainer for GRPO.
+        tokens = (
+            int(getattr(trainer, "_total_train_tokens", 0) or state.num_input_tokens_seen) - callback.first_token
+        )
         summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens)
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
@@ -101,9 +104,8 @@ def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, re
     Raises:
         StorageError: the record of the training was removed.
     """
-    with World.current(call="train") as world, world.broadcast("check the run's record"):
-        if world.rank == 0:
-            record.require()
+    with World.current(call="train") as world:
+        record.require_on_first_rank(world)
     trainer.save_model(str(output))
     if arguments.model.use_peft:  # as PEFT does when it saves an adapter
         with World.current(call="train") as world, world.broadcast("write the model card"):

@@ -26,7 +26,7 @@ from shardwise.core.estimate_report import Estimate
 from shardwise.core.phases import busy_with
 from shardwise.files.urls import HubOptions, redacted, without_secrets
 from shardwise.fsdp.accelerate_config import read_accelerate_config
-from shardwise.fsdp.policies import Classes, MinSize, WrapPolicy
+from shardwise.fsdp.policies import Classes, WrapPolicy
 from shardwise.fsdp.torch_private import accelerator
 from shardwise.fsdp.wrap import Sharding, replicated_mesh
 from shardwise.integrations import ShardwiseTrainer, for_trainer
@@ -105,14 +105,14 @@ def parse(config: RunConfig) -> TrlArguments:
     return arguments
 
 
-def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
+def load_model(arguments: TrlArguments) -> PreTrainedModel:
     """Load the model, sharded over all ranks and ready to train. Collective: yes.
 
     Raises:
         ConfigError: keys contradict each other.
         ShardwiseError: as for :func:`~shardwise.loading.from_pretrained.from_pretrained`.
     """
-    keywords = model_options(arguments, method)
+    keywords = model_options(arguments)
     keywords["tuning"] = tuning = build_tuning(arguments)
     if isinstance(tuning, Full):
         keywords["trained_dtype"] = "unchanged"  # TRL trains in the dtype that is loaded
@@ -135,19 +135,19 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
+def load_reference(arguments: TrlArguments) -> PreTrainedModel | None:
     """Load the reference model of a preference training, sharded. None if TRL needs none. Collective: yes.
 
     TRL would load it whole on every rank. The reference of a LoRA is the model without it.
     """
-    if arguments.model.use_peft or method not in ("dpo", "kto"):
+    if arguments.model.use_peft or arguments.own.method not in ("dpo", "kto"):
         return None
-    return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments, method)))
+    return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments)))
 
 
 def load_base(arguments: TrlArguments) -> PreTrainedModel:
     """Load the base of many LoRAs, sharded and frozen, in bfloat16 if ``bf16`` is set. Collective: yes."""
-    options = model_options(arguments, "sft")
+    options = model_options(arguments)
     if arguments.training.bf16 and not arguments.model.dtype:
         options["dtype"] = "bfloat16"
     return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **options))
@@ -157,7 +157,7 @@ _HEAD: Final = tuple(f"{wrapper}{name}.*" for wrapper in ("", "*.") for name in 
 """Tensors of the head of a reward model, also inside PEFT's modules."""
 
 
-def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOptions:
+def model_options(arguments: TrlArguments) -> PretrainedOptions:
     model, training = arguments.model, arguments.training
     options: PretrainedOptions = {
         "sharding": _sharding(arguments.own),
@@ -168,7 +168,7 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
     }
     if model.attn_implementation:
         options["attn_implementation"] = model.attn_implementation
-    if method == "reward":
+    if arguments.own.method == "reward":
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
             "config_overrides": {"num_labels": 1},
@@ -186,11 +186,8 @@ def _sharding(own: ShardwiseArguments) -> Sharding:
     """Return the sharding of the keys, or of the file ``accelerate_config``. Collective: yes, with replicas."""
     if own.accelerate_config:
         return Sharding.from_accelerate(trl_accelerate_config(own.accelerate_config))
-    wrap: WrapPolicy = "auto"
-    if own.transformer_layer_cls_to_wrap:
-        wrap = Classes(tuple(own.transformer_layer_cls_to_wrap))
-    elif own.min_num_params:
-        wrap = MinSize(own.min_num_params)
+    layers = own.transformer_layer_cls_to_wrap
+    wrap: WrapPolicy = Classes(tuple(layers)) if layers else "auto"
     offload = CPUOffloadPolicy() if own.cpu_offload else OffloadPolicy()
     return Sharding(mesh=replicated_mesh(own.dp_replicate_size), wrap=wrap, offload_policy=offload)
 
@@ -218,7 +215,7 @@ def build_tuning(arguments: TrlArguments) -> Tuning:
     return Freeze(**options) if options else Full()
 
 
-def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
+def processing_class(arguments: TrlArguments) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
     Raises:
@@ -226,7 +223,7 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     """
     own = arguments.own.tokenizer_name_or_path
     name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
-    kind = transformers.AutoTokenizer if method == "reward" else transformers.AutoProcessor
+    kind = transformers.AutoTokenizer if arguments.own.method == "reward" else transformers.AutoProcessor
     try:
         found: Any = kind.from_pretrained(
             name, revision=revision, trust_remote_code=arguments.training.trust_remote_code
@@ -250,9 +247,7 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
     return found
 
 
-def load_data(
-    arguments: TrlArguments, method: TrainMethod, processor: Any, local_rank: int
-) -> tuple[AnyDataset, AnyDataset | None]:
+def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple[AnyDataset, AnyDataset | None]:
     """Load rows for training and evaluation, tokenized if TRL has no masks for the chat template or their weights.
 
     Collective: yes.
@@ -262,7 +257,7 @@ def load_data(
     """
     script, training = arguments.script, arguments.training
     num_proc = getattr(training, "dataset_num_proc", None)
-    is_masked = method == "sft" and training.assistant_only_loss
+    is_masked = arguments.own.method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
         found = dataset_loading.load(script, arguments.mixture)
         names = [
@@ -284,11 +279,9 @@ def load_data(
             template = _training_template(processor)
             tokenizer = copy.copy(getattr(processor, "tokenizer", processor))
             tokenizer.chat_template = template or processor.chat_template
-            if template is None or any(map(dataset_loading.has_weights, datasets)):
+            if template is None or any(map(dataset_loading.needs_masks, datasets)):
                 datasets = [dataset_loading.with_masks(one, tokenizer, num_proc=num_proc) for one in datasets]
                 training.assistant_only_loss = False  # TRL would require marks in the chat template
-            else:
-                datasets = [dataset_loading.with_rendered_calls(one, tokenizer) for one in datasets]
         if "input_ids" not in dataset_loading.get_column_names(datasets[0]):
             datasets = [dataset_loading.checked_as_read(dataset, _text_field(training)) for dataset in datasets]
     return datasets[0], datasets[1] if len(datasets) > 1 else None
@@ -310,7 +303,6 @@ def _text_field(training: Any) -> str:
 
 def make_trainer(
     arguments: TrlArguments,
-    method: TrainMethod,
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
     processor: Any,
@@ -323,6 +315,7 @@ def make_trainer(
         ConfigError: TRL or transformers rejects a key or a row, or a required package is not installed. The same
             on every rank.
     """
+    method = arguments.own.method
     base = getattr(trl, _NAMES[method][1])
     # ShardwiseTrainer first: its methods override those of TRL and the Trainer, and call them by super().
     kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
@@ -375,11 +368,6 @@ def _require_trainable_data(trainer: Any, arguments: TrlArguments) -> None:
             setattr(trainer, attribute, embedded)
 
 
-def tokens_seen(trainer: Any) -> int:
-    """Return the number of trained tokens of all ranks, as counted by TRL, or by the Trainer for GRPO."""
-    return int(getattr(trainer, "_total_train_tokens", 0) or trainer.state.num_input_tokens_seen)
-
-
 def _reward_functions(script: Any) -> list[Callable[..., Any]]:
     """Return the reward functions of names in ``trl.rewards`` and of import paths.
 
@@ -427,6 +415,8 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         ConfigError: the configuration is rejected, or has no number of ranks.
         ShardwiseError: as for :func:`~shardwise.loading.estimate.plan`.
     """
+    if config.own.has_adapters:
+        raise ConfigError("adapters, sweep: many LoRAs are not estimated. docs/plan.md has what a bank needs")
     ranks = ranks or config.own.num_processes
     if not ranks:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")
@@ -438,7 +428,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     on_one = replace(config, own=replace(config.own, dp_replicate_size=1, accelerate_config=None))
     arguments = parse(on_one)
     training = arguments.training
-    loaded: Any = model_options(arguments, config.method)
+    loaded: Any = model_options(arguments)
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
