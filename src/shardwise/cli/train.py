@@ -176,17 +176,10 @@ def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
 @click.option("--ranks", type=click.IntRange(1), help="Number of processes.")
 @click.option("--nodes", default=1, show_default=True, type=click.IntRange(1), help="Machines they run on.")
 @click.option("--dtype", help="auto, float32, bfloat16, ...  [default: auto]")
-@click.option("--param-dtype", help="Mixed precision: the dtype in which parameters are gathered.")
 @click.option(
     "--mesh", metavar="AXES", help="Axes and sizes, such as replicate=2,shard=4.  [default: all ranks shard]"
 )
-@click.option(
-    "--wrap",
-    metavar="POLICY",
-    help="auto, model_plan, no_split_modules, module_list, whole_model, classes=NAME,NAME, or min-size=ELEMENTS.",
-)
 @click.option("--device", default="cuda", show_default=True, help="Device of the shards: cuda, cpu, ...")
-@click.option("--offload", is_flag=True, help="Keep shards on the host (CPUOffloadPolicy).")
 @click.option(
     "--tuning",
     metavar="HOW",
@@ -273,10 +266,7 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, g
     if is_local(model):
         local_path(model, HubOptions())
     from shardwise.loading.estimate import plan, tuning_named
-    from shardwise.state.shard import build_sharding
 
-    wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
-    found["sharding"] = build_sharding(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
     found["hub"] = HubOptions(revision=found.pop("revision", None))
     if "tuning" in found:
         found["tuning"] = tuning_named(found["tuning"])

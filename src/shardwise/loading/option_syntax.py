@@ -1,28 +1,10 @@
 """Options of ``shardwise plan`` that are text."""
 
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.layout import NamedPolicy
 from shardwise.files.peft_adapter import ADAPTER_CONFIG
-
-
-def parse_wrap(text: str) -> NamedPolicy | tuple[str, ...] | int:
-    """Return the name of a policy, the names of ``classes=NAME,NAME``, or the elements of ``min-size=ELEMENTS``.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
-    word, _, value = text.partition("=")
-    if word == "classes" and all(value.split(",")):
-        return tuple(value.split(","))
-    if word == "min-size" and value.isdecimal() and int(value):
-        return int(value)
-    if text in get_args(NamedPolicy):
-        return cast(NamedPolicy, text)
-    known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
-    raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}")
 
 
 def parse_tuning(text: str) -> tuple[Literal["full", "freeze", "lora", "adapter"], dict[str, Any]]:
