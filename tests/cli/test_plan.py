@@ -168,7 +168,7 @@ def test_a_training_that_does_not_fit_exits_with_2(checkpoint):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch=2"], "need --tuning"),
+        (["--batch=2"], "--batch, --seq: need --tuning"),
         (["--memory=much"], "'much' is not a size"),
         (["--max_length=2"], "--max_length=2: is not an option for a model"),
     ],

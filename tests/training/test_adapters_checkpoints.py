@@ -13,7 +13,7 @@ from transformers import TrainerState
 
 from shardwise.core.errors import FormatError
 from shardwise.training.run_config import read_run_config
-from shardwise.training.run_inputs import RUN_FOLDER, locked_output, open_inputs
+from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
 from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest
 
 POSITION = {"count": 4, "epoch": 0, "offset": 2}
@@ -48,7 +48,7 @@ def test_a_run_recorded_under_the_former_name_resumes(tmp_path: Path) -> None:
     record.write_text('{"method": "tenants", "ada.lora_r": 4}')
     (tmp_path / "ada").mkdir()
     (tmp_path / "ada" / "adapter_model.safetensors").touch()
-    with locked_output(tmp_path, {"method": "adapters", "ada.lora_r": 4}, ["*/*.safetensors"]):
+    with lock_output(tmp_path, {"method": "adapters", "ada.lora_r": 4}, ["*/*.safetensors"]):
         assert json.loads(record.read_text()) == {"method": "adapters", "ada.lora_r": 4}
 
 

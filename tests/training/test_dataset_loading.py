@@ -106,16 +106,16 @@ def test_a_template_with_marks_may_render_answers_otherwise_when_more_follows(tm
 def test_the_eos_token_of_a_configuration_is_that_of_the_tokenizer(tmp_path: Path) -> None:
     """From the beginning, because templates may write it, of which shardwise makes masks."""
     require_patched_names()
-    from shardwise.training.trl_objects import processing_class
+    from shardwise.training.trl_objects import load_processor
 
     tiny.tokenizer().save_pretrained(tmp_path)
     model = SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None)
     training = SimpleNamespace(trust_remote_code=False, eos_token=tiny.PAD)
     arguments: Any = SimpleNamespace(model=model, training=training, own=ShardwiseArguments())
-    assert processing_class(arguments).eos_token == tiny.PAD
+    assert load_processor(arguments).eos_token == tiny.PAD
     training.eos_token = "<end>"
     with pytest.raises(ConfigError, match="eos_token: <end> is not in the vocabulary"):
-        processing_class(arguments)
+        load_processor(arguments)
 
 
 def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_chats_are_tokenized_with_masks(streaming: bool) -> None:
     rows: Any = datasets.Dataset.from_list([{"messages": ASKED}, {"messages": [*ASKED, *ASKED]}])
     rows = rows.to_iterable_dataset() if streaming else rows
     tokenizer = tiny.tokenizer(tiny.FORGETFUL)  # which has an example for each answer
-    found = list(dataset_loading.with_masks(rows, tokenizer, num_proc=None))
+    found = list(dataset_loading.tokenize_with_masks(rows, tokenizer, num_proc=None))
     trained = [
         tokenizer.decode([t for t, mask in zip(one["input_ids"], one["assistant_masks"], strict=True) if mask])
         for one in found
@@ -222,7 +222,7 @@ def test_chats_are_tokenized_with_masks(streaming: bool) -> None:
 def test_only_completions_are_trained_of_prompts_with_completions() -> None:
     rows = datasets.Dataset.from_list([{"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]]}])
     tokenizer = tiny.tokenizer(tiny.UNMARKED)
-    [one] = dataset_loading.with_masks(rows, tokenizer, num_proc=None)
+    [one] = dataset_loading.tokenize_with_masks(rows, tokenizer, num_proc=None)
     assert sum(one["assistant_masks"]) == len(tokenizer("Ho<|im_end|>")["input_ids"])
 
 
@@ -254,7 +254,7 @@ def test_a_row_whose_chat_cannot_be_used_is_named(row: dict[str, Any], message: 
     )
     number = 2 if "messages" in row else 1
     with pytest.raises(ConfigError, match=f"row {number} of the dataset: {message}"):
-        dataset_loading.with_masks(rows, tiny.tokenizer(tiny.UNMARKED), num_proc=None)
+        dataset_loading.tokenize_with_masks(rows, tiny.tokenizer(tiny.UNMARKED), num_proc=None)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import run_ranks
+from shardwise.cli.launch import print_report, run_ranks
 from shardwise.core.errors import ConfigError
 from shardwise.files.urls import HubOptions, is_local, local_path
 
@@ -118,12 +118,14 @@ def _num_ranks(config: RunConfig) -> int:
     from shardwise.training.run_config import read_yaml, trl_accelerate_config
 
     file = config.own.accelerate_config
-    if "RANK" in os.environ or config.own.num_processes or file is None:
-        return 1 if "RANK" in os.environ else config.own.num_processes or 1
-    found = read_yaml(trl_accelerate_config(file))
-    if (machines := found.get("num_machines") or 1) != 1:
+    if "RANK" in os.environ:
+        return 1
+    if config.own.num_processes or file is None:
+        return config.own.num_processes or 1
+    values = read_yaml(trl_accelerate_config(file))
+    if (machines := values.get("num_machines") or 1) != 1:
         raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine")
-    count = str(found.get("num_processes") or 1)
+    count = str(values.get("num_processes") or 1)
     if not count.isdecimal() or int(count) < 1:
         raise ConfigError(f"num_processes: {count} in {file}. Write a number of ranks, 1 or more")
     return int(count)
@@ -212,7 +214,7 @@ def plan_command(
     device: str,
     memory: str | None,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Estimate memory, bytes read and FSDP2 groups for loading or training MODEL, for each rank.
 
@@ -230,21 +232,21 @@ def plan_command(
     if limit is not None:
         placed["memory_bytes"] = limit
     if model.endswith((".yaml", ".yml")):
-        made = _estimate_config(model, overrides, ranks, placed, given)
+        estimate = _estimate_config(model, overrides, ranks, placed, options)
     else:
-        made = _estimate_model(model, overrides, ranks, {**given, **placed})
+        estimate = _estimate_model(model, overrides, ranks, {**options, **placed})
     if limit is not None and not as_json:
-        click.echo(made.verdict(limit))
-    click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
-    if limit is not None and made.peak_bytes > limit:
-        raise ConfigError(f"--memory: the plan {made.verdict(limit)}. See docs/out_of_memory.md")
+        click.echo(estimate.verdict(limit))
+    print_report(estimate, as_json=as_json)
+    if limit is not None and estimate.peak_bytes > limit:
+        raise ConfigError(f"--memory: the plan {estimate.verdict(limit)}. See docs/out_of_memory.md")
 
 
 def _estimate_config(
-    file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, given: dict[str, Any]
+    file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, options: dict[str, Any]
 ) -> Estimate:
     """Plan the training of a configuration."""
-    if unused := [name for name, value in given.items() if value]:
+    if unused := [name for name, value in options.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
     config = _read([file, *overrides])
     from shardwise.training.trl_objects import plan_run
@@ -252,25 +254,25 @@ def _estimate_config(
     return plan_run(config, ranks, placed)
 
 
-def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
+def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, options: dict[str, Any]) -> Estimate:
     """Plan a load, and a training if there is a tuning."""
     if overrides:
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help")
     if ranks is None:
         raise ConfigError("--ranks: is missing. Give the number of processes")
-    found = {name: value for name, value in given.items() if value is not None}
-    if "tuning" not in found and {"per_device_train_batch_size", "max_length"} & found.keys():
-        raise ConfigError("--batch and --seq need --tuning. Give that, too")
-    if "mesh" in found:
-        found["mesh"] = parse_mesh(found["mesh"])
+    keywords = {name: value for name, value in options.items() if value is not None}
+    if "tuning" not in keywords and {"per_device_train_batch_size", "max_length"} & keywords.keys():
+        raise ConfigError("--batch, --seq: need --tuning. Give that, too")
+    if "mesh" in keywords:
+        keywords["mesh"] = parse_mesh(keywords["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
     from shardwise.loading.estimate import plan, tuning_named
 
-    found["hub"] = HubOptions(revision=found.pop("revision", None))
-    if "tuning" in found:
-        found["tuning"] = tuning_named(found["tuning"])
-    return plan(model, ranks=ranks, **{"dtype": "auto", **found})
+    keywords["hub"] = HubOptions(revision=keywords.pop("revision", None))
+    if "tuning" in keywords:
+        keywords["tuning"] = tuning_named(keywords["tuning"])
+    return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
 
 
 def parse_mesh(text: str) -> dict[str, int]:

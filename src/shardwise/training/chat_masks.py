@@ -89,7 +89,9 @@ class AssistantMasks:
         Raises:
             ChatError: the template cannot render the chat, or leaves out a part of an answer.
         """
-        chat = self._completely_rendered(Chat.create(self._tokenizer, messages, tools, variables))
+        chat = self._render_completely(Chat.create(self._tokenizer, messages, tools, variables))
+        # From the last answer to the first: one that is a prefix of a later example is trained in that example. The
+        # first candidate is the whole chat, without an answer yet.
         examples = [MaskedText(chat.text)]
         for index in reversed(range(len(messages))):
             if messages[index]["role"] != "assistant" or messages[index].get("weight") == 0:
@@ -100,11 +102,11 @@ class AssistantMasks:
                 examples[-1].spans += answer.spans
             else:
                 examples.append(answer)
-        trained = [one for one in examples if one.spans] or examples[:1]
-        return [self._tokenize(one) for one in reversed(trained)]
+        trained = [example for example in examples if example.spans] or examples[:1]
+        return [self._tokenize(example) for example in reversed(trained)]
 
-    def _completely_rendered(self, chat: Chat) -> Chat:
-        """The chat in the first of the forms of its messages that the template renders completely."""
+    def _render_completely(self, chat: Chat) -> Chat:
+        """Return the chat in the first of the forms of its messages that the template renders completely."""
         for index, message in enumerate(chat.messages):
             if message.get("tool_responses"):
                 name = f"messages[{index}].tool_responses"
@@ -125,7 +127,7 @@ class AssistantMasks:
         raise first
 
     def _answer(self, chat: Chat, index: int) -> MaskedText:
-        """The assistant message at ``index`` as the model has to generate it at its turn, after its prompt."""
+        """Return the assistant message at ``index`` as the model has to generate it, after its prompt."""
         before, message = chat.messages[:index], chat.messages[index]
         prompt = chat.attempt(before, prompt=True)
         rendered = chat.render([*before, message])
@@ -146,7 +148,7 @@ class AssistantMasks:
         return MaskedText(text[:end] + opening, [(start, end + len(opening))])
 
     def _end(self, chat: Chat, index: int, text: str, start: int) -> int:
-        """The end of an answer that is the last message of ``text``, without the end of the whole chat."""
+        """Return the end of an answer that is the last message of ``text``, without the end of the whole chat."""
         body = text[start:].rstrip()
         ending = max((token for token in self._special if body.endswith(token)), key=len, default="")
         if not ending or not body.removesuffix(ending).rstrip().endswith(self._special):
@@ -154,8 +156,8 @@ class AssistantMasks:
         # The last of two special tokens may end the chat: what stays if another message follows decides.
         following = chat.messages[index + 1 : index + 2] or [{"role": "user", "content": "x"}]
         more = chat.attempt([*chat.messages[: index + 1], *following]) or ""
-        kept = text[start : common_length(text, more)]
-        ends = [kept.rfind(token) + len(token) for token in self._special if token in kept]
+        unchanged = text[start : common_length(text, more)]
+        ends = [unchanged.rfind(token) + len(token) for token in self._special if token in unchanged]
         return start + min(len(body), max(ends, default=len(body)))
 
     def _opening(self, chat: Chat, role: str) -> str:
@@ -168,20 +170,20 @@ class AssistantMasks:
             messages = [{"role": "user", "content": "x"}, answer, {"role": role, "content": "x"}]
             before, after = chat.attempt(messages[:2]), chat.attempt(messages)
             shared = "" if before is None else before.rstrip()
-            rest = after[len(shared) :] if after is not None and after.startswith(shared) else ""
-            self._openings[role] = next((token for token in self._special if rest.startswith(token)), "")
+            opening = after[len(shared) :] if after is not None and after.startswith(shared) else ""
+            self._openings[role] = next((token for token in self._special if opening.startswith(token)), "")
         return self._openings[role]
 
     def _tokenize(self, example: MaskedText) -> dict[str, list[int]]:
         tokens = self._tokenizer(example.text, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        mask = [0] * len(tokens["input_ids"])
+        mask = [0] * len(tokens["input_ids"])  # a token is trained on if any of its characters is
         for number, (first, stop) in enumerate(tokens.encodings[0].offsets):
             mask[number] = int(any(first < end and start < stop for start, end in example.spans))
         return {"input_ids": list(tokens["input_ids"]), "assistant_masks": mask}
 
 
 def _start(chat: Chat, index: int, text: str, prompt: str | None) -> int:
-    """The start of an answer in a text that does not continue the prompt for it."""
+    """Return the start of an answer in a text that does not continue the prompt for it."""
     before, message = chat.messages[:index], chat.messages[index]
     others = (chat.attempt([*before, with_content(message, other)]) for other in ("x", "y"))
     changed = min((common_length(text, other) for other in others if other is not None), default=len(text))
@@ -190,7 +192,8 @@ def _start(chat: Chat, index: int, text: str, prompt: str | None) -> int:
     context_end, shared = _context_end(chat, index, text), common_length(text, prompt)
     if context_end <= shared:
         return min(changed, shared)
-    # The messages before are rendered differently: look for what the prompt adds to them, or else for its end.
+    # With the answer, the template renders the messages before it differently. Look in the text for what the prompt
+    # adds to them, or the longest beginning of it, and if it adds nothing for the longest end of the prompt.
     previous = chat.attempt(before) or ""
     header = prompt.removeprefix(previous)
     pieces = (header[:size] for size in range(len(header), 0, -1))
@@ -204,7 +207,7 @@ def _start(chat: Chat, index: int, text: str, prompt: str | None) -> int:
 
 
 def _context_end(chat: Chat, index: int, text: str) -> int:
-    """The end in ``text`` of what the messages before an answer say, from the last one of a user on.
+    """Return the end in ``text`` of the contents before an answer, beginning with the last user message.
 
     A template may write a message behind later ones, as Gemma 4 does with content beside calls of tools.
     """

@@ -49,8 +49,10 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
         ShardwiseError: the same on every rank.
     """
     with World.current(call="datasets") as world:
+        # Two exchanges: all ranks but the first of a node wait in the first one, so the caches are filled when they
+        # begin. Each has the outcomes of one half, so a failure in either half is raised on all ranks.
         if local_rank:
-            world.all_gather_object(None)  # the first ranks' outcomes
+            world.all_gather_object(None)
         failure = None
         try:
             yield
@@ -128,12 +130,12 @@ def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
         options = {"path": builder, "data_files": name}
     else:
         options = {"path": name, "name": script.dataset_config}
-    found: Mapping[str, AnyDataset] = _call(
+    splits: Mapping[str, AnyDataset] = _call(
         name, datasets.load_dataset, **options, streaming=script.dataset_streaming
     )
-    if mixture.test_split_size is not None and "test" not in found:
-        return _split(found, script.dataset_train_split, mixture.test_split_size)
-    return found
+    if mixture.test_split_size is not None and "test" not in splits:
+        return _split(splits, script.dataset_train_split, mixture.test_split_size)
+    return splits
 
 
 def _find_builder(name: str) -> str | None:
@@ -143,22 +145,24 @@ def _find_builder(name: str) -> str | None:
     return _BUILDERS.get(suffix) if file.is_file() else None
 
 
-def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
+def _split(splits: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
     """Split the training rows into ``name`` and ``test``, alike on every rank."""
-    if name not in found:
-        raise ConfigError(f"dataset_train_split: {name} is not a split of the dataset ({', '.join(found)}).")
-    train = found[name]
+    if name not in splits:
+        raise ConfigError(
+            f"dataset_train_split: {name} is not a split of the dataset ({', '.join(splits)}). Set another"
+        )
+    train = splits[name]
     if isinstance(train, datasets.IterableDataset):
         raise ConfigError(
             "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream"
         )
     try:
-        split = train.train_test_split(test_size=size, seed=0)
+        parts = train.train_test_split(test_size=size, seed=0)
     except ValueError as error:
         raise ConfigError(
             f"test_split_size: {size} cannot be used, {error} Write a fraction of the rows"
         ) from error
-    return {name: split["train"], "test": split["test"]}
+    return {name: parts["train"], "test": parts["test"]}
 
 
 def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -175,14 +179,16 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
 # Rows
 
 
-def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
+def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT and Alpaca to ``messages``. Other datasets are returned unchanged."""
-    return (
-        _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(get_column_names(found)) else found
-    )
+    if not is_foreign(get_column_names(dataset)):
+        return dataset
+    return _map_rows(dataset, lambda row: [to_messages(row)], num_proc)
 
 
-def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> AnyDataset:
+def tokenize_with_masks(
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
+) -> AnyDataset:
     """Tokenize chats to ``input_ids`` and ``assistant_masks``. See [Note: Assistant masks].
 
     Rows have ``messages``, or ``prompt`` and ``completion`` as messages, of which the completion is trained on.
@@ -190,27 +196,30 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
     Raises:
         ConfigError: naming the row whose chat cannot be used.
     """
-    return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
+    return _map_rows(dataset, partial(_tokenize, AssistantMasks(tokenizer)), num_proc)
 
 
-def checked_as_read(found: AnyDataset, text_field: str) -> AnyDataset:
-    """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged."""
-    if isinstance(found, datasets.Dataset):
-        return found
-    check = partial(_require_usable, _text_columns(found, text_field))
-    checked: AnyDataset = found.map(check, with_indices=True, features=found.features)
+def check_when_read(dataset: AnyDataset, text_field: str) -> AnyDataset:
+    """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged.
+
+    Other datasets are searched for the row only if TRL fails (``preparing_together``): it takes a pass over them.
+    """
+    if isinstance(dataset, datasets.Dataset):
+        return dataset
+    check = partial(_require_usable, _text_columns(dataset, text_field))
+    checked: AnyDataset = dataset.map(check, with_indices=True, features=dataset.features)
     return checked
 
 
-def _require_usable_rows(found: datasets.Dataset, text_field: str) -> None:
-    columns = _text_columns(found, text_field)
-    for index, row in enumerate(found.select_columns(columns)):
+def _require_usable_rows(dataset: datasets.Dataset, text_field: str) -> None:
+    columns = _text_columns(dataset, text_field)
+    for index, row in enumerate(dataset.select_columns(columns)):
         _require_usable(columns, row, index)
 
 
-def _text_columns(found: AnyDataset, text_field: str) -> list[str]:
+def _text_columns(dataset: AnyDataset, text_field: str) -> list[str]:
     """Return the columns with text or messages that the first row has, or all if it has none."""
-    first: Mapping[str, Any] = next(iter(found))
+    first: Mapping[str, Any] = next(iter(dataset))
     names = [text_field, "messages", "prompt", "completion", "chosen", "rejected"]
     columns = [name for name in names if name in first]
     return [name for name in columns if first[name] is not None] or columns
@@ -236,15 +245,13 @@ def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) 
     return row
 
 
-def require_trainable_rows(found: AnyDataset, split: str, max_length: int | None) -> None:
-    """Check that rows are left of a prepared dataset.
-
-    TRL drops those of which nothing to train on is left after truncation.
+def require_trainable_rows(dataset: AnyDataset, split: str, max_length: int | None) -> None:
+    """Check that a prepared dataset has rows. TRL drops rows without a token to train on after truncation.
 
     Raises:
         ConfigError: there are none.
     """
-    if next(iter(found), None) is None:
+    if next(iter(dataset), None) is None:
         if max_length is None:
             raise ConfigError(f"{split}: no row has a token to train on. Check its rows")
         raise ConfigError(
@@ -253,7 +260,7 @@ def require_trainable_rows(found: AnyDataset, split: str, max_length: int | None
         )
 
 
-def with_embedded_tokens(found: AnyDataset, processor: Any, model: Any) -> AnyDataset:
+def require_embedded_tokens(dataset: AnyDataset, processor: Any, model: Any) -> AnyDataset:
     """Check that all tokens of a prepared dataset have embeddings. A streamed one is checked when it is read.
 
     Raises:
@@ -262,16 +269,16 @@ def with_embedded_tokens(found: AnyDataset, processor: Any, model: Any) -> AnyDa
     tokenizer = getattr(processor, "tokenizer", processor)
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     words = {token: word for word, token in tokenizer.get_vocab().items() if token >= num_embeddings}
-    columns = [name for name in get_column_names(found) if name.endswith("ids")]
-    if not words or not columns:
-        return found
-    if isinstance(found, datasets.IterableDataset):
-        checked: AnyDataset = found.map(partial(_require_embedded, words, columns, num_embeddings))
+    columns = [name for name in get_column_names(dataset) if name.endswith("ids")]
+    if not words or not columns:  # most tokenizers have no such words: then rows are not read
+        return dataset
+    if isinstance(dataset, datasets.IterableDataset):
+        checked: AnyDataset = dataset.map(partial(_require_embedded, words, columns, num_embeddings))
         return checked
-    for batch in found.select_columns(columns).iter(1000):
+    for batch in dataset.select_columns(columns).iter(1000):
         highest = {name: [max(ids, default=0) for ids in batch[name]] for name in columns}
         _require_embedded(words, columns, num_embeddings, highest)
-    return found
+    return dataset
 
 
 def _require_embedded(
@@ -317,39 +324,40 @@ def _naming_row(index: int) -> Iterator[None]:
         raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
 
 
-def get_column_names(found: AnyDataset) -> list[str]:
+def get_column_names(dataset: AnyDataset) -> list[str]:
     """Return the names of the columns of a dataset, which may be streamed."""
-    return list(found.column_names or next(iter(found)))
+    return list(dataset.column_names or next(iter(dataset)))
 
 
-def _mapped(
-    found: Any, make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
+def _map_rows(
+    dataset: Any, make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
 ) -> AnyDataset:
     """Replace each row by its one or more examples."""
-    options: dict[str, Any] = {"num_proc": num_proc} if isinstance(found, datasets.Dataset) else {}
-    mapped: AnyDataset = found.map(
-        partial(_batch, make_examples),
+    options: dict[str, Any] = {"num_proc": num_proc} if isinstance(dataset, datasets.Dataset) else {}
+    mapped: AnyDataset = dataset.map(
+        partial(_make_batch, make_examples),
         batched=True,
         with_indices=True,
-        remove_columns=get_column_names(found),
+        remove_columns=get_column_names(dataset),
         **options,
     )
     return mapped
 
 
-def _batch(
+def _make_batch(
     make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
 ) -> dict[str, list[Any]]:
-    made: list[Mapping[str, Any]] = []
+    examples: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         with _naming_row(index):
-            made += make_examples(dict(zip(batch, values, strict=True)))
-    return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
+            examples += make_examples(dict(zip(batch, values, strict=True)))
+    names = dict.fromkeys(name for example in examples for name in example)  # in order, each once
+    return {name: [example.get(name) for example in examples] for name in names}
 
 
-def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _tokenize(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     chat = to_messages(row)
     if "messages" not in chat:
         context = [{**message, "weight": 0} for message in _turns("prompt", chat.get("prompt", []))]
@@ -394,21 +402,21 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         MalformedRowError: naming the key that is malformed.
     """
-    found = {key: _parsed(key, _without_nulls(value)) for key, value in row.items() if value is not None}
-    if tools := found.pop("tools", None):
-        found["tools"] = _functions(tools)
-    if "messages" in found:
-        turns = found.pop("messages")
-    elif "conversations" in found or "conversation" in found:
-        turns = found.pop("conversations", None) or found.pop("conversation", None)
-    elif "instruction" in found:
-        return _from_alpaca(found)
+    columns = {key: _parse_json(key, _without_nulls(value)) for key, value in row.items() if value is not None}
+    if tools := columns.pop("tools", None):
+        columns["tools"] = _to_functions(tools)
+    if "messages" in columns:
+        turns = columns.pop("messages")
+    elif "conversations" in columns or "conversation" in columns:
+        turns = columns.pop("conversations", None) or columns.pop("conversation", None)
+    elif "instruction" in columns:
+        return _from_alpaca(columns)
     else:
-        return found
-    messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(_turns("messages", turns))]
-    if isinstance(system := found.pop("system", None), str) and system:
+        return columns
+    messages = [_convert_turn(turn, f"messages[{index}]") for index, turn in enumerate(_turns("messages", turns))]
+    if isinstance(system := columns.pop("system", None), str) and system:
         messages.insert(0, {"role": "system", "content": system})
-    return {**found, "messages": messages}
+    return {**columns, "messages": messages}
 
 
 def _turns(key: str, value: Any) -> list[dict[str, Any]]:
@@ -438,13 +446,13 @@ def _require_message(message: Mapping[str, Any], name: str) -> None:
         ) from error
 
 
-def _functions(tools: Any) -> list[dict[str, Any]]:
+def _to_functions(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise MalformedRowError("tools: is not a list of functions. Write [{name: ..., parameters: ...}, ...]")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
-def _parsed(key: str, value: Any) -> Any:
+def _parse_json(key: str, value: Any) -> Any:
     if key not in _JSON_COLUMNS or not isinstance(value, str):
         return value
     try:
@@ -453,7 +461,7 @@ def _parsed(key: str, value: Any) -> Any:
         raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row") from error
 
 
-def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "role" in turn:
         return dict(turn)
     speaker = turn.get("from")
@@ -461,25 +469,25 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
     if not isinstance(speaker, str) or speaker not in _ROLES:
         raise MalformedRowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    said = turn.get("value", "")
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    content = turn.get("value", "")
     if speaker != "function_call":
-        return {"role": _ROLES[speaker], "content": said, **rest}
+        return {"role": _ROLES[speaker], "content": content, **others}
     try:
-        calls = json.loads(said) if isinstance(said, str) else said
-        calls = [
-            {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-            for call in (calls if isinstance(calls, list) else [calls])
-        ]
+        parsed = json.loads(content) if isinstance(content, str) else content
+        calls = []
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            function = {"name": call["name"], "arguments": call.get("arguments", {})}
+            calls.append({"type": "function", "function": function})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedRowError(
             f"{name}: is not a function call in JSON. Write {{name: ..., arguments: ...}}"
         ) from error
-    return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+    return {"role": "assistant", "content": "", "tool_calls": calls, **others}
 
 
 def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert a row of Alpaca. The input follows the instruction on a new line, ``history`` comes before both."""
+    """Convert a row of Alpaca. The input follows the instruction on a new line. ``history`` comes before both."""
     messages = []
     if system := row.pop("system", None):
         messages.append({"role": "system", "content": system})
@@ -501,8 +509,9 @@ def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
-        if "content" in value and value["content"] is None and kept.get("tool_calls"):
-            kept["content"] = None
-        return kept
+        cleaned = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        # Some templates render an absent content of a message with tool calls otherwise than a null.
+        if "content" in value and value["content"] is None and cleaned.get("tool_calls"):
+            cleaned["content"] = None
+        return cleaned
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The keys of a configuration: ours, TRL's, those that are rejected, and former ones.
+"""The keys of a configuration: those of shardwise and TRL, rejected keys, and former names.
 
 TRL's keys are the fields of its dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``,
 ``DatasetMixtureConfig``). Importing them takes seconds, so names, types and choices are checked against the table
@@ -110,9 +110,9 @@ def make_specs(*kinds: type) -> dict[str, dict[str, Any]]:
     specs: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)
-        specs |= {
-            field.name: _make_spec(hints[field.name], field) for field in dataclasses.fields(kind) if field.init
-        }
+        for field in dataclasses.fields(kind):
+            if field.init:
+                specs[field.name] = _make_spec(hints[field.name], field)
     return specs
 
 
@@ -146,7 +146,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     specs = get_keys(method)
     if others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method"
-    elif faults := [f"{key}: {fault}" for fault in _key_faults(key, value, specs, method)]:
+    elif faults := [f"{key}: {fault}" for fault in _find_key_faults(key, value, specs, method)]:
         yield from faults
     elif key in REJECTED and value:
         yield f"{key}: {REJECTED[key]}"
@@ -158,8 +158,8 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
                 yield f"datasets[{number}]: {_format_value(entry)} has no path. Write - path: NAME"
                 continue
             for name, one in entry.items():
-                found = _key_faults(str(name), one, _table()["datasets"], "datasets")
-                yield from (f"datasets[{number}].{name}: {fault}" for fault in found)
+                key_faults = _find_key_faults(str(name), one, _table()["datasets"], "datasets")
+                yield from (f"datasets[{number}].{name}: {fault}" for fault in key_faults)
 
 
 def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterator[str]:
@@ -191,7 +191,7 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield f"lora_task_type: {task} does not fit reward. Set it to SEQ_CLS"
 
 
-def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
+def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
     """Yield a fault if a key is unknown, or a value has none of its types and choices."""
     if key not in specs:
         near = [FORMER[key]] if key in FORMER else difflib.get_close_matches(str(key), specs, n=1)
@@ -208,12 +208,12 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
         or (kind == "str" and _is_number(value, names))  # YAML 1.1 reads 1e-4 as a string
     )
     if not fits:
-        expected = " or ".join(name for name in names if name != "null") + (" or null" if "null" in names else "")
+        expected = " or ".join(sorted(names, key=lambda name: name == "null"))  # null last
         # YAML 1.1 reads no as False.
         remedy = ". Write 'no' in quotes" if value is False and "no" in spec.get("choices", ()) else ""
         yield f"{_format_value(value)} is a {kind}. Expected {expected}{remedy}"
     elif {"int", "float"} & {*names} and kind in ("int", "float", "str"):
-        yield from _number_faults(key, value)
+        yield from _find_number_faults(key, value)
     choices = spec.get("choices")
     if fits and choices and kind == "str" and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
@@ -221,7 +221,7 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
         yield f"{_format_value(value)} is not a choice. {shown}"
 
 
-def _number_faults(key: str, value: Any) -> Iterator[str]:
+def _find_number_faults(key: str, value: Any) -> Iterator[str]:
     with suppress(ValueError, OverflowError):  # a word, or a number beyond floats
         number = float(value)
         if math.isnan(number) or (key == "num_train_epochs" and math.isinf(number)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import resource
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.core.errors import ConfigError, TrainingError
-from shardwise.core.formatting import table_lines
 from shardwise.files.urls import without_secrets
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.ranks.stop_signals import StopRequest
@@ -58,7 +56,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         arguments, data, processor = inputs.arguments[""], inputs.data[""], inputs.processor
         output, record, request = inputs.output, inputs.record, inputs.request
         model = trl_setup.load_model(arguments)
-        honor_timeout(config, arguments)  # again, for the process groups of the model's mesh
+        honor_timeout(config, arguments)  # again, for the process groups of the model's mesh, which are new
         require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments)
         trainer = trl_setup.make_trainer(arguments, model, reference, processor, data, local_rank)
@@ -69,7 +67,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         trainer.callback_handler.callbacks.insert(0, MemoryCallback(trackers))
         result = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         state = trainer.state
-        # A signal may have reached one rank only. Steps left are no sign of one: early stopping leaves some, too.
+        # A signal may have reached one rank only. Remaining steps are no sign of one: early stopping leaves some.
         with World.current(call="train") as world:
             is_signaled = world.all_reduce_object(request.is_made, any)
         has_stopped = is_signaled and state.global_step < state.max_steps
@@ -89,12 +87,12 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
     return TrlOutcome(
-        str(output),
-        int(state.global_step),
-        has_stopped,
-        dict(result.metrics),
-        tuple(state.log_history),
-        tuple(summary),
+        output_dir=str(output),
+        steps=int(state.global_step),
+        has_stopped=has_stopped,
+        metrics=dict(result.metrics),
+        history=tuple(state.log_history),
+        summary=tuple(summary),
     )
 
 
@@ -202,7 +200,7 @@ def require_finite_loss(state: TrainerState, output: Path) -> None:
 
 
 def guard_trackers(trainer: Any) -> list[TrainerCallback]:
-    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is not called again.
+    """Disable an experiment tracker (``WandbCallback``, ...) that raises an error, instead of ending the training.
 
     Returns the trackers.
     """
@@ -210,11 +208,12 @@ def guard_trackers(trainer: Any) -> list[TrainerCallback]:
     trackers = [one for one in callbacks if type(one).__module__.startswith("transformers.integrations")]
     for tracker in trackers:
         events = [name for name in dir(tracker) if name.startswith("on_")]
-        vars(tracker).update({name: _guarded(tracker, getattr(tracker, name), events) for name in events})
+        # On the instance: the class may be shared with a Trainer of the user's in this process.
+        vars(tracker).update({name: _guard(tracker, getattr(tracker, name), events) for name in events})
     return trackers
 
 
-def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:
+def _guard(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:
     def guarded(*positional: Any, **keywords: Any) -> Any:
         try:
             return call(*positional, **keywords)
@@ -227,7 +226,7 @@ def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequenc
 
 
 def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: int) -> Sequence[str]:
-    """Return the lines that summarize what this process has done of a training.
+    """Return the lines that summarize the steps of this process.
 
     Args:
         state: state at the end.
@@ -236,14 +235,14 @@ def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: 
         tokens: tokens of all ranks in that time, 0 if unknown.
     """
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
-    evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
+    eval_losses = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
     steps = state.global_step - first_step
     resumed = f" after step {first_step}" if first_step else ""
     lines = [f"trained {steps} step{'s' * (steps != 1)}{resumed} in {seconds:.1f} s"]
     if losses:
         lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min_finite(losses):.4f}")
-    if evaluated:
-        lines.append(f"best evaluation loss: {min_finite(evaluated):.4f}")
+    if eval_losses:
+        lines.append(f"best evaluation loss: {min_finite(eval_losses):.4f}")
     if tokens:
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
     return [*lines, peak_line()]
@@ -252,21 +251,3 @@ def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: 
 def min_finite(losses: Sequence[float]) -> float:
     """Return the least finite loss, NaN if there is none."""
     return min(filter(math.isfinite, losses), default=math.nan)
-
-
-def adapter_sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Return a sort key: adapters by evaluation loss, then those without one by loss, then failures."""
-    eval_loss: float | None = metrics.get("eval_loss")
-    loss: float = metrics.get("loss", 0.0) if eval_loss is None else eval_loss
-    return "failure" in metrics, eval_loss is None, math.inf if math.isnan(loss) else loss
-
-
-def adapter_summary_lines(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
-    """Format the closing table of adapters."""
-    rows: list[tuple[str, ...]] = []
-    for place, (name, one) in enumerate(ranked.items(), 1):
-        losses = (f"{one[key]:.4f}" if key in one else "-" for key in ("loss", "eval_loss"))
-        rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
-    lines = table_lines(("", "adapter", "steps", "loss", "evaluation loss"), rows)
-    lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
-    return [*lines, f"{len(ranked)} adapters in {time.monotonic() - begun:.1f} s, {peak_line()}"]
