@@ -149,9 +149,10 @@ def peak_line() -> str:
 
 
 class RunCallback(TrainerCallback):
-    """Follows a training: ends it after the step in which a signal arrived, and checks its folder.
+    """Ends a training after the step in which a signal arrived, and checks its folder before each checkpoint.
 
-    The trainer makes ranks agree on ``control`` and exceptions after each step, so a signal to one rank stops all.
+    ``ShardwiseTrainer`` makes ranks agree on ``control`` and on exceptions after each step. So a signal to one rank
+    stops all of them.
 
     Args:
         request: of a signal to stop.
