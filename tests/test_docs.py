@@ -19,7 +19,7 @@ from tests.integrations.requirements import require_patched_names
 from tests.support.local_ranks import LocalRanks
 
 import shardwise
-from shardwise.training.adapters_config import read_tenants
+from shardwise.training.adapters_config import read_adapters
 from shardwise.training.keys import find_faults
 from shardwise.training.run_config import read_run_config
 
@@ -126,9 +126,9 @@ def test_configurations_are_accepted(block: Block, tmp_path: Path):
     values = yaml.safe_load(block.code)
     method = values.get("method", "sft")
     assert [fault for key, value in values.items() for fault in find_faults(key, value, method)] == []
-    if values.keys() & {"tenants", "sweep"}:
+    if values.keys() & {"adapters", "sweep"}:
         (tmp_path / "config.yaml").write_text(block.code)
-        assert len(read_tenants(read_run_config([str(tmp_path / "config.yaml")]))) > 1
+        assert len(read_adapters(read_run_config([str(tmp_path / "config.yaml")]))) > 1
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_recipes_are_accepted(recipe: Path):
     assert all((ROOT / name).is_file() for name in re.findall(r"recipes/\S+", recipe.read_text()))
     config = read_run_config([str(recipe), "--dataset_name", "chats.jsonl"])
     assert config.values["model_name_or_path"]
-    assert len(read_tenants(config)) > 1 if recipe.parent.name == "tenants" else not config.own.has_tenants
+    assert len(read_adapters(config)) > 1 if recipe.parent.name == "adapters" else not config.own.has_adapters
 
 
 @pytest.mark.parametrize("block", of("json"))

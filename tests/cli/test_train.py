@@ -90,7 +90,7 @@ def test_ranks_are_those_that_trl_would_start(tmp_path, monkeypatch, content, va
     assert not isinstance(ranks, str) or ranks in result.stderr
 
 
-TWO_LORAS = {"tenants": {"ada": {"lora_r": 2}, "bob": {"lora_r": 4}}, "gradient_checkpointing": False}
+TWO_LORAS = {"adapters": {"ada": {"lora_r": 2}, "bob": {"lora_r": 4}}, "gradient_checkpointing": False}
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 
 
@@ -166,13 +166,13 @@ def test_where_ranks_come_from() -> None:
 @pytest.mark.parametrize(
     ("change", "nproc_per_node", "message"),
     [
-        ({"MASTER_PORT": "", "LOCAL_RANK": ""}, 1, r"RANK is in the environment, with LOCAL_RANK=, MASTER_PORT=."),
-        ({"MASTER_ADDR": ""}, 1, r"RANK is in the environment, with MASTER_ADDR=."),
-        ({"RANK": "8"}, 1, "RANK is in the environment, with RANK=8, WORLD_SIZE=8"),
-        ({"MASTER_PORT": "65536"}, 1, "RANK is in the environment, with RANK=3"),
-        ({"RANK": "-1"}, 1, "RANK is in the environment, with RANK=-1"),
-        ({"WORLD_SIZE": "²"}, 1, "RANK is in the environment, with WORLD_SIZE=²"),
-        ({}, 2, "--nproc-per-node=2, but the ranks have been started already"),
+        ({"MASTER_PORT": "", "LOCAL_RANK": ""}, 1, r"RANK: is in the environment, with LOCAL_RANK=, MASTER_PORT=."),
+        ({"MASTER_ADDR": ""}, 1, r"RANK: is in the environment, with MASTER_ADDR=."),
+        ({"RANK": "8"}, 1, "RANK: is in the environment, with RANK=8, WORLD_SIZE=8"),
+        ({"MASTER_PORT": "65536"}, 1, "RANK: is in the environment, with RANK=3"),
+        ({"RANK": "-1"}, 1, "RANK: is in the environment, with RANK=-1"),
+        ({"WORLD_SIZE": "²"}, 1, "RANK: is in the environment, with WORLD_SIZE=²"),
+        ({}, 2, "--nproc-per-node=2: the ranks have been started already"),
     ],
 )
 def test_an_invalid_environment_is_refused(change: dict[str, str], nproc_per_node: int, message: str) -> None:

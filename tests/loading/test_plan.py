@@ -16,8 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import shardwise
 from shardwise import ConfigError, KeyMismatchError, Sharding, ShardingError
 from shardwise.files.storage import LOCAL, OBJECT_STORE
-from shardwise.options import Classes, Ignore, Initialize, MinSize
-from shardwise.state.shard import build_sharding, build_wrap_policy
+from shardwise.options import Classes, Ignore, Initialize
 
 
 @pytest.fixture(scope="module")
@@ -166,28 +165,3 @@ def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):
     made = shardwise.plan(tmp_path, ranks=128, device="cpu")
     assert min(rank.shard_bytes for rank in made.ranks) == 0
     assert {rank.padded_bytes for rank in made.ranks} == {made.ranks[0].shard_bytes}
-
-
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        ("auto", "auto"),
-        ("whole_model", "whole_model"),
-        ("classes=Block,Embedding", Classes(("Block", "Embedding"))),
-        ("min-size=100", MinSize(100)),
-    ],
-)
-def test_wrap_policies_by_name(text, policy):
-    assert build_wrap_policy(text) == policy
-
-
-@pytest.mark.parametrize("text", ["atuo", "class=X", "classes=", "min-size=x"])
-def test_an_unknown_wrap_policy_is_refused(text):
-    with pytest.raises(ConfigError, match="is not known. Pass one of auto, "):
-        build_wrap_policy(text)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "float17", "nn"])
-def test_mixed_precision_has_a_floating_dtype(dtype):
-    with pytest.raises(ConfigError, match=f"param_dtype='{dtype}'"):
-        build_sharding("auto", param_dtype=dtype, offload=False)

@@ -9,7 +9,7 @@ from tests.training import tiny
 from tests.training.on_ranks import COMMON, words
 
 from shardwise.cli.train import run_on_rank
-from shardwise.training.adapters_config import read_tenants
+from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import read_run_config
 from shardwise.training.train_model import TrlOutcome
 
@@ -22,7 +22,7 @@ def prepare(folder: Path) -> Path:
 
 
 def values(folder: Path, output: str, ranks: int) -> dict[str, Any]:
-    """Two tenants with other data, ranks, steps, optimizers and schedules; steps of 4 and 8 rows on all ranks."""
+    """Two adapters with other data, ranks, steps, optimizers and schedules; steps of 4 and 8 rows on all ranks."""
     return {
         "model_name_or_path": str(folder / "model"),
         "output_dir": str(folder / output),
@@ -32,7 +32,7 @@ def values(folder: Path, output: str, ranks: int) -> dict[str, Any]:
         "save_steps": 2,
         "lora_dropout": 0.0,
         "gradient_checkpointing": False,
-        "tenants": {
+        "adapters": {
             "ada": {
                 "dataset_name": str(folder / "ada.jsonl"),
                 "max_steps": 8,
@@ -68,8 +68,8 @@ def train(given: dict[str, Any]) -> TrlOutcome:
 
 
 def train_alone(given: dict[str, Any], name: str) -> list[float]:
-    """Train one of the tenants by TRL's trainer on this rank; the losses of all steps."""
-    own = read_tenants(read_run_config(config(given)))[name]
+    """Train one of the adapters by TRL's trainer on this rank; the losses of all steps."""
+    own = read_adapters(read_run_config(config(given)))[name]
     outcome = run_on_rank(own)
     return [entry["loss"] for entry in outcome.history if "loss" in entry]
 

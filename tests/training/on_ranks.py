@@ -223,7 +223,7 @@ def train_until_refused(values: dict[str, Any], refused: str) -> tuple[TrlOutcom
 def first_row(values: dict[str, Any]) -> tuple[bool, dict[str, list[int]]]:
     """Whether TRL is to mask a dataset, and its first row."""
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-    rows, _ = trl_setup.load_data(arguments, "sft", trl_setup.processing_class(arguments, "sft"), 0)
+    rows, _ = trl_setup.load_data(arguments, trl_setup.load_processor(arguments), 0)
     return arguments.training.assistant_only_loss, next(iter(rows))
 
 
@@ -378,4 +378,4 @@ def initial_adapter(values: dict[str, Any], folder: str) -> None:
     import shardwise
 
     arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-    shardwise.save_adapter(trl_setup.load_model(arguments, "sft"), folder)
+    shardwise.save_adapter(trl_setup.load_model(arguments), folder)

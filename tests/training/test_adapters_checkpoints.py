@@ -1,4 +1,4 @@
-"""Folders of tenants: the run's, checkpoints that are kept, when one is due, and states that are damaged."""
+"""Folders of adapters: the run's, checkpoints that are kept, when one is due, and states that are damaged."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,8 @@ from transformers import TrainerState
 
 from shardwise.core.errors import FormatError
 from shardwise.training.run_config import read_run_config
-from shardwise.training.run_inputs import RUN_FOLDER, open_inputs
-from shardwise.training.train_adapters import STATE_FILE, TenantTraining, _find_latest
+from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
+from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest
 
 POSITION = {"count": 4, "epoch": 0, "offset": 2}
 
@@ -28,18 +28,28 @@ def state(folder: Path, step: int, position: Any = POSITION, **further: Any) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
-def test_a_run_is_recorded_beside_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL expands the user's folder in the names of the tenants' folders."""
+def test_a_run_is_recorded_beside_its_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL expands the user's folder in the names of the adapters' folders."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     tiny.tokenizer().save_pretrained(tmp_path / "words")
     rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.chat("Hi", "Ho"))
     values = {"model_name_or_path": str(tmp_path / "words"), "dataset_name": str(rows), "output_dir": "~/out"}
-    with open_inputs(read_run_config(config({**values, "tenants": {"ada": {}}})), 0) as inputs:
+    with open_inputs(read_run_config(config({**values, "adapters": {"ada": {}}})), 0) as inputs:
         assert inputs.output == tmp_path / "out" == Path(inputs.arguments["ada"].training.output_dir).parent
         assert (tmp_path / "out" / RUN_FOLDER).is_dir()
         train, test = inputs.data["ada"]
         assert (test, next(iter(train)).keys()) == (None, {"input_ids", "labels"})
+
+
+def test_a_run_recorded_under_the_former_name_resumes(tmp_path: Path) -> None:
+    record = tmp_path / RUN_FOLDER / "run.json"
+    record.parent.mkdir()
+    record.write_text('{"method": "tenants", "ada.lora_r": 4}')
+    (tmp_path / "ada").mkdir()
+    (tmp_path / "ada" / "adapter_model.safetensors").touch()
+    with lock_output(tmp_path, {"method": "adapters", "ada.lora_r": 4}, ["*/*.safetensors"]):
+        assert json.loads(record.read_text()) == {"method": "adapters", "ada.lora_r": 4}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +58,7 @@ def test_a_run_is_recorded_beside_its_tenants(tmp_path: Path, monkeypatch: pytes
 def test_as_many_checkpoints_are_kept_as_the_trainer_keeps(
     tmp_path: Path, limit: int | None, kept: list[int]
 ) -> None:
-    tenant: Any = SimpleNamespace(
+    adapter: Any = SimpleNamespace(
         _folder=tmp_path,
         _position=(0, 2),
         _order=SimpleNamespace(count=4),
@@ -57,7 +67,7 @@ def test_as_many_checkpoints_are_kept_as_the_trainer_keeps(
     )
     for step in (1, 2):
         state(tmp_path, step)
-    TenantTraining._commit(tenant, tmp_path / "checkpoint-3")
+    AdapterTraining._commit(adapter, tmp_path / "checkpoint-3")
     assert sorted(int(file.name.removeprefix("checkpoint-")) for file in tmp_path.iterdir()) == kept
     step, found = _find_latest(tmp_path)
     assert step == 3
@@ -65,12 +75,12 @@ def test_as_many_checkpoints_are_kept_as_the_trainer_keeps(
 
 
 def test_no_checkpoint_is_due_every_0_steps() -> None:
-    tenant: Any = SimpleNamespace(
+    adapter: Any = SimpleNamespace(
         args=SimpleNamespace(save_strategy="steps"), state=TrainerState(global_step=2, save_steps=0)
     )
-    assert not TenantTraining._is_due(tenant, "save")
-    tenant.state.save_steps = 2
-    assert TenantTraining._is_due(tenant, "save")
+    assert not AdapterTraining._is_due(adapter, "save")
+    adapter.state.save_steps = 2
+    assert AdapterTraining._is_due(adapter, "save")
 
 
 @pytest.mark.parametrize(

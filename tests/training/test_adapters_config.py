@@ -1,4 +1,4 @@
-"""Expansion of ``tenants:`` and ``sweep:``, and the keys that are refused."""
+"""Expansion of ``adapters:`` and ``sweep:``, and the keys that are refused."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from shardwise.core.errors import ConfigError
-from shardwise.training.adapters_config import read_tenants
+from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import RunConfig, read_run_config
 
 COMMON = {"model_name_or_path": "base", "dataset_name": "rows", "output_dir": "out", "max_steps": 5}
@@ -21,11 +21,14 @@ def read(folder: Path, **values: Any) -> RunConfig:
     return read_run_config([str(file)])
 
 
-def test_common_keys_are_defaults_of_each_tenant(tmp_path: Path) -> None:
-    tenants = {"ada": {"lora_r": 4, "num_train_epochs": 2}, "bob": {"datasets": [{"path": "x"}], "interleave": [1]}}
-    config = read(tmp_path, tenants=tenants, lora_alpha=7)
-    assert config.own.has_tenants
-    found = read_tenants(config)
+def test_common_keys_are_defaults_of_each_adapter(tmp_path: Path) -> None:
+    adapters = {
+        "ada": {"lora_r": 4, "num_train_epochs": 2},
+        "bob": {"datasets": [{"path": "x"}]},
+    }
+    config = read(tmp_path, adapters=adapters, lora_alpha=7)
+    assert config.own.has_adapters
+    found = read_adapters(config)
     assert found["ada"].values == {
         "model_name_or_path": "base",
         "dataset_name": "rows",
@@ -36,15 +39,14 @@ def test_common_keys_are_defaults_of_each_tenant(tmp_path: Path) -> None:
         "use_peft": True,
     }
     assert found["bob"].values["max_steps"] == 5
-    assert (found["ada"].own.interleave, found["bob"].own.interleave) == (None, [1])
 
 
 def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
     sweep = {"lora_r": [4, 8], "learning_rate": [1e-4, 0.001], "optim": ["sgd"]}
-    alone = read_tenants(read(tmp_path, sweep=sweep))
+    alone = read_adapters(read(tmp_path, sweep=sweep))
     assert list(alone) == ["r4-lr0.0001-sgd", "r4-lr0.001-sgd", "r8-lr0.0001-sgd", "r8-lr0.001-sgd"]
     assert [own.values["learning_rate"] for own in alone.values()] == [1e-4, 1e-3] * 2
-    both = read_tenants(read(tmp_path, sweep={"lora_r": [4, 8]}, tenants={"ada": {"seed": 1}, "bob": {}}))
+    both = read_adapters(read(tmp_path, sweep={"lora_r": [4, 8]}, adapters={"ada": {"seed": 1}, "bob": {}}))
     wanted = {"ada-r4": (4, 1), "ada-r8": (8, 1), "bob-r4": (4, None), "bob-r8": (8, None)}
     assert {name: (own.values["lora_r"], own.values.get("seed")) for name, own in both.items()} == wanted
 
@@ -52,39 +54,56 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tenants": {"ada": {"lora_alfa": 4}}}, "tenants.ada.lora_alfa: is not a key of sft. Did you mean lora_"),
-        ({"tenants": {"ada": {"lora_r": "four"}}}, "tenants.ada.lora_r: 'four' is a str. Expected int"),
-        ({"tenants": {"ada": {"bf16": True}}}, "tenants.ada.bf16: cannot differ between tenants. Set it once"),
-        ({"tenants": {"ada": {"packing": True}}}, "tenants.ada.packing: cannot differ between tenants. Remove it"),
-        ({"tenants": {"ada": {"optim": "adamw_torch_8bit"}}}, "tenants.ada.optim: adamw_torch_8bit is not support"),
-        ({"tenants": {"ada": {"lr_scheduler_type": "greedy"}}}, "tenants.ada.lr_scheduler_type: greedy is not"),
-        ({"tenants": {"a/b": {}}}, "tenants: 'a/b' is not a name"),
-        ({"tenants": {"..": {}}}, "tenants: '..' is not a name"),
-        ({"tenants": {"ada": 3}}, "tenants.ada: is not a mapping"),
-        ({"tenants": [{"name": "ada"}]}, "tenants: .* is a list. Expected dict"),
-        ({"tenants": {}}, "tenants: is empty"),
-        ({"tenants": {"ada": {5: 1}}}, "tenants.ada.5: is not a key of sft"),
+        (
+            {"adapters": {"ada": {"lora_alfa": 4}}},
+            "adapters.ada.lora_alfa: is not a key of sft. Did you mean lora_",
+        ),
+        ({"adapters": {"ada": {"lora_r": "four"}}}, "adapters.ada.lora_r: 'four' is a str. Expected int"),
+        ({"adapters": {"ada": {"bf16": True}}}, "adapters.ada.bf16: cannot differ between adapters. Set it once"),
+        (
+            {"adapters": {"ada": {"packing": True}}},
+            "adapters.ada.packing: cannot differ between adapters. Remove it",
+        ),
+        (
+            {"adapters": {"ada": {"optim": "adamw_torch_8bit"}}},
+            "adapters.ada.optim: adamw_torch_8bit is not support",
+        ),
+        ({"adapters": {"ada": {"lr_scheduler_type": "greedy"}}}, "adapters.ada.lr_scheduler_type: greedy is not"),
+        ({"adapters": {"a/b": {}}}, "adapters: 'a/b' is not a name"),
+        ({"adapters": {"..": {}}}, "adapters: '..' is not a name"),
+        ({"adapters": {"ada": 3}}, "adapters.ada: is not a mapping"),
+        ({"adapters": [{"name": "ada"}]}, "adapters: .* is a list. Expected dict"),
+        ({"adapters": {}}, "adapters: is empty"),
+        ({"adapters": {"ada": {5: 1}}}, "adapters.ada.5: is not a key of sft"),
         ({"sweep": {5: [1]}}, "sweep.5: is not a key of sft"),
         ({"sweep": {"lora_r": 4}}, "sweep.lora_r: is not a list of values"),
         ({"sweep": {"lora_r": []}}, "sweep.lora_r: is not a list of values"),
         ({"sweep": {"lora_r": [4, 4]}}, "sweep: two combinations have the same name"),
         ({"sweep": {"seed": list(range(2000))}}, "sweep: has 2000 combinations. Use at most 1024"),
-        ({"tenants": {"ada": {"interleave": [1]}}}, "tenants.ada: interleave: needs datasets"),
-        ({"tenants": {"ada": {}}, "packing": True}, "packing: is not supported with tenants"),
-        ({"tenants": {"ada": {}}, "method": "dpo"}, "method: dpo is not supported with tenants"),
-        ({"tenants": {"ada": {}}, "use_peft": False}, "use_peft: False is not supported with tenants. Use True"),
-        ({"tenants": {"ada": {}}, "report_to": "wandb"}, "report_to: wandb is not supported with tenants"),
-        ({"tenants": {"ada": {}}, "dp_replicate_size": 2}, "dp_replicate_size: is not supported with tenants"),
+        ({"adapters": {"ada": {}}, "env": {"A=B": "x"}}, "adapters.ada: env: 'A=B' cannot be set"),
+        ({"adapters": {"ada": {}}, "packing": True}, "packing: is not supported with adapters"),
+        ({"adapters": {"ada": {}}, "method": "dpo"}, "method: dpo is not supported with adapters"),
+        ({"adapters": {"ada": {}}, "use_peft": False}, "use_peft: False is not supported with adapters. Use True"),
+        ({"adapters": {"ada": {}}, "report_to": "wandb"}, "report_to: wandb is not supported with adapters"),
+        ({"adapters": {"ada": {}}, "dp_replicate_size": 2}, "dp_replicate_size: is not supported with adapters"),
     ],
 )
 def test_bad_keys_are_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_tenants(read(tmp_path, **values))
+        read_adapters(read(tmp_path, **values))
+
+
+def test_the_former_key_works_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert list(read_adapters(read(tmp_path, tenants={"ada": {}, "bob": {}}))) == ["ada", "bob"]
+    [line] = caplog.messages
+    assert line.endswith("config.yaml: the key tenants is called adapters now")
+    with pytest.raises(ConfigError, match="tenants is the former name of adapters, and both are set"):
+        read(tmp_path, tenants={"ada": {}}, adapters={"ada": {}})
 
 
 def test_all_bad_keys_are_reported_without_torch(tmp_path: Path) -> None:
     read_file = tmp_path / "config.yaml"
-    read_file.write_text(yaml.safe_dump({**COMMON, "tenants": {"ada": {"lora_q": 1}, "bob": {"lora_z": 1}}}))
+    read_file.write_text(yaml.safe_dump({**COMMON, "adapters": {"ada": {"lora_q": 1}, "bob": {"lora_z": 1}}}))
     program = (
         "import sys\n"
         "from shardwise.cli.train import _read\n"
@@ -97,6 +116,6 @@ def test_all_bad_keys_are_reported_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "invalid keys (2)" in done.stdout
-    assert "tenants.ada.lora_q" in done.stdout
-    assert "tenants.bob.lora_z" in done.stdout
+    assert "adapters.ada.lora_q" in done.stdout
+    assert "adapters.bob.lora_z" in done.stdout
     assert done.stdout.endswith("False\n")

@@ -12,9 +12,8 @@ import pytest
 from tests.training import trl_templates
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwise.training.chat_checks import require_calls_trained
 from shardwise.training.chat_masks import AssistantMasks
-from shardwise.training.chat_rendering import Chat, ChatError
+from shardwise.training.chat_rendering import ChatError
 
 pytestmark = pytest.mark.skipif(
     trl_templates.folder() is None, reason="TRL, which ships the templates, is not installed"
@@ -213,7 +212,6 @@ def result(number: int, name: str = "weather") -> Message:
     return {"role": "tool", "name": name, "tool_call_id": f"12345678{number}", "content": f"result{number}"}
 
 
-EMBEDDED = [{"name": "weather", "response": {"value": "result1"}}]
 ASKED: Message = user("question1")
 PARTS: dict[str, list[Message]] = {
     "two calls": [
@@ -227,10 +225,6 @@ PARTS: dict[str, list[Message]] = {
         *(ASKED, assistant("answer1", tool_calls=[call(1)]), result(1)),
         *(assistant("answer2", tool_calls=[call(2)]), result(2), assistant("answer3")),
     ],
-    "results in the answer": [
-        *(ASKED, assistant("answer1", tool_calls=[call(1)], tool_responses=EMBEDDED)),
-        *(user("question2"), assistant("answer2")),
-    ],
 }
 """Rows whose parts are all different words."""
 LEFT_OUT = {
@@ -242,7 +236,6 @@ LEFT_OUT = {
     "calls beside content": dict.fromkeys(
         ("gptoss", "llama3_1", "llama3_2", "muse_glimmer"), r"leaves out messages\[1\].content"
     ),
-    "results in the answer": {"gemma4_v2": "tool_responses cannot be told from the answer"},
 }
 """Templates that do not write such rows, and what is said of it."""
 
@@ -258,8 +251,6 @@ def test_parts_of_the_assistant_are_trained_once_and_no_others(kind: str) -> Non
     for name in sorted({*trl_templates.names()} - WITHOUT_TOOLS - {"lfm2"}):
         template = trl_templates.text(name)
         reason = LEFT_OUT[kind].get(name)
-        if kind == "results in the answer" and "tool_responses" not in template:
-            reason = "does not use 'tool_responses'"
         if reason is not None:
             with pytest.raises(ChatError, match=reason):
                 masks(template)(messages, TOOLS)
@@ -269,15 +260,21 @@ def test_parts_of_the_assistant_are_trained_once_and_no_others(kind: str) -> Non
         assert sorted(re.findall(r"(?:answer|argument|result|question)\d", text)) == expected, (name, text)
 
 
+def test_results_inside_of_an_answer_are_an_error() -> None:
+    answer = assistant("answer1", tool_calls=[call(1)], tool_responses=[{"name": "weather", "response": {}}])
+    with pytest.raises(
+        ChatError, match=r"messages\[1\].tool_responses: is not supported. Write results as messages"
+    ):
+        masks(trl_templates.text("qwen3"))([ASKED, answer], TOOLS)
+
+
 def test_calls_that_a_training_template_of_trl_leaves_out_are_an_error() -> None:
-    without_calls = ("deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl")
-    left_out = {**dict.fromkeys(without_calls, "tool_calls[0]"), "gptoss": "tool_calls[1]"}
+    left_out = {**dict.fromkeys(WITHOUT_TOOLS, "does not use 'tools'"), "lfm2": "does not use 'tool_calls'"}
+    left_out["gptoss"] = r"leaves out messages\[1\].tool_calls\[1\]"
     messages = [{**message, "content": message["content"] or ""} for message in PARTS["two calls"]]
     for name in [name for name in trl_templates.names() if trl_templates.has(f"{name}_training")]:
-        named = re.escape(f"leaves out messages[1].{left_out.get(name)}")
-        with pytest.raises(ChatError, match=named) if name in left_out else nullcontext():
-            tokenizer = trl_templates.tokenizer(trl_templates.text(f"{name}_training"))
-            require_calls_trained(Chat.create(tokenizer, messages, TOOLS))
+        with pytest.raises(ChatError, match=left_out[name]) if name in left_out else nullcontext():
+            masks(trl_templates.text(f"{name}_training"))(messages, TOOLS)
 
 
 HANDED = (ASSISTANT, TOOL_ENDED, "<|start|>assistant", "\n", "<think>\n\n</think>\n\n", "<think>\n", "<think>", "")

@@ -36,8 +36,8 @@ def mixture(*entries: dict[str, Any], **further: Any) -> Any:
     return SimpleNamespace(**{"datasets": found, "streaming": False, "test_split_size": None, **further})
 
 
-def load(name: str | None, mixed: Any | None = None, weights: list[float] | None = None) -> Any:
-    return dataset_loading.load(script(name), mixed or mixture(), weights, 0)
+def load(name: str | None, mixed: Any | None = None) -> Any:
+    return dataset_loading.load(script(name), mixed or mixture())
 
 
 def write(file: Path, count: int, say: str) -> str:
@@ -57,7 +57,7 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="test_split_size: 1.5 cannot be used"):
         load(name, mixture(test_split_size=1.5))
     with pytest.raises(ConfigError, match=r"train_split: train_sft is not a split of the dataset \(train\)"):
-        dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), None, 0)
+        dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5))
 
 
 def load_data(name: Path, tokenizer: Any, *, masked: bool = False, **further: Any) -> Any:
@@ -68,7 +68,7 @@ def load_data(name: Path, tokenizer: Any, *, masked: bool = False, **further: An
     training = SimpleNamespace(assistant_only_loss=masked, seed=0, eval_strategy="no")
     named = script(str(name), dataset_test_split="test", **further)
     arguments: Any = SimpleNamespace(script=named, training=training, mixture=mixture(), own=ShardwiseArguments())
-    rows, _ = trl_objects.load_data(arguments, "sft", tokenizer, 0)
+    rows, _ = trl_objects.load_data(arguments, tokenizer, 0)
     return rows, training.assistant_only_loss
 
 
@@ -106,16 +106,16 @@ def test_a_template_with_marks_may_render_answers_otherwise_when_more_follows(tm
 def test_the_eos_token_of_a_configuration_is_that_of_the_tokenizer(tmp_path: Path) -> None:
     """From the beginning, because templates may write it, of which shardwise makes masks."""
     require_patched_names()
-    from shardwise.training.trl_objects import processing_class
+    from shardwise.training.trl_objects import load_processor
 
     tiny.tokenizer().save_pretrained(tmp_path)
     model = SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None)
     training = SimpleNamespace(trust_remote_code=False, eos_token=tiny.PAD)
     arguments: Any = SimpleNamespace(model=model, training=training, own=ShardwiseArguments())
-    assert processing_class(arguments, "sft").eos_token == tiny.PAD
+    assert load_processor(arguments).eos_token == tiny.PAD
     training.eos_token = "<end>"
     with pytest.raises(ConfigError, match="eos_token: <end> is not in the vocabulary"):
-        processing_class(arguments, "sft")
+        load_processor(arguments)
 
 
 def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
@@ -125,19 +125,10 @@ def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> 
     assert (len(first["train"]), len(first["test"])) == (60, 20)
 
 
-def test_a_column_that_interleaved_datasets_lack_is_named(tmp_path: Path) -> None:
+def test_a_column_that_a_dataset_of_a_mixture_lacks_is_named(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", 3, "a")
     with pytest.raises(ConfigError, match="cannot be loaded as a dataset.*nothing"):
-        load(None, mixture({"path": name, "columns": ["nothing"]}), [1.0])
-
-
-def test_weights_interleave_datasets(tmp_path: Path) -> None:
-    names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
-    rows = load(None, mixture(*({"path": name} for name in names)), [3.0, 1.0])["train"]["text"]
-    assert sorted(rows) == sorted(f"{say}{number}" for say in "ab" for number in range(40))
-    assert sum(row.startswith("a") for row in rows[:40]) > 24
-    together = load(None, mixture(*({"path": name} for name in names)))["train"]["text"]
-    assert [row[0] for row in together] == ["a"] * 40 + ["b"] * 40
+        load(None, mixture({"path": name, "columns": ["nothing"]}))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +147,8 @@ def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
     tiny.write_rows(tmp_path / "rows.jsonl", '{"text": "a"}', '{"text": ')
     with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
         load(str(tmp_path / "rows.jsonl"))
-    for weights in (None, [1.0]):
-        with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
-            load(None, mixture({"path": str(tmp_path / "rows.jsonl")}), weights)
+    with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
+        load(None, mixture({"path": str(tmp_path / "rows.jsonl")}))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +211,7 @@ def test_chats_are_tokenized_with_masks(streaming: bool) -> None:
     rows: Any = datasets.Dataset.from_list([{"messages": ASKED}, {"messages": [*ASKED, *ASKED]}])
     rows = rows.to_iterable_dataset() if streaming else rows
     tokenizer = tiny.tokenizer(tiny.FORGETFUL)  # which has an example for each answer
-    found = list(dataset_loading.with_masks(rows, tokenizer, num_proc=None))
+    found = list(dataset_loading.tokenize_with_masks(rows, tokenizer, num_proc=None))
     trained = [
         tokenizer.decode([t for t, mask in zip(one["input_ids"], one["assistant_masks"], strict=True) if mask])
         for one in found
@@ -232,7 +222,7 @@ def test_chats_are_tokenized_with_masks(streaming: bool) -> None:
 def test_only_completions_are_trained_of_prompts_with_completions() -> None:
     rows = datasets.Dataset.from_list([{"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]]}])
     tokenizer = tiny.tokenizer(tiny.UNMARKED)
-    [one] = dataset_loading.with_masks(rows, tokenizer, num_proc=None)
+    [one] = dataset_loading.tokenize_with_masks(rows, tokenizer, num_proc=None)
     assert sum(one["assistant_masks"]) == len(tokenizer("Ho<|im_end|>")["input_ids"])
 
 
@@ -264,15 +254,14 @@ def test_a_row_whose_chat_cannot_be_used_is_named(row: dict[str, Any], message: 
     )
     number = 2 if "messages" in row else 1
     with pytest.raises(ConfigError, match=f"row {number} of the dataset: {message}"):
-        dataset_loading.with_masks(rows, tiny.tokenizer(tiny.UNMARKED), num_proc=None)
+        dataset_loading.tokenize_with_masks(rows, tiny.tokenizer(tiny.UNMARKED), num_proc=None)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_row_with_a_call_that_the_marks_of_a_template_leave_out_is_named(streaming: bool) -> None:
+def test_a_row_with_a_call_that_a_template_with_marks_leaves_out_is_named(tmp_path: Path, streaming: bool) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"n": 1}}}
     rows = [tiny.chat("Hi", "Ho"), tiny.chat("Hi", "Ho")]
     rows[1]["messages"][1]["tool_calls"] = [call]  # type: ignore[index]
-    found: Any = datasets.Dataset.from_list(rows)
-    found = found.to_iterable_dataset() if streaming else found
-    with pytest.raises(ConfigError, match=r"row 2 of the dataset: .* leaves out messages\[1\].tool_calls\[0\]"):
-        list(dataset_loading.with_rendered_calls(found, tiny.tokenizer(tiny.MARKED)))
+    name = tiny.write_rows(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(ConfigError, match="row 2 of the dataset: chat template: does not use 'tool_calls'"):
+        list(load_data(name, tiny.tokenizer(tiny.MARKED), masked=True, dataset_streaming=streaming)[0])

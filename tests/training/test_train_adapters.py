@@ -20,24 +20,24 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("tenants"))
+    return prepare(tmp_path_factory.mktemp("adapters"))
 
 
 def losses(outcome: TrlOutcome) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in outcome.metrics}
     for entry in outcome.history:
         if "loss" in entry:
-            found[entry["tenant"]].append(entry["loss"])
+            found[entry["adapter"]].append(entry["loss"])
     return found
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> dict[str, list[float]]:
-    """Losses of both tenants on two ranks."""
+    """Losses of both adapters on two ranks."""
     outcomes = run_world(2, train, values(folder, "whole", 2))
     assert losses(outcomes[0]) == losses(outcomes[1])
     assert [(name, one["steps"]) for name, one in outcomes[0].metrics.items()] == [("ada", 8), ("bob", 6)]
-    memory = [(entry["step"], entry["memory/host_gib"]) for entry in outcomes[0].history if "tenant" not in entry]
+    memory = [(entry["step"], entry["memory/host_gib"]) for entry in outcomes[0].history if "adapter" not in entry]
     assert memory[-1][0] == 8 + 6
     assert all(len(by_rank) == 2 and min(by_rank) > 0.01 for _, by_rank in memory)
     assert size_of_png(folder / "whole" / "curves.png") == (900, 750)
@@ -45,7 +45,7 @@ def whole(folder: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("name", ["ada", "bob"])
-def test_a_tenant_on_two_ranks_is_trained_as_alone_by_trl(
+def test_an_adapter_on_two_ranks_is_trained_as_alone_by_trl(
     folder: Path, whole: dict[str, list[float]], name: str
 ) -> None:
     [alone] = run_world(1, train_alone, values(folder, f"alone-{name}", 1), name)
@@ -80,9 +80,9 @@ def test_a_kill_costs_no_more_than_the_steps_since_the_newest_checkpoints(
     assert losses(again) == losses(resumed)
 
 
-def test_a_sweep_is_ranked_and_a_tenant_that_fails_ends_alone(folder: Path) -> None:
+def test_a_sweep_is_ranked_and_an_adapter_that_fails_ends_alone(folder: Path) -> None:
     given = values(folder, "swept", 1)
-    ada = given.pop("tenants")["ada"]
+    ada = given.pop("adapters")["ada"]
     given |= {**ada, "max_steps": 4, "save_strategy": "no", "sweep": {"learning_rate": [1e-6, 0.01, 1e38]}}
     [outcome] = run_world(1, train, given)
     assert list(outcome.metrics) == ["lr0.01", "lr1e-06", "lr1e-38"]
@@ -102,19 +102,19 @@ def test_a_sweep_is_ranked_and_a_tenant_that_fails_ends_alone(folder: Path) -> N
         ({"max_length": 6}, "max_length: 6 leaves no row of train with a token to train on"),
     ],
 )
-def test_a_tenant_that_cannot_be_is_one_error_on_all_ranks(
+def test_an_adapter_that_cannot_be_is_one_error_on_all_ranks(
     folder: Path, further: dict[str, Any], message: str
 ) -> None:
     given = values(folder, "refused", 2)
-    given["tenants"]["bob"] |= further
-    with pytest.raises(RankError, match=f"tenants.bob: (rank 0: )?{message}") as told:
+    given["adapters"]["bob"] |= further
+    with pytest.raises(RankError, match=f"adapters.bob: (rank 0: )?{message}") as told:
         run_world(2, train, given)
-    found = {f"[rank {rank}] shardwise.core.errors.ConfigError: tenants.bob" in str(told.value) for rank in (0, 1)}
+    found = {f"[rank {rank}] shardwise.core.errors.ConfigError: adapters.bob" in str(told.value) for rank in (0, 1)}
     assert found == {True}
 
 
 def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder: Path) -> None:
-    with pytest.raises(RankError, match=r"tenants\.ada: a row has \d+ tokens.*set max_length or tokens_per_pass"):
+    with pytest.raises(RankError, match=r"adapters\.ada: a row has \d+ tokens.*Set max_length or tokens_per_pass"):
         run_world(1, train, {**values(folder, "refused", 1), "tokens_per_pass": 32})
     with pytest.raises(RankError, match="eos_token: <end> is not in the vocabulary"):
         run_world(1, train, {**values(folder, "refused", 1), "eos_token": "<end>"})
@@ -122,14 +122,14 @@ def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder
     tokenizer.add_tokens([f"<{number}>" for number in range(10)])
     tokenizer.save_pretrained(folder / "words")
     given = {**values(folder, "refused", 1), "tokenizer_name_or_path": str(folder / "words")}
-    given["tenants"]["bob"]["dataset_name"] = str(tiny.write_rows(folder / "w.jsonl", tiny.chat("Hi", "<9>")))
-    with pytest.raises(RankError, match=r"tenants\.bob: the dataset, or its chat template, uses '<9>'"):
+    given["adapters"]["bob"]["dataset_name"] = str(tiny.write_rows(folder / "w.jsonl", tiny.chat("Hi", "<9>")))
+    with pytest.raises(RankError, match=r"adapters\.bob: the dataset, or its chat template, uses '<9>'"):
         run_world(1, train, given)
 
 
 def test_a_folder_with_another_base_or_adapter_is_left_alone(folder: Path, whole: dict[str, list[float]]) -> None:
     other = values(folder, "whole", 1)
-    other["tenants"]["ada"] |= {"lora_r": 3}
+    other["adapters"]["ada"] |= {"lora_r": 3}
     with pytest.raises(RankError, match=r"has a training with ada\.lora_r=\S+, not 3"):
         run_world(1, train, other)
     given = {**values(folder, "whole", 1), "model_revision": "other"}

@@ -235,7 +235,7 @@ def test_credentials_are_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"use_peft": True}, {"tenants": {"ada": {}}, "gradient_checkpointing": False}]
+    "kind", [{}, {"use_peft": True}, {"adapters": {"ada": {}}, "gradient_checkpointing": False}]
 )
 def test_credentials_are_in_no_file(folder: Path, kind: dict[str, Any]) -> None:
     output = folder / f"secret{len(kind)}"
@@ -245,7 +245,7 @@ def test_credentials_are_in_no_file(folder: Path, kind: dict[str, Any]) -> None:
         values |= {
             "save_strategy": "steps",
             "save_steps": 1,
-            "hub_token": None if kind.get("tenants") else "hf_hidden",
+            "hub_token": None if kind.get("adapters") else "hf_hidden",
         }
         [(outcome, _)] = run_world(
             1, train, {**values, "output_dir": str(output), "per_device_train_batch_size": 4}
@@ -258,7 +258,7 @@ def test_credentials_are_in_no_file(folder: Path, kind: dict[str, Any]) -> None:
 
 def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
     values = keys(folder, output_dir=str(folder / "kept"), per_device_train_batch_size=4)
-    values |= {"dataset_name": None, "datasets": 2 * [{"path": str(folder / "chats.jsonl")}], "interleave": [3, 1]}
+    values |= {"dataset_name": None, "datasets": 2 * [{"path": str(folder / "chats.jsonl")}]}
     [messages] = run_world(1, on_ranks.warnings_without_matplotlib, values)
     [message] = [text for text in messages if "curves.png" in text]
     assert message.endswith("kept/curves.png: is not drawn without matplotlib. Run pip install 'shardwise[report]'")
@@ -309,14 +309,14 @@ def test_ranks_with_other_settings_or_rows_are_refused(folder: Path) -> None:
     tiny.write_rows(folder / "same.jsonl", *rows)
     files = ["shorter.jsonl", "other.jsonl"]
     cases = [{key: value} for key, value in DIFFERING.items()]
-    lora = {"tenants": {"ada": {"lora_r": 3}}, "gradient_checkpointing": False}
+    lora = {"adapters": {"ada": {"lora_r": 3}}, "gradient_checkpointing": False}
     values = keys(folder, output_dir=str(folder / "differing"))
     told = run_world(2, on_ranks.errors_of, values, cases)
     assert told[0] == told[1]
     for key, text in zip(DIFFERING, told[0], strict=True):
         assert text.startswith("the configuration on rank 1 is not that of rank 0: ")
         assert f"{key} (" in text
-    [text], _ = run_world(2, on_ranks.errors_of, {**values, **lora}, [{"tenants": {"ada": {"lora_r": 4}}}])
+    [text], _ = run_world(2, on_ranks.errors_of, {**values, **lora}, [{"adapters": {"ada": {"lora_r": 4}}}])
     assert "ada.lora_r (4 against 3)" in text
     # The same name on each rank, of a file of its own.
     for name, words in zip(files, ("number of rows (23 against 24)", "rows ("), strict=True):

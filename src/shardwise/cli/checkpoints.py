@@ -31,9 +31,9 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     """
     from shardwise.checkpoints.folder import verify
 
-    found = verify(model)
-    print_report(found, as_json=as_json)
-    sys.exit(0 if found.is_sound else 1)
+    report = verify(model)
+    print_report(report, as_json=as_json)
+    sys.exit(0 if report.is_sound else 1)
 
 
 @click.command("merge-adapter")
@@ -125,16 +125,12 @@ def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: s
     run.
     """
     if is_url(path):
-        _show(open_checkpoint(path), {}, as_json=as_json, with_tensors=with_tensors)
-        return
-    place = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
-    config = read_config_summary(place if place.is_dir() else place.parent)
-    named = config.get("transformers_weights") or _adapter_in(place) if place.is_dir() else None
-    index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
-    _show(index, config, as_json=as_json, with_tensors=with_tensors)
-
-
-def _show(index: CheckpointIndex, config: dict[str, object], *, as_json: bool, with_tensors: bool) -> None:
+        index, config = open_checkpoint(path), dict[str, object]()
+    else:
+        local = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
+        config = read_config_summary(local if local.is_dir() else local.parent)
+        weights = config.get("transformers_weights") or _find_adapter(local) if local.is_dir() else None
+        index = open_checkpoint(local, weights_name=weights if isinstance(weights, str) else None)
     if as_json:
         click.echo(json.dumps(as_json_object(index, config), indent=2))
         return
@@ -143,7 +139,7 @@ def _show(index: CheckpointIndex, config: dict[str, object], *, as_json: bool, w
         _print_groups(index.tensors())
 
 
-def _adapter_in(folder: Path) -> str | None:
+def _find_adapter(folder: Path) -> str | None:
     """Return the file of an adapter if the folder has no model."""
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return None
@@ -159,14 +155,12 @@ def read_config_summary(folder: Path) -> dict[str, object]:
     Raises:
         FormatError: a file is not a JSON object.
     """
-    found = {"config.json": _CONFIG_FACTS, ADAPTER_CONFIG: _ADAPTER_FACTS}
-    return {
-        name: value
-        for file, names in found.items()
-        if (folder / file).is_file()
-        for name, value in _read_config(folder / file).items()
-        if name in names
-    }
+    summary: dict[str, object] = {}
+    for file, names in (("config.json", _CONFIG_FACTS), (ADAPTER_CONFIG, _ADAPTER_FACTS)):
+        if (folder / file).is_file():
+            config = _read_config(folder / file)
+            summary |= {name: value for name, value in config.items() if name in names}
+    return summary
 
 
 def _read_config(file: Path) -> dict[str, object]:
@@ -197,45 +191,45 @@ def as_json_object(index: CheckpointIndex, config: dict[str, object]) -> dict[st
 
     A contiguous tensor has a file, a start and a stop. Any other has parts that do.
     """
-    everything = index.tensors()
+    tensors = index.tensors()
+    entries: list[dict[str, object]] = []
+    for tensor in tensors:
+        entry = {
+            "key": tensor.key,
+            "dtype": tensor.dtype.label,
+            "shape": list(tensor.shape),
+            "bytes": tensor.nbytes,
+        }
+        entries.append({**entry, **_locate(index, tensor)})
     return {
         "root": index.root,
         "layout": index.layout,
         "wrapper": index.wrapper,
         "not_loaded": list(index.ignored),
         "files": [{"name": name, "bytes": nbytes} for name, nbytes in index.files.items()],
-        "tensor_count": len(everything),
-        "parameter_count": _parameters(everything),
+        "tensor_count": len(tensors),
+        "parameter_count": _count_parameters(tensors),
         "bytes": index.nbytes,
-        "bytes_per_dtype": bytes_per_dtype(everything),
+        "bytes_per_dtype": bytes_per_dtype(tensors),
         "config": config,
         "metadata": dict(index.metadata),
-        "tensors": [
-            {
-                "key": tensor.key,
-                "dtype": tensor.dtype.label,
-                "shape": list(tensor.shape),
-                "bytes": tensor.nbytes,
-                **_where(index, tensor),
-            }
-            for tensor in everything
-        ],
+        "tensors": entries,
     }
 
 
-def _where(index: CheckpointIndex, tensor: StoredTensor) -> dict[str, object]:
-    places = [{"file": entry.file, "start": entry.start, "stop": entry.stop} for entry in tensor.entries]
+def _locate(index: CheckpointIndex, tensor: StoredTensor) -> dict[str, object]:
+    ranges = [{"file": entry.file, "start": entry.start, "stop": entry.stop} for entry in tensor.entries]
     if tensor.key not in index.composed:
-        return {**places[0]}
-    keyed = zip(tensor.entries, places, strict=True)
-    return {"parts": [{"key": entry.key, **place} for entry, place in keyed]}
+        return {**ranges[0]}
+    entries = zip(tensor.entries, ranges, strict=True)
+    return {"parts": [{"key": entry.key, **file_range} for entry, file_range in entries]}
 
 
-def _parameters(tensors: Iterable[StoredTensor]) -> int:
+def _count_parameters(tensors: Iterable[StoredTensor]) -> int:
     return sum(tensor.numel for tensor in tensors)
 
 
-def _natural(key: str) -> list[tuple[str, int]]:
+def _natural_sort_key(key: str) -> list[tuple[str, int]]:
     """Return a sort key by which layer 2 comes before layer 10."""
     words = _DIGITS.split(shown(key))
     return [(word, int(number)) for word, number in zip(words[::2], [*words[1::2], "0"], strict=True)]
@@ -250,7 +244,7 @@ def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
         ("checkpoint", shown(index.root)),
         ("layout", index.layout),
         ("tensors", f"{len(tensors):,}"),
-        ("parameters", f"{_parameters(tensors):,}"),
+        ("parameters", f"{_count_parameters(tensors):,}"),
         ("bytes", in_bytes(index.nbytes)),
     ]
     per_dtype = bytes_per_dtype(tensors)
@@ -271,14 +265,14 @@ def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
 
 def _print_groups(tensors: Iterable[StoredTensor]) -> None:
     """Print a line for tensors that differ only in numbers in their keys, such as those of equal layers."""
-    alike: dict[tuple[tuple[int, ...], str], list[StoredTensor]] = defaultdict(list)
-    for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.key)):
-        alike[tensor.shape, tensor.dtype.label].append(tensor)
-    rows = [
-        (pattern, str(shape), dtype, f"x{count}" if count > 1 else "", in_bytes(count * members[0].nbytes))
-        for (shape, dtype), members in alike.items()
-        for pattern, count in collapse(shown(tensor.key) for tensor in members)
-    ]
-    rows.sort(key=lambda row: _natural(row[0]))
+    groups: dict[tuple[tuple[int, ...], str], list[StoredTensor]] = defaultdict(list)
+    for tensor in sorted(tensors, key=lambda tensor: _natural_sort_key(tensor.key)):
+        groups[tensor.shape, tensor.dtype.label].append(tensor)
+    rows: list[tuple[str, ...]] = []
+    for (shape, dtype), members in groups.items():
+        for pattern, count in collapse(shown(tensor.key) for tensor in members):
+            repeats = f"x{count}" if count > 1 else ""
+            rows.append((pattern, str(shape), dtype, repeats, in_bytes(count * members[0].nbytes)))
+    rows.sort(key=lambda row: _natural_sort_key(row[0]))
     click.echo()
     click.echo("\n".join(table_lines(("key", "shape", "dtype", "count", "bytes"), rows, ("count", "bytes"))))

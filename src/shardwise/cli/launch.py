@@ -23,17 +23,18 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
     """
     if "RANK" not in environment:
         return None
-    found = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    bad = [f"{name}={text}" for name, text in found.items() if not (text.isascii() and text.isdigit())]
-    bad += [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR="]
-    numbers = {} if bad else {name: int(text) for name, text in found.items()}
+    texts = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    bad = [f"{name}={text}" for name, text in texts.items() if not (text.isascii() and text.isdigit())]
+    if not environment.get("MASTER_ADDR"):
+        bad.append("MASTER_ADDR=")
+    numbers = {} if bad else {name: int(text) for name, text in texts.items()}
     if bad or numbers["RANK"] >= numbers["WORLD_SIZE"] or numbers["MASTER_PORT"] >= 1 << 16:
-        values = ", ".join(bad or [f"{name}={text}" for name, text in found.items()])
-        raise ConfigError(f"RANK is in the environment, with {values}. Set what torchrun sets, or unset RANK")
+        values = ", ".join(bad or [f"{name}={text}" for name, text in texts.items()])
+        raise ConfigError(f"RANK: is in the environment, with {values}. Set what torchrun sets, or unset RANK")
     if nproc_per_node > 1:
         raise ConfigError(
-            f"--nproc-per-node={nproc_per_node}, but the ranks have been started already (RANK is set in the "
-            "environment): leave the option out, or start the command without torchrun"
+            f"--nproc-per-node={nproc_per_node}: the ranks have been started already (RANK is set in the "
+            "environment). Leave the option out, or start the command without torchrun"
         )
     return numbers
 

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import run_ranks
+from shardwise.cli.launch import print_report, run_ranks
 from shardwise.core.errors import ConfigError
 from shardwise.files.urls import HubOptions, is_local, local_path
 
@@ -43,21 +44,19 @@ class _TrainCommand(click.Command):
 @click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
-@click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def train_command(
     arguments: Sequence[str],
     *,
     nproc_per_node: int | None,
-    accelerate_config: str | None,
     check: bool,
     as_json: bool,
 ) -> None:
     """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
     METHOD is sft (the default), dpo, kto, grpo or reward. Keys are described in docs/train.md. Files for several
-    models are in recipes/. Many LoRAs: tenants: and sweep: (docs/many_loras.md). Under torchrun, its ranks are
+    models are in recipes/. Many LoRAs: adapters: and sweep: (docs/many_loras.md). Under torchrun, its ranks are
     used. With --nproc-per-node, ranks are started here.
 
     \b
@@ -73,7 +72,7 @@ def train_command(
     its state saved, so that the same command resumes.
     """  # noqa: D301 - click's mark of a paragraph that is not wrapped
     try:
-        config = _read([*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())])
+        config = _read(arguments)
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
@@ -96,14 +95,14 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     Raises:
         ShardwiseError: the configuration is invalid, or its local model does not exist.
     """
-    try:
-        from shardwise.training.adapters_config import read_tenants
-        from shardwise.training.run_config import read_run_config
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
+    if find_spec("trl") is None:  # does not import it
+        raise ConfigError("trl: is not installed. Run pip install 'shardwise[train]'")
+    from shardwise.training.adapters_config import read_adapters
+    from shardwise.training.run_config import read_run_config
+
     config = read_run_config(arguments)
-    if config.own.has_tenants:
-        read_tenants(config)
+    if config.own.has_adapters:
+        read_adapters(config)
     model = str(config.values.get("model_name_or_path", ""))
     if model and is_local(model) and "RANK" not in os.environ:  # ranks of a launcher check it together
         local_path(model, HubOptions())
@@ -119,12 +118,14 @@ def _num_ranks(config: RunConfig) -> int:
     from shardwise.training.run_config import read_yaml, trl_accelerate_config
 
     file = config.own.accelerate_config
-    if "RANK" in os.environ or config.own.num_processes or file is None:
-        return 1 if "RANK" in os.environ else config.own.num_processes or 1
-    found = read_yaml(trl_accelerate_config(file))
-    if (machines := found.get("num_machines") or 1) != 1:
+    if "RANK" in os.environ:
+        return 1
+    if config.own.num_processes or file is None:
+        return config.own.num_processes or 1
+    values = read_yaml(trl_accelerate_config(file))
+    if (machines := values.get("num_machines") or 1) != 1:
         raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine")
-    count = str(found.get("num_processes") or 1)
+    count = str(values.get("num_processes") or 1)
     if not count.isdecimal() or int(count) < 1:
         raise ConfigError(f"num_processes: {count} in {file}. Write a number of ranks, 1 or more")
     return int(count)
@@ -148,10 +149,10 @@ def run_on_rank(config: RunConfig) -> TrlOutcome:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.own.has_tenants:
-        from shardwise.training.train_adapters import train_tenants
+    if config.own.has_adapters:
+        from shardwise.training.train_adapters import train_adapters
 
-        return train_tenants(config, local_rank)
+        return train_adapters(config, local_rank)
     from shardwise.training.train_model import train
 
     return train(config, local_rank)
@@ -176,17 +177,10 @@ def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 @click.option("--ranks", type=click.IntRange(1), help="Number of processes.")
 @click.option("--dtype", help="auto, float32, bfloat16, ...  [default: auto]")
-@click.option("--param-dtype", help="Mixed precision: the dtype in which parameters are gathered.")
 @click.option(
     "--mesh", metavar="AXES", help="Axes and sizes, such as replicate=2,shard=4.  [default: all ranks shard]"
 )
-@click.option(
-    "--wrap",
-    metavar="POLICY",
-    help="auto, model_plan, no_split_modules, module_list, whole_model, classes=NAME,NAME, or min-size=ELEMENTS.",
-)
 @click.option("--device", default="cuda", show_default=True, help="Device of the shards: cuda, cpu, ...")
-@click.option("--offload", is_flag=True, help="Keep shards on the host (CPUOffloadPolicy).")
 @click.option(
     "--tuning",
     metavar="HOW",
@@ -218,7 +212,7 @@ def plan_command(
     device: str,
     memory: str | None,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Estimate memory, bytes read and FSDP2 groups for loading or training MODEL, for each rank.
 
@@ -236,71 +230,47 @@ def plan_command(
     if limit is not None:
         placed["memory_bytes"] = limit
     if model.endswith((".yaml", ".yml")):
-        made = _estimate_config(model, overrides, ranks, placed, given)
+        estimate = _estimate_config(model, overrides, ranks, placed, options)
     else:
-        made = _estimate_model(model, overrides, ranks, {**given, **placed})
+        estimate = _estimate_model(model, overrides, ranks, {**options, **placed})
     if limit is not None and not as_json:
-        click.echo(made.verdict(limit))
-    click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
-    if limit is not None and made.peak_bytes > limit:
-        raise ConfigError(f"--memory: the plan {made.verdict(limit)}. See docs/out_of_memory.md")
+        click.echo(estimate.verdict(limit))
+    print_report(estimate, as_json=as_json)
+    if limit is not None and estimate.peak_bytes > limit:
+        raise ConfigError(f"--memory: the plan {estimate.verdict(limit)}. See docs/out_of_memory.md")
 
 
 def _estimate_config(
-    file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, given: dict[str, Any]
+    file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, options: dict[str, Any]
 ) -> Estimate:
     """Plan the training of a configuration."""
-    if unused := [name for name, value in given.items() if value]:
+    if unused := [name for name, value in options.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
-    try:
-        from shardwise.training.run_config import read_run_config
+    config = _read([file, *overrides])
+    from shardwise.training.trl_objects import plan_run
 
-        config = read_run_config([file, *overrides])
-        from shardwise.training.trl_objects import plan_run
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name}: is not installed. Run pip install 'shardwise[train]'") from error
     return plan_run(config, ranks, placed)
 
 
-def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, given: dict[str, Any]) -> Estimate:
+def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, options: dict[str, Any]) -> Estimate:
     """Plan a load, and a training if there is a tuning."""
     if overrides:
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help")
     if ranks is None:
         raise ConfigError("--ranks: is missing. Give the number of processes")
-    found = {name: value for name, value in given.items() if value is not None}
-    if "tuning" not in found and {"per_device_train_batch_size", "max_length"} & found.keys():
-        raise ConfigError("--batch and --seq need --tuning. Give that, too")
-    _require_known(found)
-    if "mesh" in found:
-        found["mesh"] = parse_mesh(found["mesh"])
+    keywords = {name: value for name, value in options.items() if value is not None}
+    if "tuning" not in keywords and {"per_device_train_batch_size", "max_length"} & keywords.keys():
+        raise ConfigError("--batch, --seq: need --tuning. Give that, too")
+    if "mesh" in keywords:
+        keywords["mesh"] = parse_mesh(keywords["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
     from shardwise.loading.estimate import build_tuning, plan
-    from shardwise.state.shard import build_sharding
 
-    wrap, param_dtype = found.pop("wrap", "auto"), found.pop("param_dtype", None)
-    found["sharding"] = build_sharding(wrap, param_dtype=param_dtype, offload=found.pop("offload"))
-    found["hub"] = HubOptions(revision=found.pop("revision", None))
-    if "tuning" in found:
-        found["tuning"] = build_tuning(found["tuning"])
-    return plan(model, ranks=ranks, **{"dtype": "auto", **found})
-
-
-def _require_known(given: dict[str, Any]) -> None:
-    """Name a fault in an option before torch is imported.
-
-    Raises:
-        ConfigError: an option has a value that is not known.
-    """
-    from shardwise.loading.option_syntax import parse_tuning, parse_wrap, require_floating_dtype
-
-    parse_wrap(given.get("wrap", "auto"))
-    parse_tuning(given.get("tuning", "full"))
-    if given.get("dtype", "auto") != "auto":
-        require_floating_dtype("dtype", given["dtype"])
-    if "param_dtype" in given:
-        require_floating_dtype("param_dtype", given["param_dtype"])
+    keywords["hub"] = HubOptions(revision=keywords.pop("revision", None))
+    if "tuning" in keywords:
+        keywords["tuning"] = build_tuning(keywords["tuning"])
+    return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
 
 
 def parse_mesh(text: str) -> dict[str, int]:

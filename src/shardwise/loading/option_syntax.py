@@ -1,37 +1,10 @@
-"""Options of ``shardwise plan`` that are text, parsed without torch, so that a fault is named at once."""
+"""Options of ``shardwise plan`` that are text."""
 
-import re
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.layout import NamedPolicy
 from shardwise.files.peft_adapter import ADAPTER_CONFIG
-
-_DTYPE = re.compile(r"bfloat16|half|float|double|float(16|32|64)|float[48]_\w+")
-
-
-def require_floating_dtype(option: str, name: str) -> None:
-    """Raise ConfigError if no floating dtype of torch has this name. Torch checks the rare ones again."""
-    if not _DTYPE.fullmatch(name):
-        raise ConfigError(f"{option}={name!r} is not a floating dtype of torch. Pass one such as bfloat16")
-
-
-def parse_wrap(text: str) -> NamedPolicy | tuple[str, ...] | int:
-    """Return the name of a policy, the names of ``classes=NAME,NAME``, or the elements of ``min-size=ELEMENTS``.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
-    word, _, value = text.partition("=")
-    if word == "classes" and all(value.split(",")):
-        return tuple(value.split(","))
-    if word == "min-size" and value.isdecimal() and int(value):
-        return int(value)
-    if text in get_args(NamedPolicy):
-        return cast(NamedPolicy, text)
-    known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
-    raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}")
 
 
 def parse_tuning(text: str) -> tuple[Literal["full", "freeze", "lora", "adapter"], dict[str, Any]]:

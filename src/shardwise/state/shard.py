@@ -6,19 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.core.errors import ConfigError
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import ShardReport
 from shardwise.fsdp import wrap
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, is_sharded, without_compile
-from shardwise.fsdp.policies import Classes, MinSize, WrapPolicy, group_parameters
+from shardwise.fsdp.policies import group_parameters
 from shardwise.fsdp.rebind import Bound, bind_optimizers, require_steps_shards
 from shardwise.fsdp.wrap import Sharding, TrainedDtype, require_movable, require_trainable_dtype
-from shardwise.loading.option_syntax import parse_wrap
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.state.shard_transfer import IncomingShards, SourceTable, agree_on_sources, wrap_without_values
@@ -45,34 +42,6 @@ def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) ->
         tied={name: item.fqn for item in held for name in item.names[1:]},
         seconds=clock.seconds,
     )
-
-
-def build_sharding(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
-    """Return a sharding from strings of the command line. See :func:`build_wrap_policy`.
-
-    Raises:
-        ConfigError: when a word is unknown.
-    """
-    dtype = None if param_dtype is None else getattr(torch, param_dtype, None)
-    if param_dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"param_dtype={param_dtype!r} is not a floating dtype of torch, such as bfloat16")
-    return Sharding(
-        wrap=build_wrap_policy(wrap),
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
-        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-    )
-
-
-def build_wrap_policy(text: str) -> WrapPolicy:
-    """Return the wrap policy of a name, ``classes=NAME,NAME`` or ``min-size=ELEMENTS``.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
-    found = parse_wrap(text)
-    if isinstance(found, int):
-        return MinSize(found)
-    return Classes(found) if isinstance(found, tuple) else found
 
 
 def shard(

@@ -1,4 +1,4 @@
-"""Rows of tenants: tokenized, shuffled, and batched within a budget of tokens."""
+"""Rows of adapters: tokenized, shuffled, and batched within a budget of tokens."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TokenizedRows:
     Attributes:
         rows: with ``input_ids`` and ``labels``.
         lengths: of the rows in tokens.
-        num_supervised_tokens: supervised labels of all rows.
+        num_supervised_tokens: number of labels of all rows that are not ignored.
     """
 
     def __init__(self, rows: AnyDataset) -> None:
-        assert isinstance(rows, datasets.Dataset)  # tenants have no dataset_streaming
+        assert isinstance(rows, datasets.Dataset)  # adapters have no dataset_streaming
         self.rows = rows
         self.lengths: Sequence[int] = [len(ids) for ids in rows["input_ids"]]
         self.num_supervised_tokens = _count_supervised(rows)
@@ -49,37 +49,42 @@ class TokenizedRows:
 def tokenize(
     data: tuple[AnyDataset, AnyDataset | None], arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Tokenize a tenant's rows for training and evaluation as ``SFTTrainer`` does. Collective: yes.
+    """Tokenize an adapter's rows for training and evaluation as ``SFTTrainer`` does. Collective: yes.
 
     Raises:
         ConfigError: a row cannot be used, or there is none to train on.
     """
     args = arguments.training
+    tokenized: list[datasets.Dataset | None] = []
     with preparing_together(sft_trainer.SFTTrainer, local_rank, data, args.dataset_text_field):
-        train, test = (None if part is None else _tokenize(part, args, processor) for part in data)
-    for part, split in ((train, arguments.script.dataset_train_split), (test, arguments.script.dataset_test_split)):
-        if part is not None:
-            has_labels = _count_supervised(part) > 0
-            require_trainable_rows(part if has_labels else part.select([]), split, args.max_length)
+        for rows in data:
+            tokenized.append(None if rows is None else _tokenize(rows, args, processor))
+    splits = (arguments.script.dataset_train_split, arguments.script.dataset_test_split)
+    for dataset, split in zip(tokenized, splits, strict=True):
+        if dataset is not None:
+            has_labels = _count_supervised(dataset) > 0
+            require_trainable_rows(dataset if has_labels else dataset.select([]), split, args.max_length)
+    train, test = tokenized
     assert train is not None
     return train, test
 
 
 def _tokenize(rows: AnyDataset, args: Any, processor: Any) -> datasets.Dataset:
-    """Return rows with ``input_ids`` and ``labels``, those of one token left out: nothing is predicted from it."""
+    """Return rows with ``input_ids`` and ``labels``, without rows of one token, from which nothing is predicted."""
     completion_only = args.completion_only_loss
     if completion_only is None:
         completion_only = {"prompt", "completion"} <= set(rows.column_names or ())
     template = processor.chat_template
     needs_template = args.assistant_only_loss and not (template and has_generation_markers(template))
+    # SFTTrainer sets these attributes in its constructor, which needs a model.
     trainer: Any = SimpleNamespace(
         _tokenizer=getattr(processor, "tokenizer", processor),
         completion_only_loss=completion_only,
         chat_template=get_training_chat_template(processor) if needs_template else None,
     )
-    prepared = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "tenant")
+    prepared = sft_trainer.SFTTrainer._prepare_dataset(trainer, rows, processor, args, False, None, "adapter")
     prepared = prepared.select_columns(["input_ids", "labels"])
-    return prepared.select([number for number, ids in enumerate(prepared["input_ids"]) if len(ids) > 1])
+    return prepared.select([index for index, ids in enumerate(prepared["input_ids"]) if len(ids) > 1])
 
 
 def _count_supervised(rows: datasets.Dataset) -> int:
@@ -132,8 +137,8 @@ class TokenBudget:
         most = max(rows.lengths)
         if most > self.longest or self.padded(most) > self.tokens:
             raise ConfigError(
-                f"a row has {most} tokens, {self.padded(most)} with padding. The model takes {self.longest} and a "
-                f"pass {self.tokens}: set max_length or tokens_per_pass"
+                f"a row has {most} tokens ({self.padded(most)} with padding), more than the model ({self.longest}) "
+                f"or a pass ({self.tokens}) takes. Set max_length or tokens_per_pass"
             )
         return self.tokens // self.padded(most)
 
@@ -141,16 +146,16 @@ class TokenBudget:
         self, rows: TokenizedRows, order: Sequence[int], at_once: int, ranks: int
     ) -> Iterator[MicroBatch]:
         """Distribute rows to ranks, ``at_once`` consecutive rows to each."""
+        # Two rows for each of two ranks: order 0 1 2 3 4 gives ((0, 1), (2, 3)) and ((4,), ()).
         for start in range(0, len(order), at_once * ranks):
-            dealt = tuple(
-                tuple(order[first : first + at_once]) for first in range(start, start + at_once * ranks, at_once)
-            )
-            yield MicroBatch(dealt, self.padded(max(rows.lengths[number] for own in dealt for number in own)))
+            batch = order[start : start + at_once * ranks]
+            by_rank = tuple(tuple(batch[rank * at_once : (rank + 1) * at_once]) for rank in range(ranks))
+            yield MicroBatch(by_rank, self.padded(max(rows.lengths[index] for index in batch)))
 
 
 @dataclass
 class StepOrder:
-    """The rows of each step, in the order of the Trainer's seedable sampler.
+    """The rows of each step, in the order of accelerate's ``SeedableRandomSampler``, which the Trainer uses.
 
     Attributes:
         count: number of rows.
@@ -186,5 +191,6 @@ class StepOrder:
     def steps_left(self, epochs: float) -> int:
         """Return the number of steps until ``epochs`` are completed."""
         per_epoch = math.ceil(self.count / self.rows_per_step)
-        of_this = math.ceil((self.count - self.offset) / self.rows_per_step)
-        return max(of_this + math.ceil((epochs - self.epoch - 1) * per_epoch), 0)
+        # The checkpoint may have been saved with other rows per step, so the rest of this epoch is counted by rows.
+        in_this_epoch = math.ceil((self.count - self.offset) / self.rows_per_step)
+        return max(in_this_epoch + math.ceil((epochs - self.epoch - 1) * per_epoch), 0)

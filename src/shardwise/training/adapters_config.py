@@ -1,6 +1,6 @@
 """Configurations of many LoRAs on one base.
 
-The keys of a file are the defaults of each tenant, which its entry of ``tenants:`` and its point of ``sweep:``
+The keys of a file are the defaults of each adapter, which its entry of ``adapters:`` and its point of ``sweep:``
 override.
 """
 
@@ -11,14 +11,14 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from shardwise.training.arguments import ShardwiseArguments
-from shardwise.training.keys import find_conflicts, find_faults, own_keys
+from shardwise.training.keys import find_conflicts, find_faults
 from shardwise.training.run_config import RunConfig, raise_faults
 
-TENANT_KEYS: Final = frozenset(
+ADAPTER_KEYS: Final = frozenset(
     {
         *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora"),
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
-        *("datasets", "interleave", "test_split_size", "assistant_only_loss", "completion_only_loss"),
+        *("datasets", "test_split_size", "assistant_only_loss", "completion_only_loss"),
         *("max_length", "truncation_mode", "shuffle_dataset", "seed", "data_seed"),
         *("learning_rate", "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -27,7 +27,7 @@ TENANT_KEYS: Final = frozenset(
         *("save_strategy", "save_steps", "save_total_limit"),
     }
 )
-"""Keys that a tenant may override."""
+"""Keys that an adapter may override."""
 
 _SHARED_KEYS: Final = frozenset(
     {
@@ -36,11 +36,11 @@ _SHARED_KEYS: Final = frozenset(
         *("output_dir", "chat_template_path", "dataset_num_proc", "bf16", "use_cpu", "disable_tqdm", "report_to"),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "eos_token", "tokenizer_name_or_path"),
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
-        *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "min_num_params"),
-        *("cpu_offload", "tokens_per_pass", "tenants", "sweep", "env"),
+        *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "cpu_offload"),
+        *("tokens_per_pass", "adapters", "sweep", "env"),
     }
 )
-"""Keys that are common to all tenants."""
+"""Keys that are common to all adapters."""
 
 _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "method": ("sft",),
@@ -53,15 +53,12 @@ _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     ),
     "save_strategy": ("no", "steps", "epoch"),
 }
-"""Supported values. Optimizers are elementwise, because a tenant's matrices are one flat tensor."""
+"""Supported values. Optimizers are elementwise, because a bank keeps an adapter's matrices in one flat tensor."""
 
-_REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
-    "num_train_epochs": ("max_steps",),
-    "dataset_name": ("datasets", "interleave"),
-}
-"""Keys of the file that a tenant's own key replaces."""
+_REPLACED: Final = {"num_train_epochs": "max_steps", "dataset_name": "datasets"}
+"""Keys of the file that do not apply to an adapter which sets another key."""
 
-_MOST_TENANTS: Final = 1024
+_MAX_ADAPTERS: Final = 1024
 
 _SHORT: Final[Mapping[str, str]] = {
     "learning_rate": "lr",
@@ -70,97 +67,99 @@ _SHORT: Final[Mapping[str, str]] = {
     "lora_dropout": "dropout",
     "weight_decay": "wd",
 }
-"""Abbreviations of keys in the names of a sweep's tenants."""
+"""Abbreviations of keys in the names of a sweep's adapters."""
 
 
-def read_tenants(config: RunConfig) -> dict[str, RunConfig]:
+def read_adapters(config: RunConfig) -> dict[str, RunConfig]:
     """Expand a configuration of many LoRAs to one configuration for each, by name.
 
     Raises:
         ConfigError: keys are invalid, or not supported with many LoRAs. The message has all of them.
     """
-    overrides, faults = _expanded(config)
-    own, defaults = asdict(config.own), asdict(ShardwiseArguments())
-    given = dict(config.values) | {key: value for key, value in own.items() if value != defaults[key]}
-    faults += [fault for key, value in given.items() for fault in _unsupported(key, value)]
+    overrides_by_name, faults = _expand(config)
+    values, defaults = dict(config.values), asdict(ShardwiseArguments())
+    values |= {key: value for key, value in asdict(config.own).items() if value != defaults[key]}
+    faults += [fault for key, value in values.items() for fault in _find_unsupported(key, value)]
     raise_faults(config.source, faults)
-    tenants = {name: _tenant_config(config, name, own) for name, own in overrides.items()}
-    for name, tenant in tenants.items():
-        conflicts = find_conflicts(tenant.values, tenant.own)
-        raise_faults(config.source, [f"tenants.{name}: {fault}" for fault in conflicts])
-    return tenants
+    adapters = {name: _make_config(config, name, overrides) for name, overrides in overrides_by_name.items()}
+    for name, adapter in adapters.items():
+        conflicts = find_conflicts(adapter.values, adapter.own)
+        raise_faults(config.source, [f"adapters.{name}: {fault}" for fault in conflicts])
+    return adapters
 
 
-def _expanded(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the overrides of each tenant by name, and faults."""
-    given: Mapping[str, Any] = config.own.tenants or {}
+def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the overrides of each adapter by name, and faults."""
+    adapters: Mapping[str, Any] = config.own.adapters or {}
     sweep: Mapping[str, Any] = config.own.sweep or {}
-    faults = [fault for name, own in given.items() for fault in _tenant_faults(name, own)]
-    faults += [fault for key, values in sweep.items() for fault in _sweep_faults(key, values)]
-    if not given and not sweep:
-        faults.append("tenants: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}")
+    faults = [fault for name, overrides in adapters.items() for fault in _find_adapter_faults(name, overrides)]
+    faults += [fault for key, values in sweep.items() for fault in _find_sweep_faults(key, values)]
+    if not adapters and not sweep:
+        faults.append("adapters: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}")
     if faults:
         return {}, faults
+    # {lora_r: [4, 8], seed: [1]} has the points ((lora_r, 4), (seed, 1)) and ((lora_r, 8), (seed, 1)), with the
+    # names r4-seed1 and r8-seed1. Without a sweep there is one point, without keys.
     points = list(itertools.product(*([(key, value) for value in values] for key, values in sweep.items())))
-    found: dict[str, dict[str, Any]] = {}
-    for (name, own), point in itertools.product((given or {"": {}}).items(), points):
-        found["-".join(filter(None, [str(name), *(_word(*each) for each in point)]))] = {**own, **dict(point)}
-    wanted = len(points) * max(len(given), 1)
-    if wanted > _MOST_TENANTS:
-        faults.append(f"sweep: has {wanted} combinations. Use at most {_MOST_TENANTS}")
-    elif len(found) < wanted:
+    expanded: dict[str, dict[str, Any]] = {}
+    for (name, overrides), point in itertools.product((adapters or {"": {}}).items(), points):
+        words = [name, *(_format_word(key, value) for key, value in point)]
+        expanded["-".join(filter(None, words))] = {**overrides, **dict(point)}
+    count = len(points) * max(len(adapters), 1)
+    if count > _MAX_ADAPTERS:
+        faults.append(f"sweep: has {count} combinations. Use at most {_MAX_ADAPTERS}")
+    elif len(expanded) < count:
         faults.append("sweep: two combinations have the same name. List each value once")
-    return found, faults
+    return expanded, faults
 
 
-def _tenant_faults(name: object, own: object) -> Iterator[str]:
+def _find_adapter_faults(name: object, overrides: object) -> Iterator[str]:
     if not isinstance(name, str) or not re.fullmatch(
         r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-])){0,99}", name
     ):
-        yield f"tenants: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'"
-    elif not isinstance(own, dict):
-        yield f"tenants.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}"
+        yield f"adapters: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'"
+    elif not isinstance(overrides, dict):
+        yield f"adapters.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}"
     else:
-        for key, value in own.items():
-            yield from (f"tenants.{name}.{fault}" for fault in _override_faults(key, value))
+        for key, value in overrides.items():
+            yield from (f"adapters.{name}.{fault}" for fault in _find_override_faults(key, value))
 
 
-def _sweep_faults(key: str, values: object) -> Iterator[str]:
+def _find_sweep_faults(key: str, values: object) -> Iterator[str]:
     if not isinstance(values, list) or not values:
         yield f"sweep.{key}: is not a list of values. Write {key}: [VALUE, ...]"
         return
-    faults = dict.fromkeys(fault for value in values for fault in _override_faults(key, value))
+    faults = dict.fromkeys(fault for value in values for fault in _find_override_faults(key, value))
     yield from (f"sweep.{fault}" for fault in faults)
 
 
-def _override_faults(key: str, value: Any) -> Iterator[str]:
+def _find_override_faults(key: str, value: Any) -> Iterator[str]:
     faults = list(find_faults(key, value, "sft"))
-    if not faults and key not in TENANT_KEYS:
-        where = "Set it once for all" if key in _SHARED_KEYS else "Remove it"
-        faults.append(f"{key}: cannot differ between tenants. {where}")
-    yield from faults or _unsupported(key, value)
+    if not faults and key not in ADAPTER_KEYS:
+        remedy = "Set it once for all" if key in _SHARED_KEYS else "Remove it"
+        faults.append(f"{key}: cannot differ between adapters. {remedy}")
+    yield from faults or _find_unsupported(key, value)
 
 
-def _unsupported(key: str, value: Any) -> Iterator[str]:
+def _find_unsupported(key: str, value: Any) -> Iterator[str]:
     """Yield a fault if a key or value is supported in a single training only."""
-    if key not in TENANT_KEYS and key not in _SHARED_KEYS:
-        yield f"{key}: is not supported with tenants. Remove it"
+    if key not in ADAPTER_KEYS and key not in _SHARED_KEYS:
+        yield f"{key}: is not supported with adapters. Remove it"
     elif key in _VALUES and value not in _VALUES[key]:
-        yield f"{key}: {value} is not supported with tenants. Use {', '.join(map(str, _VALUES[key]))}."
+        yield f"{key}: {value} is not supported with adapters. Use {', '.join(map(str, _VALUES[key]))}."
 
 
-def _tenant_config(config: RunConfig, name: str, own: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of one tenant, as of a single training in a folder with its name."""
-    void = {key for given in own for key in _REPLACED.get(given, ())} - own.keys()
-    values = {key: value for key, value in config.values.items() if key not in void}
-    values |= {key: value for key, value in own.items() if key not in own_keys()}
-    values |= {"use_peft": True, "output_dir": f"{config.values.get('output_dir', 'trainer_output')}/{name}"}
-    ours = {key: value for key, value in own.items() if key in own_keys()}
-    ours |= dict.fromkeys((void & own_keys().keys()) | {"tenants", "sweep"})
-    return replace(config, source=f"{config.source}, tenant {name}", values=values, own=replace(config.own, **ours))
+def _make_config(config: RunConfig, name: str, overrides: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of one adapter, as of a single training in a folder with its name."""
+    replaced = {_REPLACED[key] for key in overrides if key in _REPLACED} - overrides.keys()
+    values = {key: value for key, value in config.values.items() if key not in replaced}
+    output_dir = f"{config.values.get('output_dir', 'trainer_output')}/{name}"
+    values |= {**overrides, "use_peft": True, "output_dir": output_dir}
+    single = replace(config.own, adapters=None, sweep=None)
+    return replace(config, source=f"{config.source}, adapter {name}", values=values, own=single)
 
 
-def _word(key: str, value: Any) -> str:
+def _format_word(key: str, value: Any) -> str:
     """Return a value as a component of a name: ``r8``, ``lr0.0001``, ``cosine``."""
     text = re.sub(r"[^A-Za-z0-9_.-]+", "-", str(value)).strip("-.")[-40:]
     return text if text[:1].isalpha() and isinstance(value, str) else _SHORT.get(key, key) + text

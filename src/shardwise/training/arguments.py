@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF009 - the defaults are made by a function
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -11,71 +9,37 @@ TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward"]
 METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
 
 
-def _key(default: Any, text: str, *, least: int | None = None) -> Any:
-    """Declare a key with its default, its help, and the least number that it may be."""
-    return field(default=default, metadata={"help": text, "least": least})
+def _key(default: Any, text: str) -> Any:
+    """Declare a key with its default and its help."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardwiseArguments:
     """Keys of a configuration that TRL does not have.
 
-    Names, types, choices and ``least`` are checked by ``keys.find_faults``, as TRL's keys are. ``--help`` and the
+    Names, types and choices are checked by ``keys.find_faults``, as TRL's keys are. ``--help`` and the
     table in ``docs/train.md`` are made of the fields.
     """
 
     method: TrainMethod = _key("sft", "`sft`, `dpo`, `kto`, `grpo`, `reward`; or as first word of the command")
-    num_processes: int | None = _key(None, "as `--nproc-per-node`; default: that of `accelerate_config`", least=1)
+    num_processes: int | None = _key(None, "as `--nproc-per-node`; default: that of `accelerate_config`")
     accelerate_config: str | None = _key(None, "how to shard: a file of accelerate, or one of TRL's (`fsdp2`)")
     transformer_layer_cls_to_wrap: list[str] | None = _key(None, "modules gathered together; default: blocks")
-    min_num_params: int | None = _key(None, "gather modules with so many parameters together")
-    dp_replicate_size: int = _key(1, "replicas of the sharded model (HSDP)", least=1)
+    dp_replicate_size: int = _key(1, "replicas of the sharded model (HSDP)")
     cpu_offload: bool = _key(False, "parameters, gradients, optimizer state in host memory")
     shard_adapters: bool = _key(True, "`false` keeps a LoRA whole on every rank")
     trainable_layers: int = _key(0, "unless 0, train only the last layers (negative: the first)")
     trainable_modules: list[str] | None = _key(None, "modules of these layers; default: all")
     extra_modules: list[str] | None = _key(None, "modules outside of layers to train, too")
-    interleave: list[float] | None = _key(None, "weights of `datasets`, mixed row by row (`fraction`: TRL's)")
-    tenants: dict[str, Any] | None = _key(None, "many LoRAs on one base: keys by name")
+    adapters: dict[str, Any] | None = _key(None, "many LoRAs on one base: keys by name")
     sweep: dict[str, Any] | None = _key(None, "many LoRAs, one for each combination: lists by key")
-    tokens_per_pass: int = _key(4096, "with many LoRAs, tokens of a pass on one rank", least=1)
+    tokens_per_pass: int = _key(4096, "with many LoRAs, tokens of a pass on one rank")
     tokenizer_name_or_path: str | None = _key(None, "for a model from a URL; default: the model's")
     early_stopping_patience: int | None = _key(None, "end after so many evaluations without a better one")
     env: dict[Any, Any] | None = _key(None, "environment variables of the training")
 
     @property
-    def has_tenants(self) -> bool:
+    def has_adapters(self) -> bool:
         """True if many LoRAs are trained."""
-        return self.tenants is not None or self.sweep is not None
-
-    def find_faults(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield keys that contradict each other or TRL's, and values that cannot be used.
-
-        Args:
-            values: TRL's keys that are set.
-        """
-        if self.accelerate_config:
-            for key in ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_offload"):
-                if getattr(self, key):
-                    yield f"{key}: contradicts accelerate_config. Remove one of them"
-        if values.get("use_peft"):
-            for key in ("trainable_layers", "trainable_modules", "extra_modules"):
-                if getattr(self, key):
-                    yield f"{key}: contradicts use_peft. Remove one of them"
-        if self.early_stopping_patience and not values.get("load_best_model_at_end"):
-            yield "early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them"
-        if self.interleave is not None:
-            yield from _find_faults_of_weights(self.interleave, values.get("datasets") or ())
-        for name, value in (self.env or {}).items():
-            if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
-                yield f"env: {name!r} cannot be set to {value!r}. Write NAME: VALUE"
-
-
-def _find_faults_of_weights(weights: Sequence[Any], datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    are_positive = all(type(weight) in (int, float) and 0 < weight < math.inf for weight in weights)
-    if not datasets:
-        yield "interleave: needs datasets, whose weights it lists. Write datasets: [{path: ...}, ...]"
-    elif len(weights) != len(datasets) or not are_positive:
-        yield f"interleave: has {len(weights)} weights for {len(datasets)} datasets. Give each one above 0"
-    elif any(entry.get("fraction") is not None for entry in datasets):
-        yield "interleave: contradicts fraction of datasets. Remove one of them"
+        return self.adapters is not None or self.sweep is not None

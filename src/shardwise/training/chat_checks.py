@@ -41,9 +41,6 @@ def _require_message(chat: Chat, index: int) -> None:
         other = like(content, "x" if content != "x" else "y")
         if not is_context or not chat.depends_on(index, {**message, "content": other}):
             raise _left_out(f"{name}.content")
-    rest = {key: value for key, value in message.items() if key != "tool_responses"}
-    if message.get("tool_responses") and not chat.depends_on(index, rest):
-        raise _left_out(f"{name}.tool_responses")
     for number, call in enumerate(message.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         is_written = call["function"]["name"] in text
@@ -85,24 +82,6 @@ def require_trained(chat: Chat, index: int, answer: str) -> None:
             others = [*calls[:number], *fewer, *calls[number + 1 :]]
             if chat.trainable([*chat.messages[:index], {**message, "tool_calls": others}]) == through:
                 raise _left_out(f"{name}.tool_calls[{number}]{part}")
-
-
-def require_calls_trained(chat: Chat) -> None:
-    """Check that every tool call of a chat is trained on, where TRL masks it by the template's own marks.
-
-    Raises:
-        ChatError: the template leaves one out.
-    """
-    messages = chat.messages
-    whole = chat.trainable(messages)
-    if not whole:  # the template rejects the row, as TRL will find out
-        return
-    for index, message in enumerate(messages):
-        calls = message.get("tool_calls") or []
-        for number in range(len(calls)):
-            fewer = {**message, "tool_calls": [*calls[:number], *calls[number + 1 :]]}
-            if chat.trainable([*messages[:index], fewer, *messages[index + 1 :]]) == whole:
-                raise _left_out(f"messages[{index}].tool_calls[{number}]")
 
 
 def _without_parts(call: Mapping[str, Any], answer: str) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:

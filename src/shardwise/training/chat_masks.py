@@ -2,7 +2,8 @@
 
 transformers masks assistant tokens only for templates with ``{% generation %}`` marks, and TRL has marked
 versions of 31 templates, compared byte by byte. They are used first. This module finds the assistant's tokens for
-any other template, and for all leaves out messages with a weight of 0.
+any other template, and for all if messages have weights (0: not trained on) or tool calls (which a template may
+omit).
 
 [Note: Assistant masks] The template renders the chat up to and including an answer, and the prompt for that answer
 (``add_generation_prompt=True``). The answer is the text that the model has to generate at that turn:
@@ -14,7 +15,6 @@ any other template, and for all leaves out messages with a weight of 0.
   which is not part of the answer. A message without one (GLM) is ended by the token that starts the next message,
   because the model stops there.
 - A template with ``{% generation %}`` marks defines the tokens itself.
-- Results of tools inside of an answer (``tool_responses`` of Gemma 4) are not part of it.
 
 Templates may render an answer differently once more messages follow (most reasoning models drop earlier reasoning).
 Training on that rendering would train the model to skip its reasoning. Answers whose rendering is still a prefix of
@@ -89,7 +89,9 @@ class AssistantMasks:
         Raises:
             ChatError: the template cannot render the chat, or leaves out a part of an answer.
         """
-        chat = self._completely_rendered(Chat.create(self._tokenizer, messages, tools, variables))
+        chat = self._render_completely(Chat.create(self._tokenizer, messages, tools, variables))
+        # From the last answer to the first: one that is a prefix of a later example is trained in that example. The
+        # first candidate is the whole chat, without an answer yet.
         examples = [MaskedText(chat.text)]
         for index in reversed(range(len(messages))):
             if messages[index]["role"] != "assistant" or messages[index].get("weight") == 0:
@@ -100,18 +102,17 @@ class AssistantMasks:
                 examples[-1].spans += answer.spans
             else:
                 examples.append(answer)
-        trained = [one for one in examples if one.spans] or examples[:1]
-        return [self._tokenize(one) for one in reversed(trained)]
+        trained = [example for example in examples if example.spans] or examples[:1]
+        return [self._tokenize(example) for example in reversed(trained)]
 
-    def _completely_rendered(self, chat: Chat) -> Chat:
-        """The chat in the first of the forms of its messages that the template renders completely."""
-        for name, is_used in (
-            ("tools", chat.variables["tools"] is not None),
-            *(
-                (key, any(message.get(key) for message in chat.messages))
-                for key in ("tool_calls", "tool_responses")
-            ),
-        ):
+    def _render_completely(self, chat: Chat) -> Chat:
+        """Return the chat in the first of the forms of its messages that the template renders completely."""
+        for index, message in enumerate(chat.messages):
+            if message.get("tool_responses"):
+                name = f"messages[{index}].tool_responses"
+                raise ChatError(f"{name}: is not supported. Write results as messages with the role 'tool'")
+        has_calls = any(message.get("tool_calls") for message in chat.messages)
+        for name, is_used in (("tools", chat.variables["tools"] is not None), ("tool_calls", has_calls)):
             if is_used and name not in chat.template:
                 raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path")
         first: ChatError | None = None
@@ -126,10 +127,8 @@ class AssistantMasks:
         raise first
 
     def _answer(self, chat: Chat, index: int) -> MaskedText:
-        """The assistant message at ``index`` as the model has to generate it at its turn, after its prompt."""
+        """Return the assistant message at ``index`` as the model has to generate it, after its prompt."""
         before, message = chat.messages[:index], chat.messages[index]
-        if message.get("tool_responses"):
-            return self._answer_around_results(chat, index)
         prompt = chat.attempt(before, prompt=True)
         rendered = chat.render([*before, message])
         text = rendered.text
@@ -148,28 +147,8 @@ class AssistantMasks:
         opening = self._opening(chat, "tool" if message.get("tool_calls") else "user")
         return MaskedText(text[:end] + opening, [(start, end + len(opening))])
 
-    def _answer_around_results(self, chat: Chat, index: int) -> MaskedText:
-        """The calls of a message with ``tool_responses``, and what it says after these.
-
-        Raises:
-            ChatError: the template writes them in another order.
-        """
-        before, message = chat.messages[:index], chat.messages[index]
-        calls = {key: value for key, value in message.items() if key not in ("content", "tool_responses")}
-        calling = self._answer(replace(chat, messages=[*before, calls]), index)
-        called = chat.attempt([*before, {**calls, "tool_responses": message["tool_responses"]}]) or ""
-        text = chat.render([*before, message]).text
-        if not called.startswith(calling.rendering) or not text.startswith(called):
-            raise ChatError(
-                f"chat template: messages[{index}].tool_responses cannot be told from the answer. Write them as "
-                "messages with the role 'tool'"
-            )
-        end = self._end(chat, index, text, len(called))
-        answered = [(len(called), end)] if text[len(called) : end].strip() else []
-        return MaskedText(text, [*calling.spans, *answered])
-
     def _end(self, chat: Chat, index: int, text: str, start: int) -> int:
-        """The end of an answer that is the last message of ``text``, without the end of the whole chat."""
+        """Return the end of an answer that is the last message of ``text``, without the end of the whole chat."""
         body = text[start:].rstrip()
         ending = max((token for token in self._special if body.endswith(token)), key=len, default="")
         if not ending or not body.removesuffix(ending).rstrip().endswith(self._special):
@@ -177,8 +156,8 @@ class AssistantMasks:
         # The last of two special tokens may end the chat: what stays if another message follows decides.
         following = chat.messages[index + 1 : index + 2] or [{"role": "user", "content": "x"}]
         more = chat.attempt([*chat.messages[: index + 1], *following]) or ""
-        kept = text[start : common_length(text, more)]
-        ends = [kept.rfind(token) + len(token) for token in self._special if token in kept]
+        unchanged = text[start : common_length(text, more)]
+        ends = [unchanged.rfind(token) + len(token) for token in self._special if token in unchanged]
         return start + min(len(body), max(ends, default=len(body)))
 
     def _opening(self, chat: Chat, role: str) -> str:
@@ -191,20 +170,20 @@ class AssistantMasks:
             messages = [{"role": "user", "content": "x"}, answer, {"role": role, "content": "x"}]
             before, after = chat.attempt(messages[:2]), chat.attempt(messages)
             shared = "" if before is None else before.rstrip()
-            rest = after[len(shared) :] if after is not None and after.startswith(shared) else ""
-            self._openings[role] = next((token for token in self._special if rest.startswith(token)), "")
+            opening = after[len(shared) :] if after is not None and after.startswith(shared) else ""
+            self._openings[role] = next((token for token in self._special if opening.startswith(token)), "")
         return self._openings[role]
 
     def _tokenize(self, example: MaskedText) -> dict[str, list[int]]:
         tokens = self._tokenizer(example.text, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        mask = [0] * len(tokens["input_ids"])
+        mask = [0] * len(tokens["input_ids"])  # a token is trained on if any of its characters is
         for number, (first, stop) in enumerate(tokens.encodings[0].offsets):
             mask[number] = int(any(first < end and start < stop for start, end in example.spans))
         return {"input_ids": list(tokens["input_ids"]), "assistant_masks": mask}
 
 
 def _start(chat: Chat, index: int, text: str, prompt: str | None) -> int:
-    """The start of an answer in a text that does not continue the prompt for it."""
+    """Return the start of an answer in a text that does not continue the prompt for it."""
     before, message = chat.messages[:index], chat.messages[index]
     others = (chat.attempt([*before, with_content(message, other)]) for other in ("x", "y"))
     changed = min((common_length(text, other) for other in others if other is not None), default=len(text))
@@ -213,7 +192,8 @@ def _start(chat: Chat, index: int, text: str, prompt: str | None) -> int:
     context_end, shared = _context_end(chat, index, text), common_length(text, prompt)
     if context_end <= shared:
         return min(changed, shared)
-    # The messages before are rendered differently: look for what the prompt adds to them, or else for its end.
+    # With the answer, the template renders the messages before it differently. Look in the text for what the prompt
+    # adds to them, or the longest beginning of it, and if it adds nothing for the longest end of the prompt.
     previous = chat.attempt(before) or ""
     header = prompt.removeprefix(previous)
     pieces = (header[:size] for size in range(len(header), 0, -1))
@@ -227,7 +207,7 @@ def _start(chat: Chat, index: int, text: str, prompt: str | None) -> int:
 
 
 def _context_end(chat: Chat, index: int, text: str) -> int:
-    """The end in ``text`` of what the messages before an answer say, from the last one of a user on.
+    """Return the end in ``text`` of the contents before an answer, beginning with the last user message.
 
     A template may write a message behind later ones, as Gemma 4 does with content beside calls of tools.
     """

@@ -127,12 +127,12 @@ class Chat:
 
 
 def forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-    """The messages in every form that templates differ in, the most common first.
+    """Yield the messages in every form that templates differ in, the most common first.
 
     Contents as strings or lists of parts, arguments of tool calls as objects or JSON, absent contents left out,
     None or "".
     """
-    usual = [_normalized(message) for message in messages]
+    usual = [_clean(message) for message in messages]
     has_calls = any("tool_calls" in message for message in usual)
     lacks_content = any(message.get("content") is None for message in usual)
     for arguments, absent, as_items in itertools.product(
@@ -141,29 +141,29 @@ def forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
         yield [_normalize(message, arguments, absent, as_items=as_items) for message in usual]
 
 
-def _normalized(message: ChatMessage) -> dict[str, Any]:
-    """A message without nulls and weights, its reasoning under both of the names that templates read."""
-    found = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    reasoning = next((found[name] for name in REASONING if name in found), None)
+def _clean(message: ChatMessage) -> dict[str, Any]:
+    """Return a message without nulls and weights, with its reasoning under both names that templates read."""
+    cleaned = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    reasoning = next((cleaned[name] for name in REASONING if name in cleaned), None)
     if reasoning is not None:
-        found |= {"thinking": reasoning, "reasoning_content": reasoning}
-    if not found.get("tool_calls", True):
-        del found["tool_calls"]
-    return found
+        cleaned |= {"thinking": reasoning, "reasoning_content": reasoning}
+    if not cleaned.get("tool_calls", True):
+        del cleaned["tool_calls"]
+    return cleaned
 
 
 def _normalize(message: ChatMessage, arguments: type, absent: str | None, *, as_items: bool) -> ChatMessage:
-    found = dict(message)
-    content = found.get("content")
+    normalized = dict(message)
+    content = normalized.get("content")
     if isinstance(content, list):
         content = "".join(item.get("text", "") for item in content)
     if content is not None:
-        found["content"] = [{"type": "text", "text": content}] if as_items else content
+        normalized["content"] = [{"type": "text", "text": content}] if as_items else content
     elif absent != "left out":
-        found["content"] = absent
-    if "tool_calls" in found:
-        found["tool_calls"] = [_normalize_call(call, arguments) for call in found["tool_calls"]]
-    return found
+        normalized["content"] = absent
+    if "tool_calls" in normalized:
+        normalized["tool_calls"] = [_normalize_call(call, arguments) for call in normalized["tool_calls"]]
+    return normalized
 
 
 def _normalize_call(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
@@ -178,17 +178,18 @@ def _normalize_call(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
 
 
 def with_content(message: ChatMessage, content: str) -> ChatMessage:
-    """An answer with another content, and neither reasoning nor tool calls."""
-    kept = {key: value for key, value in message.items() if key not in (*REASONING, "tool_calls")}
-    return {**kept, "content": like(message.get("content"), content)}
+    """Return an answer with another content, and neither reasoning nor tool calls."""
+    others = {key: value for key, value in message.items() if key not in (*REASONING, "tool_calls")}
+    return {**others, "content": like(message.get("content"), content)}
 
 
 def like(content: Any, text: str) -> Any:
-    """A content with another text, in the same form."""
+    """Return a content with another text, in the same form."""
     return [{"type": "text", "text": text}] if isinstance(content, list) else text
 
 
 def common_length(one: str, other: str) -> int:
-    """The length of the longest common prefix. Comparing slices is far quicker than comparing characters."""
+    """Return the length of the longest common prefix."""
+    # By bisection over lengths, because comparing slices is far quicker than comparing characters in a loop.
     lengths = range(min(len(one), len(other)))
-    return bisect.bisect_left(lengths, True, key=lambda place: one[: place + 1] != other[: place + 1])
+    return bisect.bisect_left(lengths, True, key=lambda length: one[: length + 1] != other[: length + 1])

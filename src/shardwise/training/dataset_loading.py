@@ -1,7 +1,7 @@
 """Datasets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
 
-``datasets`` reads, shuffles, mixes and caches. This module adds local files by name, weights of an interleaved
-mixture, conversion to ``messages``, and assistant masks.
+``datasets`` reads, shuffles and caches, TRL mixes. This module adds local files by name, conversion to
+``messages``, and assistant masks.
 """
 
 import copy
@@ -21,9 +21,8 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.files.urls import redact
 from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.world import World
-from shardwise.training.chat_checks import require_calls_trained
 from shardwise.training.chat_masks import AssistantMasks
-from shardwise.training.chat_rendering import Chat, ChatError
+from shardwise.training.chat_rendering import ChatError
 
 T = TypeVar("T")
 
@@ -50,8 +49,10 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
         ShardwiseError: the same on every rank.
     """
     with World.current(call="datasets") as world:
+        # Two exchanges: all ranks but the first of a node wait in the first one, so the caches are filled when they
+        # begin. Each has the outcomes of one half, so a failure in either half is raised on all ranks.
         if local_rank:
-            world.all_gather_object(None)  # the first ranks' outcomes
+            world.all_gather_object(None)
         failure = None
         try:
             yield
@@ -99,14 +100,12 @@ def preparing_together(
         yield
 
 
-def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) -> Mapping[str, AnyDataset]:
+def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
     """Load the datasets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
         mixture: ``datasets``, which replaces ``dataset_name``, ``streaming``, ``test_split_size``.
-        weights: of the entries of ``datasets``, to interleave them. None concatenates them as TRL does.
-        seed: of the interleaving.
 
     Raises:
         ConfigError: a dataset cannot be loaded, or settings contradict each other. The message names them.
@@ -115,18 +114,15 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
         for entry in mixture.datasets:
             if (builder := _find_builder(entry.path)) is not None:
                 entry.path, entry.data_files = builder, entry.path
-        if weights is not None:
-            return _interleaved(mixture, weights, seed)
         from trl.scripts.utils import get_dataset
 
         whole = copy.copy(mixture)
         whole.test_split_size = None  # TRL's split has no seed, so each rank would get a different one
-        mixed: Mapping[str, AnyDataset] = _call(_names(mixture.datasets), get_dataset, whole)
-        return (
-            mixed
-            if mixture.test_split_size is None
-            else _split(mixed, script.dataset_train_split, mixture.test_split_size)
-        )
+        names = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
+        mixed: Mapping[str, AnyDataset] = _call(names, get_dataset, whole)
+        if mixture.test_split_size is None:
+            return mixed
+        return _split(mixed, script.dataset_train_split, mixture.test_split_size)
     name = script.dataset_name
     if not name:
         raise ConfigError("dataset_name: is missing. Set it, or datasets")
@@ -134,12 +130,12 @@ def load(script: Any, mixture: Any, weights: Sequence[float] | None, seed: int) 
         options = {"path": builder, "data_files": name}
     else:
         options = {"path": name, "name": script.dataset_config}
-    found: Mapping[str, AnyDataset] = _call(
+    splits: Mapping[str, AnyDataset] = _call(
         name, datasets.load_dataset, **options, streaming=script.dataset_streaming
     )
-    if mixture.test_split_size is not None and "test" not in found:
-        return _split(found, script.dataset_train_split, mixture.test_split_size)
-    return found
+    if mixture.test_split_size is not None and "test" not in splits:
+        return _split(splits, script.dataset_train_split, mixture.test_split_size)
+    return splits
 
 
 def _find_builder(name: str) -> str | None:
@@ -149,42 +145,24 @@ def _find_builder(name: str) -> str | None:
     return _BUILDERS.get(suffix) if file.is_file() else None
 
 
-def _interleaved(mixture: Any, weights: Sequence[float], seed: int) -> Mapping[str, AnyDataset]:
-    loaded: list[AnyDataset] = []
-    for entry in mixture.datasets:
-        options = {key: getattr(entry, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        dataset = _call(_names([entry]), datasets.load_dataset, **options, streaming=mixture.streaming)
-        if entry.columns is not None:
-            dataset = _call(_names([entry]), dataset.select_columns, entry.columns)
-        loaded.append(dataset)
-    shares = [weight / sum(weights) for weight in weights]
-    options = {"seed": seed, "stopping_strategy": "all_exhausted_without_replacement"}
-    names = _names(mixture.datasets)
-    mixed = _call(names, datasets.interleave_datasets, loaded, probabilities=shares, **options)
-    found = {"train": mixed}
-    return found if mixture.test_split_size is None else _split(found, "train", mixture.test_split_size)
-
-
-def _split(found: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
+def _split(splits: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
     """Split the training rows into ``name`` and ``test``, alike on every rank."""
-    if name not in found:
-        raise ConfigError(f"dataset_train_split: {name} is not a split of the dataset ({', '.join(found)}).")
-    train = found[name]
+    if name not in splits:
+        raise ConfigError(
+            f"dataset_train_split: {name} is not a split of the dataset ({', '.join(splits)}). Set another"
+        )
+    train = splits[name]
     if isinstance(train, datasets.IterableDataset):
         raise ConfigError(
             "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream"
         )
     try:
-        split = train.train_test_split(test_size=size, seed=0)
+        parts = train.train_test_split(test_size=size, seed=0)
     except ValueError as error:
         raise ConfigError(
             f"test_split_size: {size} cannot be used, {error} Write a fraction of the rows"
         ) from error
-    return {name: split["train"], "test": split["test"]}
-
-
-def _names(entries: Sequence[Any]) -> str:
-    return ", ".join(str(entry.data_files or entry.path) for entry in entries)
+    return {name: parts["train"], "test": parts["test"]}
 
 
 def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -201,14 +179,16 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
 # Rows
 
 
-def as_messages(found: AnyDataset, *, num_proc: int | None) -> AnyDataset:
+def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT and Alpaca to ``messages``. Other datasets are returned unchanged."""
-    return (
-        _mapped(found, lambda row: [to_messages(row)], num_proc) if is_foreign(get_column_names(found)) else found
-    )
+    if not is_foreign(get_column_names(dataset)):
+        return dataset
+    return _map_rows(dataset, lambda row: [to_messages(row)], num_proc)
 
 
-def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None) -> AnyDataset:
+def tokenize_with_masks(
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
+) -> AnyDataset:
     """Tokenize chats to ``input_ids`` and ``assistant_masks``. See [Note: Assistant masks].
 
     Rows have ``messages``, or ``prompt`` and ``completion`` as messages, of which the completion is trained on.
@@ -216,56 +196,30 @@ def with_masks(found: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_pro
     Raises:
         ConfigError: naming the row whose chat cannot be used.
     """
-    return _mapped(found, partial(_tokenized, AssistantMasks(tokenizer)), num_proc)
+    return _map_rows(dataset, partial(_tokenize, AssistantMasks(tokenizer)), num_proc)
 
 
-def with_rendered_calls(found: AnyDataset, tokenizer: PreTrainedTokenizerBase) -> AnyDataset:
-    """Check that a template whose marks TRL uses leaves out no tool call. A streamed dataset is checked when read.
+def check_when_read(dataset: AnyDataset, text_field: str) -> AnyDataset:
+    """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged.
 
-    Raises:
-        ConfigError: naming the row.
+    Other datasets are searched for the row only if TRL fails (``preparing_together``): it takes a pass over them.
     """
-    check = partial(_require_rendered_calls, tokenizer)
-    if isinstance(found, datasets.IterableDataset):
-        checked: AnyDataset = found.map(check, with_indices=True, features=found.features)
-        return checked
-    for index, row in enumerate(found):
-        check(row, index)
-    return found
-
-
-def _require_rendered_calls(
-    tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], index: int
-) -> Mapping[str, Any]:
-    try:
-        chat = to_messages(row)
-        messages = chat.get("messages") or [*_turns("prompt", chat.get("prompt", [])), *chat.get("completion", [])]
-        if any(message.get("tool_calls") for message in messages):
-            tools, variables = chat.get("tools"), chat.get("chat_template_kwargs")
-            require_calls_trained(Chat.create(tokenizer, messages, tools, variables))
-    except (MalformedRowError, ChatError) as error:
-        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
-    return row
-
-
-def checked_as_read(found: AnyDataset, text_field: str) -> AnyDataset:
-    """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged."""
-    if isinstance(found, datasets.Dataset):
-        return found
-    check = partial(_require_usable, _text_columns(found, text_field))
-    checked: AnyDataset = found.map(check, with_indices=True, features=found.features)
+    if isinstance(dataset, datasets.Dataset):
+        return dataset
+    check = partial(_require_usable, _text_columns(dataset, text_field))
+    checked: AnyDataset = dataset.map(check, with_indices=True, features=dataset.features)
     return checked
 
 
-def _require_usable_rows(found: datasets.Dataset, text_field: str) -> None:
-    columns = _text_columns(found, text_field)
-    for index, row in enumerate(found.select_columns(columns)):
+def _require_usable_rows(dataset: datasets.Dataset, text_field: str) -> None:
+    columns = _text_columns(dataset, text_field)
+    for index, row in enumerate(dataset.select_columns(columns)):
         _require_usable(columns, row, index)
 
 
-def _text_columns(found: AnyDataset, text_field: str) -> list[str]:
+def _text_columns(dataset: AnyDataset, text_field: str) -> list[str]:
     """Return the columns with text or messages that the first row has, or all if it has none."""
-    first: Mapping[str, Any] = next(iter(found))
+    first: Mapping[str, Any] = next(iter(dataset))
     names = [text_field, "messages", "prompt", "completion", "chosen", "rejected"]
     columns = [name for name in names if name in first]
     return [name for name in columns if first[name] is not None] or columns
@@ -277,7 +231,7 @@ def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) 
     Raises:
         ConfigError: naming the row and the column.
     """
-    try:
+    with _naming_row(index):
         for name in columns:
             value = row[name]
             if value is None:
@@ -288,20 +242,16 @@ def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) 
                 _require_message(message, f"{name}[{number}]")
                 if message.get("content") is None and not message.get("tool_calls"):
                     raise MalformedRowError(f"{name}[{number}].content: is null. Write text, or remove the row")
-    except MalformedRowError as error:
-        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
     return row
 
 
-def require_trainable_rows(found: AnyDataset, split: str, max_length: int | None) -> None:
-    """Check that rows are left of a prepared dataset.
-
-    TRL drops those of which nothing to train on is left after truncation.
+def require_trainable_rows(dataset: AnyDataset, split: str, max_length: int | None) -> None:
+    """Check that a prepared dataset has rows. TRL drops rows without a token to train on after truncation.
 
     Raises:
         ConfigError: there are none.
     """
-    if next(iter(found), None) is None:
+    if next(iter(dataset), None) is None:
         if max_length is None:
             raise ConfigError(f"{split}: no row has a token to train on. Check its rows")
         raise ConfigError(
@@ -310,7 +260,7 @@ def require_trainable_rows(found: AnyDataset, split: str, max_length: int | None
         )
 
 
-def with_embedded_tokens(found: AnyDataset, processor: Any, model: Any) -> AnyDataset:
+def require_embedded_tokens(dataset: AnyDataset, processor: Any, model: Any) -> AnyDataset:
     """Check that all tokens of a prepared dataset have embeddings. A streamed one is checked when it is read.
 
     Raises:
@@ -319,16 +269,16 @@ def with_embedded_tokens(found: AnyDataset, processor: Any, model: Any) -> AnyDa
     tokenizer = getattr(processor, "tokenizer", processor)
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     words = {token: word for word, token in tokenizer.get_vocab().items() if token >= num_embeddings}
-    columns = [name for name in get_column_names(found) if name.endswith("ids")]
-    if not words or not columns:
-        return found
-    if isinstance(found, datasets.IterableDataset):
-        checked: AnyDataset = found.map(partial(_require_embedded, words, columns, num_embeddings))
+    columns = [name for name in get_column_names(dataset) if name.endswith("ids")]
+    if not words or not columns:  # most tokenizers have no such words: then rows are not read
+        return dataset
+    if isinstance(dataset, datasets.IterableDataset):
+        checked: AnyDataset = dataset.map(partial(_require_embedded, words, columns, num_embeddings))
         return checked
-    for batch in found.select_columns(columns).iter(1000):
+    for batch in dataset.select_columns(columns).iter(1000):
         highest = {name: [max(ids, default=0) for ids in batch[name]] for name in columns}
         _require_embedded(words, columns, num_embeddings, highest)
-    return found
+    return dataset
 
 
 def _require_embedded(
@@ -345,47 +295,69 @@ def _require_embedded(
     return row
 
 
-def has_weights(found: AnyDataset) -> bool:
-    """Return whether messages of the first row have a "weight", which TRL does not read."""
-    turns = next(iter(found)).get("messages")
-    return isinstance(turns, list) and any(isinstance(turn, Mapping) and "weight" in turn for turn in turns)
+def needs_masks(dataset: AnyDataset) -> bool:
+    """Return whether TRL cannot mask rows: for a "weight" of a message, or tool calls that templates may omit.
+
+    True for a streamed dataset, because its rows are not known in advance.
+
+    Raises:
+        ConfigError: naming a row that is malformed.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return True
+    for index, row in enumerate(dataset):
+        with _naming_row(index):
+            chat = to_messages(row)
+            for key in ("messages", "prompt", "completion"):
+                if any(
+                    "weight" in message or message.get("tool_calls") for message in _turns(key, chat.get(key, []))
+                ):
+                    return True
+    return False
 
 
-def get_column_names(found: AnyDataset) -> list[str]:
+@contextmanager
+def _naming_row(index: int) -> Iterator[None]:
+    try:
+        yield
+    except (MalformedRowError, ChatError) as error:
+        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
+
+
+def get_column_names(dataset: AnyDataset) -> list[str]:
     """Return the names of the columns of a dataset, which may be streamed."""
-    return list(found.column_names or next(iter(found)))
+    return list(dataset.column_names or next(iter(dataset)))
 
 
-def _mapped(
-    found: Any, make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
+def _map_rows(
+    dataset: Any, make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
 ) -> AnyDataset:
     """Replace each row by its one or more examples."""
-    options: dict[str, Any] = {"num_proc": num_proc} if isinstance(found, datasets.Dataset) else {}
-    mapped: AnyDataset = found.map(
-        partial(_batch, make_examples),
+    options: dict[str, Any] = {"num_proc": num_proc} if isinstance(dataset, datasets.Dataset) else {}
+    mapped: AnyDataset = dataset.map(
+        partial(_make_batch, make_examples),
         batched=True,
         with_indices=True,
-        remove_columns=get_column_names(found),
+        remove_columns=get_column_names(dataset),
         **options,
     )
     return mapped
 
 
-def _batch(
+def _make_batch(
     make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
 ) -> dict[str, list[Any]]:
-    made: list[Mapping[str, Any]] = []
+    examples: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
-        try:
-            made += make_examples(dict(zip(batch, values, strict=True)))
-        except (MalformedRowError, ChatError) as error:
-            raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
-    return {name: [one.get(name) for one in made] for name in dict.fromkeys(key for one in made for key in one)}
+        with _naming_row(index):
+            examples += make_examples(dict(zip(batch, values, strict=True)))
+    names = dict.fromkeys(name for example in examples for name in example)  # in order, each once
+    return {name: [example.get(name) for example in examples] for name in names}
 
 
-def _tokenized(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _tokenize(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     chat = to_messages(row)
     if "messages" not in chat:
         context = [{**message, "weight": 0} for message in _turns("prompt", chat.get("prompt", []))]
@@ -430,21 +402,21 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         MalformedRowError: naming the key that is malformed.
     """
-    found = {key: _parsed(key, _without_nulls(value)) for key, value in row.items() if value is not None}
-    if tools := found.pop("tools", None):
-        found["tools"] = _functions(tools)
-    if "messages" in found:
-        turns = found.pop("messages")
-    elif "conversations" in found or "conversation" in found:
-        turns = found.pop("conversations", None) or found.pop("conversation", None)
-    elif "instruction" in found:
-        return _from_alpaca(found)
+    columns = {key: _parse_json(key, _without_nulls(value)) for key, value in row.items() if value is not None}
+    if tools := columns.pop("tools", None):
+        columns["tools"] = _to_functions(tools)
+    if "messages" in columns:
+        turns = columns.pop("messages")
+    elif "conversations" in columns or "conversation" in columns:
+        turns = columns.pop("conversations", None) or columns.pop("conversation", None)
+    elif "instruction" in columns:
+        return _from_alpaca(columns)
     else:
-        return found
-    messages = [_message(turn, f"messages[{index}]") for index, turn in enumerate(_turns("messages", turns))]
-    if isinstance(system := found.pop("system", None), str) and system:
+        return columns
+    messages = [_convert_turn(turn, f"messages[{index}]") for index, turn in enumerate(_turns("messages", turns))]
+    if isinstance(system := columns.pop("system", None), str) and system:
         messages.insert(0, {"role": "system", "content": system})
-    return {**found, "messages": messages}
+    return {**columns, "messages": messages}
 
 
 def _turns(key: str, value: Any) -> list[dict[str, Any]]:
@@ -474,13 +446,13 @@ def _require_message(message: Mapping[str, Any], name: str) -> None:
         ) from error
 
 
-def _functions(tools: Any) -> list[dict[str, Any]]:
+def _to_functions(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise MalformedRowError("tools: is not a list of functions. Write [{name: ..., parameters: ...}, ...]")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
-def _parsed(key: str, value: Any) -> Any:
+def _parse_json(key: str, value: Any) -> Any:
     if key not in _JSON_COLUMNS or not isinstance(value, str):
         return value
     try:
@@ -489,7 +461,7 @@ def _parsed(key: str, value: Any) -> Any:
         raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row") from error
 
 
-def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "role" in turn:
         return dict(turn)
     speaker = turn.get("from")
@@ -497,25 +469,25 @@ def _message(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
     if not isinstance(speaker, str) or speaker not in _ROLES:
         raise MalformedRowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    said = turn.get("value", "")
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    content = turn.get("value", "")
     if speaker != "function_call":
-        return {"role": _ROLES[speaker], "content": said, **rest}
+        return {"role": _ROLES[speaker], "content": content, **others}
     try:
-        calls = json.loads(said) if isinstance(said, str) else said
-        calls = [
-            {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-            for call in (calls if isinstance(calls, list) else [calls])
-        ]
+        parsed = json.loads(content) if isinstance(content, str) else content
+        calls = []
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            function = {"name": call["name"], "arguments": call.get("arguments", {})}
+            calls.append({"type": "function", "function": function})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedRowError(
             f"{name}: is not a function call in JSON. Write {{name: ..., arguments: ...}}"
         ) from error
-    return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+    return {"role": "assistant", "content": "", "tool_calls": calls, **others}
 
 
 def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert a row of Alpaca. The input follows the instruction on a new line, ``history`` comes before both."""
+    """Convert a row of Alpaca. The input follows the instruction on a new line. ``history`` comes before both."""
     messages = []
     if system := row.pop("system", None):
         messages.append({"role": "system", "content": system})
@@ -537,8 +509,9 @@ def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
-        if "content" in value and value["content"] is None and kept.get("tool_calls"):
-            kept["content"] = None
-        return kept
+        cleaned = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        # Some templates render an absent content of a message with tool calls otherwise than a null.
+        if "content" in value and value["content"] is None and cleaned.get("tool_calls"):
+            cleaned["content"] = None
+        return cleaned
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

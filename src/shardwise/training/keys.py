@@ -1,4 +1,4 @@
-"""The keys of a configuration: ours, TRL's, those that are rejected, and former ones.
+"""The keys of a configuration: those of shardwise and TRL, rejected keys, and former names.
 
 TRL's keys are the fields of its dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``,
 ``DatasetMixtureConfig``). Importing them takes seconds, so names, types and choices are checked against the table
@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 from shardwise.training.arguments import METHODS, ShardwiseArguments, TrainMethod
 
 Spec: TypeAlias = Mapping[str, Any]
-"""Types, choices, the least number and the default of a key."""
+"""Types and choices of a key."""
 
 OPTIMIZERS: Final = frozenset(
     {
@@ -64,16 +64,21 @@ FORMER: Final[Mapping[str, str | None]] = {
     "chat_template": "chat_template_path",
     "logging_dir": "env: {TENSORBOARD_LOGGING_DIR: FOLDER}",
     "max_prompt_length": "max_length",
+    "min_num_params": "accelerate_config",
+    "interleave": "datasets: [{path: ..., fraction: ...}, ...]",
 }
-"""Keys of transformers 4 and older TRL, and what to use instead."""
+"""Keys of transformers 4, older TRL and earlier versions of shardwise, and what to use instead."""
 
-_SECTIONS: Final = (
-    *("model", "tuning", "quantization", "data", "training", "optimizer", "schedule", "sharding"),
-    *("checkpoints", "evaluation", "log", "output"),
+_AT_LEAST_1: Final = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("num_processes", "dp_replicate_size", "tokens_per_pass"),
 )
-"""Sections that configurations had before their keys were TRL's."""
 
-_AT_LEAST_1: Final = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+_CONTRADICTIONS: Final = {
+    **dict.fromkeys(("transformer_layer_cls_to_wrap", "cpu_offload"), "accelerate_config"),
+    **dict.fromkeys(("trainable_layers", "trainable_modules", "extra_modules"), "use_peft"),
+}
+"""Keys that cannot be set together."""
 
 
 @cache
@@ -101,13 +106,13 @@ def _table() -> Mapping[str, Mapping[str, Spec]]:
 
 
 def make_specs(*kinds: type) -> dict[str, dict[str, Any]]:
-    """Return, by name, the types, choices and plain defaults of the fields of dataclasses."""
+    """Return, by name, the types and choices of the fields of dataclasses."""
     specs: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)
-        specs |= {
-            field.name: _make_spec(hints[field.name], field) for field in dataclasses.fields(kind) if field.init
-        }
+        for field in dataclasses.fields(kind):
+            if field.init:
+                specs[field.name] = _make_spec(hints[field.name], field)
     return specs
 
 
@@ -128,18 +133,11 @@ def _make_spec(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
             names.add("null")
         else:
             names.add(kind.__name__ if kind in (int, float, bool, str, list, dict) else "any")
-    default = None if field.default is dataclasses.MISSING else field.default
-    if isinstance(default, enum.Enum):
-        default = default.value
-    if default is None:
+    if field.default in (None, dataclasses.MISSING):
         names.add("null")  # TRL's own examples write null for what is left out
     spec: dict[str, Any] = {"types": sorted(names)}
     if choices:
         spec["choices"] = sorted(choices)
-    if field.metadata.get("least") is not None:
-        spec["least"] = field.metadata["least"]
-    if isinstance(default, int | float | str | bool):
-        spec["default"] = default
     return spec
 
 
@@ -148,9 +146,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     specs = get_keys(method)
     if others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method"
-    elif isinstance(value, dict) and key in _SECTIONS:
-        yield f"{key}: sections were removed. Use TRL's keys. CHANGELOG.md lists them by the former ones"
-    elif faults := [f"{key}: {fault}" for fault in _key_faults(key, value, specs, method)]:
+    elif faults := [f"{key}: {fault}" for fault in _find_key_faults(key, value, specs, method)]:
         yield from faults
     elif key in REJECTED and value:
         yield f"{key}: {REJECTED[key]}"
@@ -162,8 +158,8 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
                 yield f"datasets[{number}]: {_format_value(entry)} has no path. Write - path: NAME"
                 continue
             for name, one in entry.items():
-                found = _key_faults(str(name), one, _table()["datasets"], "datasets")
-                yield from (f"datasets[{number}].{name}: {fault}" for fault in found)
+                key_faults = _find_key_faults(str(name), one, _table()["datasets"], "datasets")
+                yield from (f"datasets[{number}].{name}: {fault}" for fault in key_faults)
 
 
 def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterator[str]:
@@ -173,8 +169,16 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         values: TRL's keys that are set.
         own: keys of shardwise.
     """
-    yield from own.find_faults(values)
     use_peft = values.get("use_peft")
+    all_values = {**values, **dataclasses.asdict(own)}
+    for key, other in _CONTRADICTIONS.items():
+        if all_values.get(key) and all_values.get(other):
+            yield f"{key}: contradicts {other}. Remove one of them"
+    if own.early_stopping_patience and not values.get("load_best_model_at_end"):
+        yield "early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them"
+    for name, value in (own.env or {}).items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
+            yield f"env: {name!r} cannot be set to {value!r}. Write NAME: VALUE"
     if own.method == "grpo" and not use_peft and float(values.get("beta") or 0):
         yield (
             f"beta: {values['beta']} compares with a reference, which TRL would load whole on every rank. Set beta "
@@ -187,7 +191,7 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield f"lora_task_type: {task} does not fit reward. Set it to SEQ_CLS"
 
 
-def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
+def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
     """Yield a fault if a key is unknown, or a value has none of its types and choices."""
     if key not in specs:
         near = [FORMER[key]] if key in FORMER else difflib.get_close_matches(str(key), specs, n=1)
@@ -204,12 +208,12 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
         or (kind == "str" and _is_number(value, names))  # YAML 1.1 reads 1e-4 as a string
     )
     if not fits:
-        expected = " or ".join(name for name in names if name != "null") + (" or null" if "null" in names else "")
+        expected = " or ".join(sorted(names, key=lambda name: name == "null"))  # null last
         # YAML 1.1 reads no as False.
         remedy = ". Write 'no' in quotes" if value is False and "no" in spec.get("choices", ()) else ""
         yield f"{_format_value(value)} is a {kind}. Expected {expected}{remedy}"
     elif {"int", "float"} & {*names} and kind in ("int", "float", "str"):
-        yield from _number_faults(key, value, 1 if key in _AT_LEAST_1 else spec.get("least"))
+        yield from _find_number_faults(key, value)
     choices = spec.get("choices")
     if fits and choices and kind == "str" and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
@@ -217,13 +221,13 @@ def _key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> 
         yield f"{_format_value(value)} is not a choice. {shown}"
 
 
-def _number_faults(key: str, value: Any, least: int | None) -> Iterator[str]:
+def _find_number_faults(key: str, value: Any) -> Iterator[str]:
     with suppress(ValueError, OverflowError):  # a word, or a number beyond floats
         number = float(value)
         if math.isnan(number) or (key == "num_train_epochs" and math.isinf(number)):
             yield f"{_format_value(value)} is not finite. Write a number"
-        elif least is not None and number < least:
-            yield f"{_format_value(value)} is less than {least}. Write {least} or more"
+        elif key in _AT_LEAST_1 and number < 1:
+            yield f"{_format_value(value)} is less than 1. Write 1 or more"
 
 
 def _is_number(text: str, names: Sequence[str]) -> bool:

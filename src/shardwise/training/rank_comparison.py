@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any, Final
 
 import datasets
@@ -11,7 +10,6 @@ import datasets
 from shardwise.files.urls import without_secrets
 from shardwise.loading.agreement import require_same_settings
 from shardwise.ranks.world import World
-from shardwise.training.arguments import TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.trl_objects import TrlArguments
 
@@ -21,9 +19,9 @@ _NOT_COMPARED: Final = frozenset({"local_rank", "logging_dir", "hub_token"})
 _SHOWN_CHARACTERS: Final = 60
 
 
-def effective_settings(method: TrainMethod, arguments: TrlArguments) -> dict[str, str]:
+def effective_settings(arguments: TrlArguments) -> dict[str, str]:
     """Return all settings of a training, defaults included, which also depend on versions and the environment."""
-    values: dict[str, Any] = {**dataclasses.asdict(arguments.own), "method": method}
+    values: dict[str, Any] = dataclasses.asdict(arguments.own)
     for part in (arguments.script, arguments.model, arguments.mixture, arguments.training):
         values |= {field.name: getattr(part, field.name, None) for field in dataclasses.fields(part)}
     return {key: str(mask_secrets(value)) for key, value in values.items() if key not in _NOT_COMPARED}
@@ -38,15 +36,6 @@ def mask_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: mask_secrets(one) for key, one in value.items()}
     return [mask_secrets(one) for one in value] if isinstance(value, list) else value
-
-
-def require_same_run(world: World, settings: Mapping[str, str]) -> None:
-    """Require that all ranks train with the same settings. Collective: yes.
-
-    Raises:
-        RankMismatchError: naming the keys that differ, with values of two ranks.
-    """
-    require_same_settings(world, settings, "the configuration")
 
 
 def require_same_rows(split: str, dataset: AnyDataset | None) -> None:

@@ -3,6 +3,7 @@
 A configuration is a YAML file as for ``trl sft --config``, with overrides ``--key value``. Its keys: ``keys.py``.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.untrusted import parse_yaml
 from shardwise.training.arguments import METHODS, ShardwiseArguments, TrainMethod
 from shardwise.training.keys import find_conflicts, find_faults, get_types, own_keys
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +52,29 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     file = words.pop(0) if words and not words[0].startswith("--") else None
     if file is not None and not Path(file).suffix and not Path(file).exists():
         raise ConfigError(f"{file}: is not supported. Use one of {', '.join(METHODS)}, or a YAML file")
-    overrides = dict(_overrides(words))
+    overrides = dict(_parse_overrides(words))
     file = file or overrides.pop("config", None)  # as for TRL's own command
-    values = {**({} if file is None else read_yaml(Path(file))), **overrides}
+    values = {} if file is None else read_yaml(Path(file))
+    values |= overrides
     values = {key: [value] if _is_single(key, value) else value for key, value in values.items()}
     if method is not None:
         values["method"] = method
     if values.get("resume_from_checkpoint") is True:  # as is the default here
         del values["resume_from_checkpoint"]
     source = file or "the command line"
+    if "tenants" in values:
+        if "adapters" in values:
+            raise ConfigError(f"{source}: tenants is the former name of adapters, and both are set. Remove tenants")
+        values["adapters"] = values.pop("tenants")
+        _log.warning("%s: the key tenants is called adapters now", source)
     named: Any = values.get("method", "sft")
-    faults = [
-        fault
-        for key, value in values.items()
-        for fault in find_faults(key, value, named if named in METHODS else "sft")
-    ]
+    valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
+    faults: list[str] = []
+    for key, value in values.items():
+        faults += find_faults(key, value, valid_method)
     raise_faults(source, faults)
     config = RunConfig(source, {k: v for k, v in values.items() if k not in own_keys()}, _parse_own(values))
-    if not config.own.has_tenants:  # their keys are complete with those of each tenant only
+    if not config.own.has_adapters:  # their keys are complete with those of each adapter only
         raise_faults(source, list(find_conflicts(config.values, config.own)))
     return config
 
@@ -82,21 +90,22 @@ def raise_faults(source: str, faults: Sequence[str]) -> None:
 
 
 def _is_single(key: str, value: Any) -> bool:
-    """Return whether a value is the only element of a list, as which TRL's command reads it."""
+    """Return whether TRL's command would read a value as the only element of a list."""
     types = get_types(key)
     is_list = key not in own_keys() and "list" in types and "str" not in types
     return is_list and not isinstance(value, list | dict | None)
 
 
 def _parse_own(values: Mapping[str, Any]) -> ShardwiseArguments:
-    """Return the keys of shardwise, of which lists and numbers may be written as strings."""
-    own: dict[str, Any] = {}
+    """Return the keys of shardwise. Their lists and numbers may be written as strings, as on the command line."""
+    keywords: dict[str, Any] = {}
     for key, spec in own_keys().items():
-        value = values.get(key, spec.get("default"))
+        if (value := values.get(key)) is None:
+            continue
         if isinstance(value, str) and "str" not in spec["types"]:
             value = [word.strip() for word in value.split(",")] if "list" in spec["types"] else int(value)
-        own[key] = value
-    return ShardwiseArguments(**own)
+        keywords[key] = value
+    return ShardwiseArguments(**keywords)
 
 
 def trl_accelerate_config(name: str) -> Path:
@@ -115,14 +124,14 @@ def read_yaml(file: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or is not a mapping.
     """
     try:
-        found = parse_yaml(file.read_text("utf-8"))
+        values = parse_yaml(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read, {error.strerror}. Check the path") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date or a number
         raise ConfigError(f"{file}: is not valid YAML. {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file}: is not a mapping of keys to values. Write lines KEY: VALUE")
-    return found
+    return values
 
 
 def _parse_value(key: str, text: str) -> Any:
@@ -132,7 +141,7 @@ def _parse_value(key: str, text: str) -> Any:
     return text if isinstance(value, bool) and types and "bool" not in types else value
 
 
-def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Parse ``--key value``, ``--key=value``, ``--key v1 v2`` and ``--flag``, as TRL's parser does."""
     groups: list[list[str]] = []
     for word in words:

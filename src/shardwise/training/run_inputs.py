@@ -1,4 +1,4 @@
-"""What a training of one model or of many LoRAs begins with: arguments, the locked folder, the tokenizer, rows."""
+"""Inputs of a training of one model or of many LoRAs: arguments, the locked folder, the tokenizer, rows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.fsdp import torch_private
 from shardwise.integrations.trainer_runs import checkpoints_in
+from shardwise.loading.agreement import require_same_settings
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
 from shardwise.ranks.world import World
 from shardwise.saving.locked_folder import lock_on_first_rank
 from shardwise.training import trl_objects as trl_setup
 from shardwise.training.adapter_rows import tokenize
-from shardwise.training.adapters_config import read_tenants
+from shardwise.training.adapters_config import read_adapters
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.rank_comparison import (
     effective_settings,
     mask_secrets,
     require_same_rows,
-    require_same_run,
 )
 from shardwise.training.run_config import RunConfig
 
@@ -46,13 +46,13 @@ _IDENTITY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """What a training begins with, equal on every rank.
+    """Inputs of a training, equal on every rank.
 
     Attributes:
-        arguments: configurations of the tenants by name, as parsed by TRL. That of one model is under "".
+        arguments: configurations of the adapters by name, as parsed by TRL. The name of a single model is "".
         processor: the tokenizer, or the processor of a vision-language model.
-        data: for each of ``arguments`` rows to train on, and to evaluate on. Those of tenants are tokenized.
-        output: the folder of the run, which has a folder for each tenant.
+        data: rows to train on and to evaluate on, by the same names. The rows of adapters are tokenized.
+        output: the folder of the run, which has a folder for each adapter.
         record: the record of the training there.
         request: of a signal to stop.
     """
@@ -72,34 +72,35 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the folder or the data cannot be used.
     """
-    configs = read_tenants(config) if config.own.has_tenants else {"": config}
+    configs = read_adapters(config) if config.own.has_adapters else {"": config}
     with World.current(call="train") as world:
         with world.collective("parse the configuration"):
             parsed = {name: trl_setup.parse(one) for name, one in configs.items()}
         settings: dict[str, str] = {}
         for name, arguments in parsed.items():
-            for key, value in effective_settings(config.method, arguments).items():
+            for key, value in effective_settings(arguments).items():
                 settings[f"{name}.{key}" if name else key] = value
-        require_same_run(world, settings)
-    first = next(iter(parsed.values()))
+        require_same_settings(world, settings, "the configuration")
+    first = next(iter(parsed.values()))  # keys of the base are the same for all
     output = Path(first.training.output_dir)
     identity = get_identity(config, config.method)
     weights = ["*.safetensors"]
-    if config.own.has_tenants:
-        output = output.parent  # each tenant has a folder in it
+    if config.own.has_adapters:
+        output = output.parent  # each adapter has a folder in it
         weights = ["*/*.safetensors", "*/checkpoint-*/*.safetensors"]
-        identity = get_identity(config, "tenants", _IDENTITY_OF_BASE)
+        identity = get_identity(config, "adapters", _IDENTITY_OF_BASE)
         for name, one in configs.items():
             identity |= {f"{name}.{key}": value for key, value in get_identity(one, one.method).items()}
-    with stopping_on_signals() as request, locked_output(output, identity, weights) as record:
+    # Locked before rows are tokenized, which may take long: a second training in the folder is refused at once.
+    with stopping_on_signals() as request, lock_output(output, identity, weights) as record:
         honor_timeout(config, first)
         with World.current(call="train") as world, world.collective("load the tokenizer"):
-            processor = trl_setup.processing_class(first, config.method)
+            processor = trl_setup.load_processor(first)
         data: dict[str, tuple[AnyDataset, AnyDataset | None]] = {}
         for name, arguments in parsed.items():
-            with name_tenant(name):
-                data[name] = trl_setup.load_data(arguments, config.method, processor, local_rank)
-                if config.own.has_tenants:  # TRL's trainers tokenize rows themselves
+            with name_adapter(name):
+                data[name] = trl_setup.load_data(arguments, processor, local_rank)
+                if config.own.has_adapters:  # TRL's trainers tokenize rows themselves
                     data[name] = tokenize(data[name], arguments, processor, local_rank)
             for split, dataset in zip(("train", "test"), data[name], strict=True):
                 require_same_rows(f"{name}.{split}" if name else split, dataset)
@@ -107,14 +108,14 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
 
 
 @contextmanager
-def name_tenant(name: str) -> Iterator[None]:
-    """Add the name of a tenant to errors of the block. That of one model is ""."""
+def name_adapter(name: str) -> Iterator[None]:
+    """Add the name of an adapter to errors of the block. The name of a single model is ""."""
     try:
         yield
     except ConfigError as error:
         if not name:
             raise
-        raise ConfigError(f"tenants.{name}: {error}") from error
+        raise ConfigError(f"adapters.{name}: {error}") from error
 
 
 def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
@@ -124,12 +125,12 @@ def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
 
 
 def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
-    """Return the keys that a resumed training must have in common, as recorded, without credentials in URLs."""
+    """Return the keys that must be equal when a training resumes, as recorded, without credentials in URLs."""
     return {"method": method, **{key: mask_secrets(config.values.get(key)) for key in keys}}
 
 
 @contextmanager
-def locked_output(
+def lock_output(
     output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)
 ) -> Iterator[TrainingRecord]:
     """Lock an output folder within the block, and record its training there. Collective: yes.
@@ -154,7 +155,7 @@ def locked_output(
                     _record(output, identity, weights)
             try:
                 yield TrainingRecord(folder / _RUN_FILE)
-            finally:
+            finally:  # also when the training fails: the lock would keep the next attempt out
                 if world.rank == 0:
                     saving.locked.release()
 
@@ -165,12 +166,18 @@ class TrainingRecord:
 
     file: Path
 
-    def require(self) -> None:
-        """Require that the record is still there, before something is saved next to it. Collective: no.
+    def require_on_first_rank(self, world: World) -> None:
+        """Require that the record is still there, before something is saved next to it. Collective: yes.
 
         Raises:
             StorageError: it was removed during the training.
         """
+        with world.broadcast("check the run's record"):
+            if world.rank == 0:
+                self.require()
+
+    def require(self) -> None:
+        """As ``require_on_first_rank``, on this rank alone. Collective: no."""
         if not self.file.is_file():
             raise StorageError(
                 f"{self.file}: was removed during the training, maybe with its folder, and nothing more is saved "
@@ -188,14 +195,16 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
             f"training, {RUN_FOLDER}/{_RUN_FILE}. If it is a copy, copy that folder, too (cp -r out/. copy). Or "
             "set another output_dir, and resume_from_checkpoint to a checkpoint of this one"
         )
-    found = parse_object(file.read_bytes(), what=str(file)) if has_weights else identity
-    of_run = [key for key in identity if key in found or "." not in key]  # tenants (NAME.KEY) may be added
-    if differing := [key for key in of_run if found.get(key) != identity[key]]:
-        key = differing[0]
-        raise ConfigError(
-            f"output_dir: {output} has a training with {key}={found.get(key)!r}, not {identity[key]!r}. Set "
-            "another output_dir, or remove that one"
-        )
-    written = file.with_suffix(".new")
-    written.write_text(json.dumps({**found, **identity}, indent=2), "utf-8")
-    written.replace(file)  # atomically
+    recorded = parse_object(file.read_bytes(), what=str(file)) if has_weights else dict(identity)
+    if recorded.get("method") == "tenants":  # as earlier versions recorded it
+        recorded["method"] = "adapters"
+    for key, value in identity.items():
+        is_new_adapter = "." in key and key not in recorded  # NAME.KEY: adapters may be added to a run
+        if not is_new_adapter and recorded.get(key) != value:
+            raise ConfigError(
+                f"output_dir: {output} has a training with {key}={recorded.get(key)!r}, not {value!r}. Set another "
+                "output_dir, or remove that one"
+            )
+    pending = file.with_suffix(".new")
+    pending.write_text(json.dumps({**recorded, **identity}, indent=2), "utf-8")
+    pending.replace(file)  # atomically, so that a killed training leaves the old record or the new one

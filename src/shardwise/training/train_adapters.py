@@ -1,4 +1,4 @@
-"""A training of many LoRAs on one base. Tenants take turns, and share a pass if their rows have one length."""
+"""A training of many LoRAs on one base. Adapters take turns, and share a pass if their rows have one length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import operator
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from shardwise.bank.adapter import AdapterLoss, AdapterOptions, AdapterStep
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.rows import RowTensors
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
+from shardwise.core.formatting import table_lines
 from shardwise.files.local_writer import open_writer
 from shardwise.integrations.trainer_runs import steps_to_remove
 from shardwise.ranks.collective_errors import translate_collective_errors
@@ -30,153 +31,183 @@ from shardwise.training import train_model
 from shardwise.training import trl_objects as trl_setup
 from shardwise.training.adapter_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows
 from shardwise.training.curves import draw_curves, gather_memory
-from shardwise.training.dataset_loading import with_embedded_tokens
+from shardwise.training.dataset_loading import require_embedded_tokens
 from shardwise.training.run_config import RunConfig
-from shardwise.training.run_inputs import RunInputs, TrainingRecord, name_tenant, open_inputs
+from shardwise.training.run_inputs import RunInputs, TrainingRecord, name_adapter, open_inputs
 
 _PAD_TO: Final = 64
 
 
-def train_tenants(config: RunConfig, local_rank: int) -> train_model.TrlOutcome:
+def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome:
     """Train many LoRAs from a configuration. Collective: yes, over the default process group.
 
     Returns:
-        The outcome. Its ``metrics`` are by tenant, ranked by evaluation loss.
+        The outcome. Its ``metrics`` are by adapter, ranked by evaluation loss.
 
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the data or the base cannot be used.
     """
-    begun = time.monotonic()
+    start_s = time.monotonic()
     world = World.current(call="train")
     with open_inputs(config, local_rank) as inputs:
         output, request = inputs.output, inputs.request
-        tenants = _joined(inputs, config.own.tokens_per_pass, world)
-        has_stopped, failures, memory = train_in_turns(tenants, config.own.tokens_per_pass, request)
+        adapters = _add_adapters(inputs, config.own.tokens_per_pass, world)
+        has_stopped, failures, memory = train_in_turns(adapters, config.own.tokens_per_pass, request)
         if world.rank == 0:
-            draw_curves(output, {one.name: one.state.log_history for one in tenants}, memory)
-    metrics = {
-        one.name: {"steps": one.state.global_step, "max_steps": one.state.max_steps, **one.last_logged()}
-        | ({"failure": failures[one.name]} if one.name in failures else {})
-        for one in tenants
-    }
-    ranked = dict(sorted(metrics.items(), key=lambda item: train_model.tenant_sort_key(item[1])))
-    history = [{"tenant": one.name, **entry} for one in tenants for entry in one.state.log_history]
-    steps = sum(one.state.global_step for one in tenants)
+            draw_curves(output, {adapter.name: adapter.state.log_history for adapter in adapters}, memory)
+    metrics: dict[str, dict[str, Any]] = {}
+    history: list[Mapping[str, Any]] = []
+    for adapter in adapters:
+        name, state = adapter.name, adapter.state
+        metrics[name] = {"steps": state.global_step, "max_steps": state.max_steps, **adapter.last_logged()}
+        if name in failures:
+            metrics[name]["failure"] = failures[name]
+        history += [{"adapter": name, **entry} for entry in state.log_history]
+    ranked = dict(sorted(metrics.items(), key=lambda item: _sort_key(item[1])))
     return train_model.TrlOutcome(
-        str(output),
-        steps,
-        has_stopped,
-        ranked,
-        (*history, *memory),
-        tuple(train_model.tenant_summary_lines(ranked, begun)),
+        output_dir=str(output),
+        steps=_total_steps(adapters),
+        has_stopped=has_stopped,
+        metrics=ranked,
+        history=(*history, *memory),
+        summary=tuple(_summary_lines(ranked, start_s)),
     )
 
 
-def _joined(inputs: RunInputs, tokens_per_pass: int, world: World) -> list[TenantTraining]:
-    """Load the base, and add the tenants to a bank. Collective: yes.
+def _sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Return a sort key: adapters by evaluation loss, then those without one by loss, then failures."""
+    eval_loss: float | None = metrics.get("eval_loss")
+    loss: float = metrics.get("loss", 0.0) if eval_loss is None else eval_loss
+    return "failure" in metrics, eval_loss is None, math.inf if math.isnan(loss) else loss
+
+
+def _summary_lines(ranked: Mapping[str, Mapping[str, Any]], start_s: float) -> list[str]:
+    """Format the closing table of adapters."""
+    rows: list[tuple[str, ...]] = []
+    for rank, (name, metrics) in enumerate(ranked.items(), 1):
+        losses = (f"{metrics[key]:.4f}" if key in metrics else "-" for key in ("loss", "eval_loss"))
+        rows.append((str(rank), name, f"{metrics['steps']}/{metrics['max_steps']}", *losses))
+    lines = table_lines(("", "adapter", "steps", "loss", "evaluation loss"), rows)
+    lines += [f"{name}: failed in {metrics['failure']}" for name, metrics in ranked.items() if "failure" in metrics]
+    return [*lines, f"{len(ranked)} adapters in {time.monotonic() - start_s:.1f} s, {train_model.peak_line()}"]
+
+
+def _add_adapters(inputs: RunInputs, tokens_per_pass: int, world: World) -> list[AdapterTraining]:
+    """Load the base, and add the adapters to a bank. Collective: yes.
 
     Raises:
-        ConfigError: a tenant cannot be trained. The message has its name.
+        ConfigError: an adapter cannot be trained. The message has its name.
     """
     first = next(iter(inputs.arguments.values()))
     model = trl_setup.load_base(first)
     if first.training.gradient_checkpointing:
+        # Reentrant checkpointing needs inputs that require a gradient. Those of a frozen base's first block do not.
         keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
         model.train()
     bank = AdapterBank(model, pad_to=_PAD_TO)
     budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
     shared = SharedBank(world, bank, budget, inputs.processor, inputs.record)
-    for name, data in inputs.data.items():
-        with name_tenant(name):
-            for part in data:
-                if part is not None:
-                    with_embedded_tokens(part, inputs.processor, model)
-    tenants = []
+    # All rows are checked before the first adapter is added, so that a bad row ends the run before any training.
+    for name, splits in inputs.data.items():
+        with name_adapter(name):
+            for dataset in splits:
+                if dataset is not None:
+                    require_embedded_tokens(dataset, inputs.processor, model)
+    adapters = []
     for name, arguments in inputs.arguments.items():
         train, test = inputs.data[name]
         held_out = None if test is None else TokenizedRows(test)
-        with name_tenant(name):
-            tenants.append(TenantTraining(name, arguments, TokenizedRows(train), held_out, shared))
-            tenants[-1].join()
-    return tenants
+        with name_adapter(name):
+            adapters.append(AdapterTraining(name, arguments, TokenizedRows(train), held_out, shared))
+            adapters[-1].join()
+    return adapters
 
 
 def train_in_turns(
-    tenants: Sequence[TenantTraining], budget: int, request: StopRequest
+    adapters: Sequence[AdapterTraining], budget: int, request: StopRequest
 ) -> tuple[bool, dict[str, str], list[dict[str, Any]]]:
-    """Train tenants until they are done or a signal requests a stop. Collective: yes.
+    """Train adapters until they are done or a signal requests a stop. Collective: yes.
 
-    The first tenant of the queue and later ones that fit share a pass, and move to the end of the queue. A tenant
-    whose loss or gradient is not finite ends alone.
+    The first adapter of the queue and later ones that fit share a pass, and move to the end of the queue. If the
+    loss or gradient of an adapter is not finite, it alone ends.
 
     Args:
-        tenants: in the order of their first turns.
+        adapters: in the order of their first turns.
         budget: maximum number of tokens of a pass on one rank.
         request: the request to stop.
 
     Returns:
-        Whether a signal ended the training, failures by tenant, and the memory of all ranks by step of all tenants
-        together, since this process began.
+        Whether a signal ended the training, failures by adapter, and the memory of all ranks since this process
+        began, by the sum of the adapters' steps.
 
     Raises:
         ShardwiseError: a pass failed, or a rank is lost. The newest checkpoints are complete.
     """
-    queue, failures, has_stopped = list(tenants), dict[str, str](), False
+    queue, failures, has_stopped = list(adapters), dict[str, str](), False
     memory: list[dict[str, Any]] = []
-    num_logged = _num_logged(tenants)
-    world = World.current(call="the tenants' passes")
-    total = sum(one.state.max_steps - one.state.global_step for one in tenants)
-    is_silent = world.rank != 0 or tenants[0].args.disable_tqdm
+    num_logged = _num_logged(adapters)
+    world = World.current(call="the adapters' passes")
+    total = sum(adapter.state.max_steps for adapter in adapters) - _total_steps(adapters)
+    is_silent = world.rank != 0 or adapters[0].args.disable_tqdm
     with (
         tqdm(total=total, disable=is_silent) as bar,
-        translate_collective_errors(world, lambda: "in a pass of tenants"),
+        translate_collective_errors(world, lambda: "in a pass of adapters"),
     ):
-        taken = [one for one in queue if one.is_done]
+        # An adapter that resumes from its last step has no pass left, but may not have saved its matrices.
+        in_pass = [adapter for adapter in queue if adapter.is_done]
         while True:
-            stepping = [one for one in taken if one.is_at_step]
-            steps = stepping[0].bank.optim_steps([one.name for one in stepping]) if stepping else {}
-            for one in taken:
+            # Optimizer steps first: only then is it known which adapters are done, or have failed.
+            stepping = [adapter for adapter in in_pass if adapter.is_at_step]
+            steps = stepping[0].bank.optim_steps([adapter.name for adapter in stepping]) if stepping else {}
+            for adapter in in_pass:
                 try:
-                    one.proceed(steps.get(one.name))
-                except TrainingError as error:
-                    one.bank.delete_adapter(one.name)
-                    failures[one.name] = str(error)
-            queue = [one for one in queue if not one.is_done and one.name not in failures]
-            if _num_logged(tenants) > num_logged:
-                num_logged = _num_logged(tenants)
-                memory.append({"step": sum(one.state.global_step for one in tenants), **gather_memory(world)})
+                    adapter.proceed(steps.get(adapter.name))
+                except TrainingError as error:  # its values are equal on all ranks, so all delete it
+                    adapter.bank.delete_adapter(adapter.name)
+                    failures[adapter.name] = str(error)
+            queue = [adapter for adapter in queue if not adapter.is_done and adapter.name not in failures]
+            if _num_logged(adapters) > num_logged:
+                num_logged = _num_logged(adapters)
+                memory.append({"step": _total_steps(adapters), **gather_memory(world)})
+            # A signal may have reached one rank only. Steps that have begun are completed before the checkpoints.
             has_stopped = world.all_reduce_object(request.is_made, any)
-            waiting = [one for one in queue if one.is_in_step or not has_stopped]
+            waiting = [adapter for adapter in queue if adapter.is_in_step or not has_stopped]
             if not waiting:
                 break
-            taken = next_pass(waiting, budget)
-            queue = [one for one in queue if one not in taken] + taken
-            losses = taken[0].bank.forward_backward([(one.name, one.next_tensors()) for one in taken])
-            for one in taken:
-                one.note_pass(losses.adapters[one.name])
-                bar.update(not one.is_in_step)
-        for one in queue:
-            one.save_checkpoint()
+            in_pass = next_pass(waiting, budget)
+            queue = [adapter for adapter in queue if adapter not in in_pass] + in_pass
+            bank = in_pass[0].bank
+            losses = bank.forward_backward([(adapter.name, adapter.next_tensors()) for adapter in in_pass])
+            for adapter in in_pass:
+                adapter.note_pass(losses.adapters[adapter.name])
+                bar.update(not adapter.is_in_step)
+        for adapter in queue:
+            adapter.save_checkpoint()
     return has_stopped and bool(queue), failures, memory
 
 
-def _num_logged(tenants: Sequence[TenantTraining]) -> int:
-    return sum(len(one.state.log_history) for one in tenants)
+def _total_steps(adapters: Sequence[AdapterTraining]) -> int:
+    return sum(adapter.state.global_step for adapter in adapters)
 
 
-def next_pass(waiting: Sequence[TenantTraining], budget: int) -> list[TenantTraining]:
-    """Choose the first tenant and later ones whose rows have the same length and fit into a pass."""
-    batches = {one.name: one.next_micro_batch() for one in waiting}
-    leader = next((one for one in waiting if batches[one.name].cost), waiting[0])
-    taken, left = [], budget
-    for one in waiting:
-        batch = batches[one.name]
-        is_alike = batch.tokens == batches[leader.name].tokens and batch.cost <= left
-        if one is leader or not batch.cost or is_alike:
-            taken.append(one)
-            left -= batch.cost
-    return taken
+def _num_logged(adapters: Sequence[AdapterTraining]) -> int:
+    return sum(len(adapter.state.log_history) for adapter in adapters)
+
+
+def next_pass(waiting: Sequence[AdapterTraining], budget: int) -> list[AdapterTraining]:
+    """Choose the first adapter and later ones whose rows have the same length and fit into a pass."""
+    batches = {adapter.name: adapter.next_micro_batch() for adapter in waiting}
+    leader = next((adapter for adapter in waiting if batches[adapter.name].cost), waiting[0])
+    in_pass, remaining = [], budget
+    for adapter in waiting:
+        batch = batches[adapter.name]
+        fits = batch.tokens == batches[leader.name].tokens and batch.cost <= remaining
+        # A batch without rows (at the end of an epoch) completes a window, and costs nothing.
+        if adapter is leader or not batch.cost or fits:
+            in_pass.append(adapter)
+            remaining -= batch.cost
+    return in_pass
 
 
 STATE_FILE: Final = "trainer_state.json"
@@ -187,7 +218,7 @@ _POSITION: Final = "StepOrder"
 
 @dataclass(frozen=True, slots=True)
 class SharedBank:
-    """Objects that all tenants share."""
+    """Objects that all adapters share."""
 
     world: World
     bank: AdapterBank
@@ -196,11 +227,11 @@ class SharedBank:
     record: TrainingRecord
 
 
-class TenantTraining:
-    """The training of one tenant of a bank. Its methods raise the same errors on every rank.
+class AdapterTraining:
+    """The training of one adapter of a bank. Its methods raise the same errors on every rank.
 
     Args:
-        name: name of the tenant.
+        name: name of the adapter.
         arguments: its configuration.
         rows: rows to train on.
         held_out: rows to evaluate on.
@@ -230,13 +261,17 @@ class TenantTraining:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._order = StepOrder(len(rows), per_rank * shared.world.size, seed)
         self._position = (0, 0)
+        """Epoch and offset after the last step, as saved: ``_order`` is ahead of it within a step."""
         self._saved_step = 0
-        self._left: deque[MicroBatch] = deque()
+        self._remaining: deque[MicroBatch] = deque()
+        """Micro-batches of the step that have not passed."""
         self._window: list[AdapterLoss] = []
+        """Losses of those that have."""
         self._losses: list[float] = []
+        """Losses of the steps since the last log entry."""
 
     def join(self) -> None:
-        """Add the tenant to the bank, from the newest checkpoint if there is one. Collective: yes.
+        """Add the adapter to the bank, from the newest checkpoint if there is one. Collective: yes.
 
         Raises:
             ShardwiseError: the configuration is invalid, or the checkpoint belongs to another training.
@@ -247,20 +282,22 @@ class TenantTraining:
         steps, state = exchange.result
         if state is not None:
             self._restore(state)
-        epochs, max_steps = self.args.num_train_epochs, self.args.max_steps
-        self.state.max_steps = (
-            max_steps if max_steps > 0 else self.state.global_step + self._order.steps_left(epochs)
-        )
+        # After the position is restored: the steps left depend on it. Before keywords: the schedule needs them.
+        self.state.max_steps = self.args.max_steps
+        if self.args.max_steps <= 0:
+            self.state.max_steps = self.state.global_step + self._order.steps_left(self.args.num_train_epochs)
         self.state.compute_steps(self.args, self.state.max_steps)
-        place = self._folder / f"checkpoint-{steps}"
         if state is None:
             self.bank.add_adapter(self.name, self._lora, **self._keywords())
-        elif not (begun := self.bank.load(self.name, place, **self._keywords())).is_resumed:
-            raise FormatError(f"{place}: has no state of a training, {begun.reason}. Remove the folder")
+            return
+        checkpoint = self._folder / f"checkpoint-{steps}"
+        start = self.bank.load(self.name, checkpoint, **self._keywords())
+        if not start.is_resumed:
+            raise FormatError(f"{checkpoint}: has no state of a training, {start.reason}. Remove the folder")
 
     def _restore(self, state: TrainerState) -> None:
-        kept: Any = state.stateful_callbacks
-        position = kept[_POSITION]
+        callbacks: Any = state.stateful_callbacks
+        position = callbacks[_POSITION]
         if position["count"] != self._order.count:
             raise ConfigError(
                 f"{self._folder}: has a training on {position['count']} rows, not {self._order.count}. Use the "
@@ -300,14 +337,13 @@ class TenantTraining:
 
     def next_micro_batch(self) -> MicroBatch:
         """Return the rows of the next pass, equal on every rank."""
-        if not self._left:
-            ranks, at_once = self._shared.world.size, self._at_once
-            self._left.extend(
-                self._shared.budget.micro_batches(self._rows, self._order.take_step(), at_once, ranks)
-            )
+        if not self._remaining:
+            ranks, order = self._shared.world.size, self._order.take_step()
+            self._remaining.extend(self._shared.budget.micro_batches(self._rows, order, self._at_once, ranks))
+            # The bank steps after a fixed number of micro-batches. The last step of an epoch may have fewer rows.
             empty = MicroBatch(((),) * ranks, 0)
-            self._left.extend([empty] * (self._micro_batches - len(self._left)))
-        return self._left[0]
+            self._remaining.extend([empty] * (self._micro_batches - len(self._remaining)))
+        return self._remaining[0]
 
     def next_tensors(self) -> RowTensors:
         """Return the rows of the next pass on this rank."""
@@ -315,7 +351,7 @@ class TenantTraining:
 
     def note_pass(self, loss: AdapterLoss) -> None:
         """Record that the micro-batch has passed."""
-        self._left.popleft()
+        self._remaining.popleft()
         self._window.append(loss)
 
     @property
@@ -348,8 +384,9 @@ class TenantTraining:
         return strategy == "steps" and steps > 0 and not self.state.global_step % steps
 
     def _note_step(self, step: AdapterStep) -> None:
-        tokens = sum(one.num_supervised_tokens for one in self._window)
-        loss = sum(one.loss * one.num_supervised_tokens for one in self._window) / max(tokens, 1)
+        # Losses are means over supervised tokens of all ranks, and micro-batches differ in their number.
+        tokens = sum(part.num_supervised_tokens for part in self._window)
+        loss = sum(part.loss * part.num_supervised_tokens for part in self._window) / max(tokens, 1)
         self._window = []
         if not step.is_taken or not math.isfinite(loss):
             raise TrainingError(
@@ -376,44 +413,40 @@ class TenantTraining:
     def _evaluate(self, rows: TokenizedRows) -> None:
         world, budget = self._shared.world, self._shared.budget
         at_once = min(self.args.per_device_eval_batch_size, budget.rows_at_once(rows))
-        own = 0.0
+        local_sum = 0.0
         for batch in budget.micro_batches(rows, range(len(rows)), at_once, world.size):
+            # For each row (tokens - 1,), 0 for ignored labels. A rank without rows passes, too.
             [logprobs] = self.bank.compute_logprobs([(self.name, rows.tensors(batch.rows[world.rank]))])
-            own -= sum(float(values.double().sum()) for values in logprobs)
-        self._log(eval_loss=world.all_reduce_object(own, math.fsum) / rows.num_supervised_tokens)
+            local_sum -= sum(float(values.double().sum()) for values in logprobs)
+        self._log(eval_loss=world.all_reduce_object(local_sum, math.fsum) / rows.num_supervised_tokens)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint, unless there is one of this step. Collective: yes."""
         step = self.state.global_step
         if step <= self._saved_step:
             return
-        place = self._folder / f"checkpoint-{step}"
-        with self._shared.world.broadcast("check the run's record"):
-            if self._shared.world.rank == 0:
-                self._shared.record.require()
-        self.bank.save(self.name, place, options=SaveOptions(progress=False))
+        checkpoint = self._folder / f"checkpoint-{step}"
+        self._shared.record.require_on_first_rank(self._shared.world)
+        self.bank.save(self.name, checkpoint, options=SaveOptions(progress=False))
         with self._shared.world.broadcast("commit the checkpoint"):
             if self._shared.world.rank == 0:
-                self._commit(place)
+                self._commit(checkpoint)
         self._saved_step = step
 
-    def _commit(self, place: Path) -> None:
+    def _commit(self, checkpoint: Path) -> None:
         """Complete a checkpoint with the state of the Trainer, and remove the oldest checkpoints."""
         epoch, offset = self._position
         position = {_POSITION: {"count": self._order.count, "epoch": epoch, "offset": offset}}
         content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
-        with open_writer(place) as writer:
+        with open_writer(checkpoint) as writer:
             writer.replace(STATE_FILE, content.encode())
         for step in steps_to_remove(_complete_steps(self._folder), self.args.save_total_limit, None):
             old = self._folder / f"checkpoint-{step}"
-            (old / STATE_FILE).unlink()
+            (old / STATE_FILE).unlink()  # first: without it the rest does not count as a checkpoint
             shutil.rmtree(old)
 
     def _finish(self) -> None:
-        """Save the adapter, and delete the tenant from the bank."""
-        with self._shared.world.broadcast("check the run's record"):
-            if self._shared.world.rank == 0:
-                self._shared.record.require()
+        """Save the adapter, and delete it from the bank."""
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
         self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
         self.bank.delete_adapter(self.name)
@@ -436,8 +469,8 @@ def _find_latest(folder: Path) -> tuple[int, TrainerState | None]:
     file = folder / f"checkpoint-{steps[-1]}" / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(file))
-        kept: Any = state.stateful_callbacks
-        position = kept[_POSITION]
+        callbacks: Any = state.stateful_callbacks
+        position = callbacks[_POSITION]
         count, epoch, offset = (operator.index(position[key]) for key in ("count", "epoch", "offset"))
         if not 0 <= offset < count or not 0 <= epoch <= state.global_step:
             raise ValueError("its position is outside of the rows")

@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import resource
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.core.errors import ConfigError, TrainingError
-from shardwise.core.formatting import table_lines
 from shardwise.files.urls import without_secrets
-from shardwise.fsdp import torch_private
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
@@ -58,11 +55,11 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
     with open_inputs(config, local_rank) as inputs:
         arguments, data, processor = inputs.arguments[""], inputs.data[""], inputs.processor
         output, record, request = inputs.output, inputs.record, inputs.request
-        model = trl_setup.load_model(arguments, config.method)
-        honor_timeout(config, arguments)  # again, for the process groups of the model's mesh
+        model = trl_setup.load_model(arguments)
+        honor_timeout(config, arguments)  # again, for the process groups of the model's mesh, which are new
         require_pad_token(model, processor)
-        reference = trl_setup.load_reference(arguments, config.method)
-        trainer = trl_setup.make_trainer(arguments, config.method, model, reference, processor, data, local_rank)
+        reference = trl_setup.load_reference(arguments)
+        trainer = trl_setup.make_trainer(arguments, model, reference, processor, data, local_rank)
         callback = RunCallback(request, record)
         trainer.add_callback(callback)
         trackers = guard_trackers(trainer)
@@ -70,31 +67,32 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         trainer.callback_handler.callbacks.insert(0, MemoryCallback(trackers))
         result = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         state = trainer.state
-        # A signal may have reached one rank only. Steps left are no sign of one: early stopping leaves some, too.
+        # A signal may have reached one rank only. Remaining steps are no sign of one: early stopping leaves some.
         with World.current(call="train") as world:
             is_signaled = world.all_reduce_object(request.is_made, any)
         has_stopped = is_signaled and state.global_step < state.max_steps
         if not has_stopped:
             save_model(trainer, arguments, output, record)
-        estimated_bytes = _estimated_bytes(config, world.size)
         if world.rank == 0:
-            draw_curves(output, {"": state.log_history}, state.log_history, estimated_bytes)
+            draw_curves(output, {"": state.log_history}, state.log_history)
         if not has_stopped:
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
-        peak = peak_line(estimated_bytes)
-        tokens = trl_setup.tokens_seen(trainer) - callback.first_token
-        summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens, peak)
+        # As counted by TRL, or by the Trainer for GRPO.
+        tokens = (
+            int(getattr(trainer, "_total_train_tokens", 0) or state.num_input_tokens_seen) - callback.first_token
+        )
+        summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens)
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
     return TrlOutcome(
-        str(output),
-        int(state.global_step),
-        has_stopped,
-        dict(result.metrics),
-        tuple(state.log_history),
-        tuple(summary),
+        output_dir=str(output),
+        steps=int(state.global_step),
+        has_stopped=has_stopped,
+        metrics=dict(result.metrics),
+        history=tuple(state.log_history),
+        summary=tuple(summary),
     )
 
 
@@ -104,9 +102,8 @@ def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, re
     Raises:
         StorageError: the record of the training was removed.
     """
-    with World.current(call="train") as world, world.broadcast("check the run's record"):
-        if world.rank == 0:
-            record.require()
+    with World.current(call="train") as world:
+        record.require_on_first_rank(world)
     trainer.save_model(str(output))
     if arguments.model.use_peft:  # as PEFT does when it saves an adapter
         with World.current(call="train") as world, world.broadcast("write the model card"):
@@ -143,20 +140,19 @@ def _resume_from(training: Any, output: Path) -> Any:
     return True if FolderKind.COMPLETE in kinds else None
 
 
-_MEASURABLE_BYTES: Final = 10 << 20
-"""The smallest difference of two peaks that is shown."""
-
-
-def peak_bytes() -> int:
-    """Return the peak memory of this rank: of its accelerator, otherwise of the process."""
-    device_bytes = device_peak_bytes()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device_bytes is None else device_bytes
+def peak_line() -> str:
+    """Format the peak memory of this rank: of its accelerator, otherwise of the process."""
+    nbytes = device_peak_bytes()
+    if nbytes is None:
+        nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return f"peak memory of a rank: {nbytes / 2**30:.2f} GiB"
 
 
 class RunCallback(TrainerCallback):
-    """Follows a training: ends it after the step in which a signal arrived, and checks its losses and its folder.
+    """Ends a training after the step in which a signal arrived, and checks its folder before each checkpoint.
 
-    The trainer makes ranks agree on ``control`` and exceptions after each step, so a signal to one rank stops all.
+    ``ShardwiseTrainer`` makes ranks agree on ``control`` and on exceptions after each step. So a signal to one rank
+    stops all of them.
 
     Args:
         request: of a signal to stop.
@@ -170,7 +166,6 @@ class RunCallback(TrainerCallback):
         """Tokens that the checkpoint has counted."""
         self._request = request
         self._record = record
-        self._has_warned = False
 
     def on_train_begin(self, *positional: Any, **_: Any) -> None:
         """Note where the training begins."""
@@ -186,15 +181,6 @@ class RunCallback(TrainerCallback):
         if control.should_save and positional[1].is_world_process_zero:
             self._record.require()
         return control
-
-    def on_log(self, *positional: Any, **keywords: Any) -> None:
-        """Warn of the first loss that is not finite."""
-        state: TrainerState = positional[1]
-        loss = (keywords.get("logs") or {}).get("loss")
-        if loss is None or self._has_warned or math.isfinite(float(loss)) or not state.is_world_process_zero:
-            return
-        self._has_warned = True
-        _log.warning("step %d: the loss is %s. Check learning_rate and the rows", state.global_step, loss)
 
 
 def require_finite_loss(state: TrainerState, output: Path) -> None:
@@ -215,7 +201,7 @@ def require_finite_loss(state: TrainerState, output: Path) -> None:
 
 
 def guard_trackers(trainer: Any) -> list[TrainerCallback]:
-    """Have an experiment tracker (``WandbCallback``, ...) that fails end nothing: it is not called again.
+    """Disable an experiment tracker (``WandbCallback``, ...) that raises an error, instead of ending the training.
 
     Returns the trackers.
     """
@@ -223,11 +209,12 @@ def guard_trackers(trainer: Any) -> list[TrainerCallback]:
     trackers = [one for one in callbacks if type(one).__module__.startswith("transformers.integrations")]
     for tracker in trackers:
         events = [name for name in dir(tracker) if name.startswith("on_")]
-        vars(tracker).update({name: _guarded(tracker, getattr(tracker, name), events) for name in events})
+        # On the instance: the class may be shared with a Trainer of the user's in this process.
+        vars(tracker).update({name: _guard(tracker, getattr(tracker, name), events) for name in events})
     return trackers
 
 
-def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:
+def _guard(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[str]) -> Callable[..., Any]:
     def guarded(*positional: Any, **keywords: Any) -> Any:
         try:
             return call(*positional, **keywords)
@@ -239,74 +226,29 @@ def _guarded(tracker: TrainerCallback, call: Callable[..., Any], events: Sequenc
     return guarded
 
 
-def peak_line(estimate: int | None = None) -> str:
-    """Format the peak memory of this rank, and its estimate in bytes if there is one that differs."""
-    line = f"peak memory of a rank: {peak_bytes() / 2**30:.2f} GiB"
-    if estimate is None or abs(estimate - peak_bytes()) < _MEASURABLE_BYTES:
-        return line
-    return f"{line}, estimated {estimate / 2**30:.2f} GiB"
-
-
-def _estimated_bytes(config: RunConfig, ranks: int) -> int | None:
-    """Return the estimated peak of a rank on its accelerator, or None. Collective: yes, with replicas.
-
-    There is none on the CPU, where the peak of a process includes its libraries, and none of methods that generate
-    or have a reference model.
-    """
-    kind = torch_private.accelerator()
-    if kind is None or config.method not in ("sft", "reward"):
-        return None
-    try:
-        made = trl_setup.plan_run(config, ranks, {"device": kind.type})
-    except Exception as error:  # the training has succeeded
-        _log.warning("no estimate: %s", error)
-        return None
-    has_activations = made.training is not None and made.training.batch_size > 0
-    return made.peak_bytes if has_activations else None
-
-
-def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: int, peak: str) -> Sequence[str]:
-    """Return the lines that summarize what this process has done of a training.
+def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: int) -> Sequence[str]:
+    """Return the lines that summarize the steps of this process.
 
     Args:
         state: state at the end.
         first_step: steps of the checkpoint that was resumed.
         seconds: duration, since the checkpoint was resumed.
         tokens: tokens of all ranks in that time, 0 if unknown.
-        peak: the line on memory.
     """
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
-    evaluated = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
+    eval_losses = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
     steps = state.global_step - first_step
     resumed = f" after step {first_step}" if first_step else ""
     lines = [f"trained {steps} step{'s' * (steps != 1)}{resumed} in {seconds:.1f} s"]
     if losses:
         lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min_finite(losses):.4f}")
-    if evaluated:
-        lines.append(f"best evaluation loss: {min_finite(evaluated):.4f}")
+    if eval_losses:
+        lines.append(f"best evaluation loss: {min_finite(eval_losses):.4f}")
     if tokens:
         lines.append(f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
-    return [*lines, peak]
+    return [*lines, peak_line()]
 
 
 def min_finite(losses: Sequence[float]) -> float:
     """Return the least finite loss, NaN if there is none."""
     return min(filter(math.isfinite, losses), default=math.nan)
-
-
-def tenant_sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Return a sort key: tenants by evaluation loss, then those without one by loss, then failures."""
-    eval_loss: float | None = metrics.get("eval_loss")
-    loss: float = metrics.get("loss", 0.0) if eval_loss is None else eval_loss
-    return "failure" in metrics, eval_loss is None, math.inf if math.isnan(loss) else loss
-
-
-def tenant_summary_lines(ranked: Mapping[str, Mapping[str, Any]], begun: float) -> list[str]:
-    """Format the closing table of tenants."""
-    rows: list[tuple[str, ...]] = []
-    for place, (name, one) in enumerate(ranked.items(), 1):
-        losses = (f"{one[key]:.4f}" if key in one else "-" for key in ("loss", "eval_loss"))
-        rows.append((str(place), name, f"{one['steps']}/{one['max_steps']}", *losses))
-    lines = table_lines(("", "tenant", "steps", "loss", "evaluation loss"), rows)
-    lines += [f"{name}: failed in {one['failure']}" for name, one in ranked.items() if "failure" in one]
-    return [*lines, f"{len(ranked)} tenants in {time.monotonic() - begun:.1f} s, {peak_line()}"]

@@ -26,7 +26,7 @@ from shardwise.core.estimate_report import Estimate
 from shardwise.core.phases import busy_with
 from shardwise.files.urls import HubOptions, redact, without_secrets
 from shardwise.fsdp.accelerate_config import read_accelerate_config
-from shardwise.fsdp.policies import Classes, MinSize, WrapPolicy
+from shardwise.fsdp.policies import Classes, WrapPolicy
 from shardwise.fsdp.torch_private import accelerator
 from shardwise.fsdp.wrap import Sharding, make_replicated_mesh
 from shardwise.integrations import ShardwiseTrainer, for_trainer
@@ -82,37 +82,37 @@ def parse(config: RunConfig) -> TrlArguments:
     Raises:
         ConfigError: TRL or transformers rejects a value, or the optimizer cannot be created.
     """
-    script = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments if config.method == "grpo" else None
-    kinds = (script or trl.ScriptArguments, getattr(trl, _NAMES[config.method][0]), trl.ModelConfig)
-    parser = trl.TrlParser((*kinds, trl.DatasetMixtureConfig))
+    script_class = trl.ScriptArguments
+    if config.method == "grpo":
+        script_class = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments
+    config_class = getattr(trl, _NAMES[config.method][0])
+    parser = trl.TrlParser((script_class, config_class, trl.ModelConfig, trl.DatasetMixtureConfig))
     values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
     if accelerator() is None:
         values["use_cpu"] = True
     values.setdefault("logging_nan_inf_filter", False)  # which would log 0.0 for a loss that is NaN
     parser.set_defaults_with_config(**values)
     try:
-        found = parser.parse_args_into_dataclasses(args=[])
+        script, training, model, mixture, *_ = parser.parse_args_into_dataclasses(args=[])
     except (ValueError, TypeError, ImportError, SystemExit) as error:
         raise ConfigError(f"{config.source}: is rejected by TRL. {error}") from error
-    arguments = TrlArguments(found[0], found[1], found[2], found[3], config.own)
-    if not arguments.model.model_name_or_path:
+    if not model.model_name_or_path:
         raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL")
     try:
-        transformers.Trainer.get_optimizer_cls_and_kwargs(arguments.training)
+        transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
-        name = arguments.training.optim.value
-        raise ConfigError(f"optim: {name} cannot be created, {error}. Set another") from error
-    return arguments
+        raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
+    return TrlArguments(script, training, model, mixture, config.own)
 
 
-def load_model(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel:
+def load_model(arguments: TrlArguments) -> PreTrainedModel:
     """Load the model, sharded over all ranks and ready to train. Collective: yes.
 
     Raises:
         ConfigError: keys contradict each other.
         ShardwiseError: as for :func:`~shardwise.loading.from_pretrained.from_pretrained`.
     """
-    keywords = model_options(arguments, method)
+    keywords = model_options(arguments)
     keywords["tuning"] = tuning = build_tuning(arguments)
     if isinstance(tuning, Full):
         keywords["trained_dtype"] = "unchanged"  # TRL trains in the dtype that is loaded
@@ -135,19 +135,19 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_reference(arguments: TrlArguments, method: TrainMethod) -> PreTrainedModel | None:
+def load_reference(arguments: TrlArguments) -> PreTrainedModel | None:
     """Load the reference model of a preference training, sharded. None if TRL needs none. Collective: yes.
 
     TRL would load it whole on every rank. The reference of a LoRA is the model without it.
     """
-    if arguments.model.use_peft or method not in ("dpo", "kto"):
+    if arguments.model.use_peft or arguments.own.method not in ("dpo", "kto"):
         return None
-    return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments, method)))
+    return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments)))
 
 
 def load_base(arguments: TrlArguments) -> PreTrainedModel:
     """Load the base of many LoRAs, sharded and frozen, in bfloat16 if ``bf16`` is set. Collective: yes."""
-    options = model_options(arguments, "sft")
+    options = model_options(arguments)
     if arguments.training.bf16 and not arguments.model.dtype:
         options["dtype"] = "bfloat16"
     return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **options))
@@ -157,7 +157,7 @@ _HEAD: Final = tuple(f"{wrapper}{name}.*" for wrapper in ("", "*.") for name in 
 """Tensors of the head of a reward model, also inside PEFT's modules."""
 
 
-def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOptions:
+def model_options(arguments: TrlArguments) -> PretrainedOptions:
     model, training = arguments.model, arguments.training
     options: PretrainedOptions = {
         "sharding": _sharding(arguments.own),
@@ -168,7 +168,7 @@ def model_options(arguments: TrlArguments, method: TrainMethod) -> PretrainedOpt
     }
     if model.attn_implementation:
         options["attn_implementation"] = model.attn_implementation
-    if method == "reward":
+    if arguments.own.method == "reward":
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
             "config_overrides": {"num_labels": 1},
@@ -186,21 +186,18 @@ def _sharding(own: ShardwiseArguments) -> Sharding:
     """Return the sharding of the keys, or of the file ``accelerate_config``. Collective: yes, with replicas."""
     if own.accelerate_config:
         return Sharding.from_accelerate(trl_accelerate_config(own.accelerate_config))
-    wrap: WrapPolicy = "auto"
-    if own.transformer_layer_cls_to_wrap:
-        wrap = Classes(tuple(own.transformer_layer_cls_to_wrap))
-    elif own.min_num_params:
-        wrap = MinSize(own.min_num_params)
+    layers = own.transformer_layer_cls_to_wrap
+    wrap: WrapPolicy = Classes(tuple(layers)) if layers else "auto"
     offload = CPUOffloadPolicy() if own.cpu_offload else OffloadPolicy()
     return Sharding(mesh=make_replicated_mesh(own.dp_replicate_size), wrap=wrap, offload_policy=offload)
 
 
 def lora_config(arguments: TrlArguments) -> Any:
     """Return PEFT's config, or None."""
-    found: Any = get_peft_config(arguments.model)
-    if found is not None and isinstance(found.target_modules, str) and found.target_modules.isidentifier():
-        found.target_modules = {found.target_modules}  # TRL makes a pattern of a list of one name
-    return found
+    config: Any = get_peft_config(arguments.model)
+    if config is not None and isinstance(config.target_modules, str) and config.target_modules.isidentifier():
+        config.target_modules = {config.target_modules}  # TRL makes a pattern of a list of one name
+    return config
 
 
 def build_tuning(arguments: TrlArguments) -> Tuning:
@@ -218,17 +215,18 @@ def build_tuning(arguments: TrlArguments) -> Tuning:
     return Freeze(**options) if options else Full()
 
 
-def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
+def load_processor(arguments: TrlArguments) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
     Raises:
         ConfigError: it cannot be loaded, lacks ``eos_token``, or ``chat_template_path`` is not a template.
     """
-    own = arguments.own.tokenizer_name_or_path
-    name, revision = own or arguments.model.model_name_or_path, None if own else arguments.model.model_revision
-    kind = transformers.AutoTokenizer if method == "reward" else transformers.AutoProcessor
+    name, revision = arguments.own.tokenizer_name_or_path, None
+    if not name:
+        name, revision = arguments.model.model_name_or_path, arguments.model.model_revision
+    kind = transformers.AutoTokenizer if arguments.own.method == "reward" else transformers.AutoProcessor
     try:
-        found: Any = kind.from_pretrained(
+        processor: Any = kind.from_pretrained(
             name, revision=revision, trust_remote_code=arguments.training.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
@@ -241,18 +239,16 @@ def processing_class(arguments: TrlArguments, method: TrainMethod) -> Any:
             "tokens, which a sharded model cannot get. Save the template as a file"
         )
     if template:
-        found.chat_template = Path(template).read_text("utf-8")
+        processor.chat_template = Path(template).read_text("utf-8")
     if eos_token := getattr(arguments.training, "eos_token", None):
-        tokenizer = getattr(found, "tokenizer", found)
+        tokenizer = getattr(processor, "tokenizer", processor)
         if eos_token not in tokenizer.get_vocab():
             raise ConfigError(f"eos_token: {eos_token} is not in the vocabulary. Set another")
         tokenizer.eos_token = eos_token  # as TRL's trainers do, but before templates are rendered
-    return found
+    return processor
 
 
-def load_data(
-    arguments: TrlArguments, method: TrainMethod, processor: Any, local_rank: int
-) -> tuple[AnyDataset, AnyDataset | None]:
+def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple[AnyDataset, AnyDataset | None]:
     """Load rows for training and evaluation, tokenized if TRL has no masks for the chat template or their weights.
 
     Collective: yes.
@@ -262,35 +258,35 @@ def load_data(
     """
     script, training = arguments.script, arguments.training
     num_proc = getattr(training, "dataset_num_proc", None)
-    is_masked = method == "sft" and training.assistant_only_loss
+    is_masked = arguments.own.method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
-        found = dataset_loading.load(script, arguments.mixture, arguments.own.interleave, training.seed)
-        names = [
-            script.dataset_train_split,
-            *([script.dataset_test_split] if training.eval_strategy != "no" else []),
-        ]
+        splits = dataset_loading.load(script, arguments.mixture)
+        names = [script.dataset_train_split]
+        if training.eval_strategy != "no":
+            names.append(script.dataset_test_split)
         for name in names:
-            if name not in found:
+            if name not in splits:
                 raise ConfigError(
-                    f"{name}: is not a split of the dataset, which has {', '.join(found)}. Set "
+                    f"{name}: is not a split of the dataset, which has {', '.join(splits)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size"
                 )
-        if empty := [name for name in names if next(iter(found[name]), None) is None]:
-            raise ConfigError(f"{empty[0]}: has no rows. Check the dataset, or set another split")
-        datasets = [dataset_loading.as_messages(found[name], num_proc=num_proc) for name in names]
+            if next(iter(splits[name]), None) is None:
+                raise ConfigError(f"{name}: has no rows. Check the dataset, or set another split")
+        datasets = [dataset_loading.convert_to_messages(splits[name], num_proc=num_proc) for name in names]
         if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column")
         if is_masked and is_conversational(next(iter(datasets[0]))):
             template = _training_template(processor)
-            tokenizer = copy.copy(getattr(processor, "tokenizer", processor))
-            tokenizer.chat_template = template or processor.chat_template
-            if template is None or any(map(dataset_loading.has_weights, datasets)):
-                datasets = [dataset_loading.with_masks(one, tokenizer, num_proc=num_proc) for one in datasets]
+            if template is None or any(map(dataset_loading.needs_masks, datasets)):
+                # A copy: TRL's template is for these masks only, and is not saved with the model.
+                tokenizer = copy.copy(getattr(processor, "tokenizer", processor))
+                tokenizer.chat_template = template or processor.chat_template
+                datasets = [
+                    dataset_loading.tokenize_with_masks(one, tokenizer, num_proc=num_proc) for one in datasets
+                ]
                 training.assistant_only_loss = False  # TRL would require marks in the chat template
-            else:
-                datasets = [dataset_loading.with_rendered_calls(one, tokenizer) for one in datasets]
         if "input_ids" not in dataset_loading.get_column_names(datasets[0]):
-            datasets = [dataset_loading.checked_as_read(dataset, _text_field(training)) for dataset in datasets]
+            datasets = [dataset_loading.check_when_read(dataset, _text_field(training)) for dataset in datasets]
     return datasets[0], datasets[1] if len(datasets) > 1 else None
 
 
@@ -310,7 +306,6 @@ def _text_field(training: Any) -> str:
 
 def make_trainer(
     arguments: TrlArguments,
-    method: TrainMethod,
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
     processor: Any,
@@ -323,41 +318,35 @@ def make_trainer(
         ConfigError: TRL or transformers rejects a key or a row, or a required package is not installed. The same
             on every rank.
     """
+    method = arguments.own.method
     base = getattr(trl, _NAMES[method][1])
     # ShardwiseTrainer first: its methods override those of TRL and the Trainer, and call them by super().
-    kind = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
-    further: dict[str, Any] = {}
-    if reference is not None:
-        further["ref_model"] = reference
-    if method == "grpo":
-        further["reward_funcs"] = _reward_functions(arguments.script)
+    trainer_class = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
     train, test = data
-    patience = arguments.own.early_stopping_patience
-    # Kept until the block below, where it is raised on all ranks.
-    failure, made = None, None
+    keywords: dict[str, Any] = {"train_dataset": train, "eval_dataset": test, "processing_class": processor}
+    if reference is not None:
+        keywords["ref_model"] = reference
+    if method == "grpo":
+        keywords["reward_funcs"] = _import_reward_functions(arguments.script)
+    if patience := arguments.own.early_stopping_patience:
+        keywords["callbacks"] = [transformers.EarlyStoppingCallback(patience)]
+    # The failure of one rank is kept until the block below, which raises it on all ranks.
+    failure, trainer = None, None
     try:
         with dataset_loading.preparing_together(base, local_rank, data, _text_field(arguments.training)):
-            made = kind(
-                model=model,
-                args=arguments.training,
-                train_dataset=train,
-                eval_dataset=test,
-                processing_class=processor,
-                callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
-                **further,
-            )
+            trainer = trainer_class(model=model, args=arguments.training, **keywords)
     except ShardwiseError:
         raise
     except Exception as error:  # of TRL, a tracker, the hub: any, and maybe on the first rank only
         if is_out_of_memory(error) or is_collective_error(error):
-            raise
+            raise  # other ranks are in a collective of the model, and cannot meet in the block below
         failure = ConfigError(f"{method}: {redact(f'{base.__name__} cannot be created, {error}', '', {})}")
         failure.__cause__ = error
     with World.current(call="train") as world, world.collective("create the trainer"):
         if failure is not None:
             raise failure
-        _require_trainable_data(made, arguments)
-    return made
+        _require_trainable_data(trainer, arguments)
+    return trainer
 
 
 def _require_trainable_data(trainer: Any, arguments: TrlArguments) -> None:
@@ -371,16 +360,11 @@ def _require_trainable_data(trainer: Any, arguments: TrlArguments) -> None:
     for attribute, split in splits.items():
         if (dataset := getattr(trainer, attribute)) is not None:
             dataset_loading.require_trainable_rows(dataset, split, max_length)
-            embedded = dataset_loading.with_embedded_tokens(dataset, trainer.processing_class, trainer.model)
+            embedded = dataset_loading.require_embedded_tokens(dataset, trainer.processing_class, trainer.model)
             setattr(trainer, attribute, embedded)
 
 
-def tokens_seen(trainer: Any) -> int:
-    """Return the number of trained tokens of all ranks, as counted by TRL, or by the Trainer for GRPO."""
-    return int(getattr(trainer, "_total_train_tokens", 0) or trainer.state.num_input_tokens_seen)
-
-
-def _reward_functions(script: Any) -> list[Callable[..., Any]]:
+def _import_reward_functions(script: Any) -> list[Callable[..., Any]]:
     """Return the reward functions of names in ``trl.rewards`` and of import paths.
 
     Raises:
@@ -388,17 +372,17 @@ def _reward_functions(script: Any) -> list[Callable[..., Any]]:
     """
     if not script.reward_funcs:
         raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths")
-    sys.path.insert(0, os.getcwd())
-    found = []
+    sys.path.insert(0, os.getcwd())  # as TRL's own command does
+    functions = []
     for name in script.reward_funcs:
         try:
-            found.append(_naming_work(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")))
+            functions.append(_name_work(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")))
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
-    return found
+    return functions
 
 
-def _naming_work(function: Callable[..., Any]) -> Callable[..., Any]:
+def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reward function that tells other ranks when this rank is busy with it."""
     if inspect.iscoroutinefunction(function):  # TRL awaits it on another thread
         return function
@@ -427,18 +411,21 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         ConfigError: the configuration is rejected, or has no number of ranks.
         ShardwiseError: as for :func:`~shardwise.loading.estimate.plan`.
     """
+    if config.own.has_adapters:
+        raise ConfigError("adapters, sweep: many LoRAs are not estimated. docs/plan.md has what a bank needs")
     ranks = ranks or config.own.num_processes
     if not ranks:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")
     rows_per_example = 2 if config.method == "dpo" else 1
-    # Replicas are a mesh of this process's ranks in a training. Here there are no ranks.
+    # A training makes a mesh of its ranks for replicas. Here there are no ranks. So the configuration is parsed
+    # without replicas, and the plan gets the sizes of the mesh.
     replicas, fields = config.own.dp_replicate_size, dict[str, Any]()
     if config.own.accelerate_config:
         fields, replicas, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))
-    on_one = replace(config, own=replace(config.own, dp_replicate_size=1, accelerate_config=None))
-    arguments = parse(on_one)
+    without_mesh = replace(config, own=replace(config.own, dp_replicate_size=1, accelerate_config=None))
+    arguments = parse(without_mesh)
     training = arguments.training
-    loaded: Any = model_options(arguments, config.method)
+    loaded: Any = model_options(arguments)
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
@@ -448,8 +435,10 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         "max_length": getattr(training, "max_length", None) or 0,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "gradient_checkpointing": training.gradient_checkpointing,
-        "mixed_precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
+        "mixed_precision": "no",
     }
+    if training.bf16 or training.fp16:
+        options["mixed_precision"] = "bf16" if training.bf16 else "fp16"
     options |= placed
     if fields:
         options["sharding"] = Sharding(**fields)
@@ -457,11 +446,11 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         options["trained_dtype"] = "unchanged"
     if replicas > 1:
         options["mesh"] = {"replicate": replicas, "shard": max(ranks // replicas, 1)}
-    made = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
+    estimate = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
     notes = ["generation is not included"] if config.method == "grpo" else []
     if config.method in ("dpo", "kto") and isinstance(tuning, Full):
         notes = ["the reference model is not included: its weights and gathered groups are those of the model"]
-    estimate = made.training
-    if estimate is not None and estimate.largest_batch is not None:
-        estimate = replace(estimate, largest_batch=estimate.largest_batch // rows_per_example)
-    return replace(made, notes=(*made.notes, *notes), training=estimate)
+    step = estimate.training
+    if step is not None and step.largest_batch is not None:
+        step = replace(step, largest_batch=step.largest_batch // rows_per_example)
+    return replace(estimate, notes=(*estimate.notes, *notes), training=step)
