@@ -183,5 +183,3 @@ def test_folders_written_by_the_trainer_are_synced(tmp_path: Path) -> None:
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
     assert "checkpoint-3/shardwise.trainer.json" in last.files
-    trainer_runs.remove_but(run, 9)
-    assert list(run.iterdir()) == []
