@@ -70,13 +70,6 @@ def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
         vars(model)[_NAME] = partial(str, original_class(model).__name__)
 
 
-def remove_marks(model: PreTrainedModel) -> None:
-    """Remove the marks of :func:`add_marks`, except the one that FSDP2 manages the model, which it does."""
-    vars(model).pop(_MARK, None)
-    vars(model).pop(_NAME, None)
-    vars(model.config).pop(_CONFIG, None)
-
-
 def is_open(model: nn.Module) -> bool:
     """Return whether a model has the marks of :func:`add_marks`."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
