@@ -61,8 +61,7 @@ class Checkpointer:
 
     A context manager: :meth:`close` is called at the end.
 
-    A caller can expect the following sequence. The folder of a step is in one of the states of
-    :class:`~shardwise.checkpoints.folder.StepKind`.
+    A caller can expect the following sequence.
 
     1. ``Checkpointer(directory)``: the newest complete step is found. Nothing is created.
     2. :meth:`restore`, to resume: the values are copied into the training's tensors. :meth:`discard_after` before,
@@ -72,8 +71,8 @@ class Checkpointer:
        a. It waits for the save before, if that is in progress, and raises its failure.
        b. Ranks collect their states and compare them. They plan who writes what, or take the last plan if it fits.
        c. With ``"async"`` the state is copied to host memory.
-       d. The first rank locks the folder. Ranks write and sync their files: the folder of the step is LEFT.
-       e. The first rank puts ``.metadata`` in place: the folder is COMPLETE. Older ones are removed.
+       d. The first rank locks the folder. Ranks write and sync their files. The checkpoint is incomplete.
+       e. The first rank puts ``.metadata`` in place. The checkpoint is complete. Older ones are removed.
 
        With ``"async"``, :meth:`save` returns before d. Both steps then run on a thread, while the training
        continues, and one save at most is in progress.

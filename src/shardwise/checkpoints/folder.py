@@ -13,7 +13,6 @@ import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 
@@ -67,8 +66,40 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Return the steps with a complete checkpoint, in order."""
-    return list_steps(root, StepKind.COMPLETE)
+    """Return the steps with a complete checkpoint, in order.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    folders = _step_folders(root)
+    return [step for step, path in folders.items() if _is_file(path / METADATA) and _is_file(path / HEADER)]
+
+
+def incomplete_steps(root: Path) -> list[int]:
+    """Return the steps with an incomplete checkpoint, or an empty folder, in order.
+
+    A folder with the ``.metadata`` of another writer is in neither list: it is not read, and not removed.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    return [step for step, path in _step_folders(root).items() if not _is_file(path / METADATA)]
+
+
+def _step_folders(root: Path) -> dict[int, Path]:
+    """Return the folders ``step-N`` by step, in order. Links are not followed."""
+    folders: dict[int, Path] = {}
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                name = _STEP.fullmatch(entry.name)
+                if name and entry.is_dir(follow_symlinks=False):
+                    folders[int(name[1])] = Path(entry.path)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}. Check the folder") from error
+    return dict(sorted(folders.items()))
 
 
 def find_latest(root: Path) -> int | None:
@@ -93,40 +124,6 @@ def is_complete_folder(folder: Path) -> bool:
         )
     except (OSError, FormatError):
         return False
-
-
-class StepKind(Enum):
-    """Content of the folder of a step."""
-
-    COMPLETE = "a complete checkpoint"
-    LEFT = "an incomplete checkpoint, or nothing"
-    FOREIGN = "a checkpoint in torch's format, without our header"
-
-
-def list_steps(root: Path, kind: StepKind) -> list[int]:
-    """Return the steps whose folders are of this kind, in order. Links are not followed.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
-    found: list[int] = []
-    try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                name = _STEP.fullmatch(entry.name)
-                if name and entry.is_dir(follow_symlinks=False) and _get_kind(Path(entry.path)) is kind:
-                    found.append(int(name[1]))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}. Check the folder") from error
-    return sorted(found)
-
-
-def _get_kind(folder: Path) -> StepKind:
-    if not _is_file(folder / METADATA):
-        return StepKind.LEFT
-    return StepKind.COMPLETE if _is_file(folder / HEADER) else StepKind.FOREIGN
 
 
 def _is_file(path: Path) -> bool:
@@ -164,7 +161,7 @@ def remove_left(root: Path) -> None:
     Raises:
         StorageError: a file cannot be removed.
     """
-    for step in list_steps(root, StepKind.LEFT):
+    for step in incomplete_steps(root):
         remove_incomplete(root, step)
 
 
@@ -273,17 +270,15 @@ def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
         StorageError: there is no complete checkpoint.
     """
     steps = steps_in(root)
-    left, foreign = list_steps(root, StepKind.LEFT), list_steps(root, StepKind.FOREIGN)
+    incomplete = incomplete_steps(root)
     if requested is not None:
         if requested in steps:
             return requested, ()
         saved = f"Saved steps: {', '.join(map(str, steps))}" if steps else "There is none"
-        cause = " (one was begun there, and never completed)" if requested in left else ""
-        cause = " (one is there that no Checkpointer saved)" if requested in foreign else cause
+        cause = " (one was begun there, and never completed)" if requested in incomplete else ""
         raise StorageError(f"{root}: no complete checkpoint of step {requested}{cause}. {saved}")
     if not steps:
-        cause = f"; step {left[-1]} was begun and never completed" if left else ""
-        cause += f"; that of step {foreign[-1]} was not saved by a Checkpointer" if foreign else ""
+        cause = f"; step {incomplete[-1]} was begun and never completed" if incomplete else ""
         raise StorageError(
             f"{root}: no complete checkpoint{cause}. Start the training from the beginning, or pass another folder"
         )
@@ -422,7 +417,7 @@ def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
         return open_folder(folder)
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None
-    if not (steps := steps_in(folder) or list_steps(folder, StepKind.LEFT)):
+    if not (steps := steps_in(folder) or incomplete_steps(folder)):
         return None
     # The newest one, even if a restore would skip it because files are missing: verify is to report that.
     return open_checkpoint(folder, resolve(folder, steps[-1])[0])
