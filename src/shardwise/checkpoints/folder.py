@@ -236,13 +236,13 @@ class OpenCheckpoint:
             reader.require(file, start, stop)
 
     def _describe(self, file: str, start: int, stop: int) -> str:
-        found = [
+        keys = [
             key
             for key, entry in self.index.entries.items()
             if entry.file == file and entry.start < stop and entry.stop > start
         ]
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        return f"{found[0]}{more}" if found else "a value"
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        return f"{keys[0]}{more}" if keys else "a value"
 
     @cached_property
     def expressions(self) -> dict[str, Expression]:
@@ -257,8 +257,8 @@ class OpenCheckpoint:
     @property
     def components(self) -> set[str]:
         """Names of the components in addition to the model."""
-        found = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
-        return found | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
+        components = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
+        return components | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
 
 
 def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
@@ -325,20 +325,20 @@ def open_folder(folder: Path) -> OpenCheckpoint:
         if stop > content_nbytes(header.files[file]):
             raise FormatError(f"{folder}/{METADATA}: names the checksums of {file}. It is damaged")
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
-    unknown = [path for path in shapes if not _is_of_tensor(path)]
-    if unknown := [*unknown, *(path for path in metadata.objects if not _is_of_value(path))]:
+    unknown = [path for path in shapes if not _is_tensor_path(path)]
+    if unknown := [*unknown, *(path for path in metadata.objects if not _is_value_path(path))]:
         raise FormatError(f"{folder}/{METADATA}: has {'.'.join(unknown[0])}, which no checkpoint of shardwise has")
     return OpenCheckpoint(folder, header, index, metadata.objects, shapes)
 
 
-def _is_of_tensor(path: KeyPath) -> bool:
+def _is_tensor_path(path: KeyPath) -> bool:
     match path:
         case ("model", _) | ("optimizer", "state", _, _):
             return True
     return False
 
 
-def _is_of_value(path: KeyPath) -> bool:
+def _is_value_path(path: KeyPath) -> bool:
     match path:
         case ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
             return True
@@ -356,16 +356,16 @@ def _read_limited(reader: LocalReader, file: str, max_nbytes: int) -> bytes:
 
 def _require_size(reader: LocalReader, file: str, nbytes: int) -> None:
     try:
-        found = reader.size(file)
+        size = reader.size(file)
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise FormatError(
                 f"{reader.root}/{file}: is missing. Copy it there too, or restore another checkpoint"
             ) from error
         raise
-    if found != nbytes:
+    if size != nbytes:
         raise FormatError(
-            f"{reader.root}/{file}: has {found} bytes, and {nbytes} were written. It is damaged: copy it again, or "
+            f"{reader.root}/{file}: has {size} bytes, and {nbytes} were written. It is damaged: copy it again, or "
             "restore another checkpoint"
         )
 
@@ -394,7 +394,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     header = opened.header
     components = ", ".join(["model", *sorted(opened.components)])
     with opened.reader() as reader:
-        compared, damaged = len(reader.blocks), _damaged(reader)
+        compared, damaged = len(reader.blocks), _find_damaged(reader)
     return ReopenReport(
         checkpoint=str(opened.folder),
         files=len(header.files),
@@ -423,13 +423,13 @@ def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
     return open_checkpoint(folder, resolve(folder, steps[-1])[0])
 
 
-def _damaged(reader: CheckedReader) -> tuple[str, ...]:
+def _find_damaged(reader: CheckedReader) -> tuple[str, ...]:
     """Return the names of damaged blocks."""
-    found: list[tuple[str, int]] = []
+    damaged: list[tuple[str, int]] = []
 
     def compare(block: tuple[str, int], _: None) -> None:
         if not reader.is_sound(*block):
-            found.append(block)
+            damaged.append(block)
 
     WorkerPool(compare, [None] * reader.policy.concurrency).run(reader.blocks)
-    return tuple(reader.block_name(*block) for block in sorted(found))
+    return tuple(reader.block_name(*block) for block in sorted(damaged))
