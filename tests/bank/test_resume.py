@@ -401,7 +401,7 @@ def test_a_base_whose_values_were_replaced_is_refused_unless_it_is_allowed(base,
     assert told.base.startswith("another, as allowed (of 24 tensors sampled, 1 differ")
     bank.load_state_dict("same", state, on_other_base=Ignore(only=("values",)))
     change(next(tmp_path.glob("adapter_training.*")), base={"identity": "{}"})
-    with pytest.raises(shardwise.core.errors.FormatError, match="holds no identity of a base"):
+    with pytest.raises(shardwise.core.errors.FormatError, match="has no valid identity of the base model"):
         bank.load("forged", tmp_path, schedule=stepped)
 
 

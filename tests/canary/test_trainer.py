@@ -1,7 +1,6 @@
 """The meaning of unexported names of transformers' Trainer and of TRL."""
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from shardwise.integrations import trainer_compat as compat  # noqa: E402
 
 
 @pytest.fixture
-def model() -> Iterator[Any]:
+def model() -> Any:
     made = tiny.model()
     compat.add_marks(made, 2, by_fsdp=True)
-    yield made
-    compat.remove_marks(made)
+    return made
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
@@ -54,9 +52,6 @@ def test_gradients_are_put_off_by_the_models_own_switch(model: Any, tmp_path: Pa
 def test_the_mark_is_not_saved(model: Any, tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     assert "distributed_config" not in (tmp_path / "config.json").read_text()
-    compat.remove_marks(model)
-    assert not compat.is_open(model)
-    assert getattr(model.config, "distributed_config", None) is None
 
 
 def test_parameters_that_are_averaged_are_identified_by_a_mark() -> None:

@@ -26,7 +26,7 @@ from shardwise.options import StateOptions
 CALLS = {
     "meta": ("ShardingError", "are on meta and have no values"),
     "no state_dict": ("ConfigError", "data is a object, which has no state_dict and load_state_dict"),
-    "no plain data": ("ConfigError", "data.rank_0: holds something other than plain data"),
+    "no plain data": ("ConfigError", "data.rank_0: its state_dict has a value that torch.load"),
     "no json": ("ConfigError", "user: is not JSON"),
     "other optimizer": ("ShardingError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
@@ -49,7 +49,7 @@ def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
 
 @pytest.mark.parametrize("value", [b"", 2**3000])
 def test_values_that_torch_does_not_load_are_refused(value):
-    with pytest.raises(shardwise.ConfigError, match="x: holds something other than plain data"):
+    with pytest.raises(shardwise.ConfigError, match="x: its state_dict has a value that torch.load"):
         header_module.to_pickle({"a": [value]}, "x")
 
 
@@ -108,8 +108,8 @@ def test_an_argument_that_cannot_be_honoured(tmp_path, make, text):
     ("given", "text"),
     [
         ({"model": None}, "model is a NoneType. Pass a module"),
-        ({"optimizers": None}, "optimizers is a NoneType. Pass an optimizer"),
-        ({"optimizers": ["x"]}, "optimizers is a list. Pass an optimizer"),
+        ({"optimizers": None}, "optimizers is a NoneType. Pass torch.optim.Optimizer"),
+        ({"optimizers": ["x"]}, "optimizers is a list. Pass torch.optim.Optimizer"),
     ],
 )
 def test_a_state_of_other_things(given, text):
@@ -131,7 +131,7 @@ MISFITS = {
     "other optimizer": ("KeyMismatchError", "optimizers: saved by torch.optim.AdamW, and there is torch.optim.SGD"),
     "no optimizer": ("KeyMismatchError", "unexpected 1     optimizers"),
     "scaler": ("KeyMismatchError", "missing 1        scaler"),
-    "other schedule": ("KeyMismatchError", "schedulers: what is stored is not of a StepLR"),
+    "other schedule": ("KeyMismatchError", "schedulers: the stored state is not of a StepLR"),
     "schedule of more groups": ("KeyMismatchError", "of a LambdaLR (its base_lrs does not fit the one here"),
     "other model": ("KeyMismatchError", "missing 2        0.weight"),
     "dtype": ("KeyMismatchError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
@@ -256,15 +256,15 @@ DAMAGE = {
     "no ranks": "has an invalid value: step or world_size",
     "a tensor for a value": "rng.x, which no checkpoint of shardwise has",
     "no checksums": "has an invalid value: files",
-    "newer": "is of version 2, and this shardwise reads 1",
+    "newer": "has version 2, and this shardwise reads 1",
     "other step": "is of step 4",
     "pickle": "pathlib",
     "climbing": "refused",
     "other names": "schedulerz, which no checkpoint of shardwise has",
-    "object": r"is not what was written|are not what was written",
-    "seal": r"shardwise.checkpoint.json: is not what was written",
-    "no seal": r"shardwise.checkpoint.json: is not what was written",
-    "checksums": "__1_0.distcp: its checksums are not what was written",
+    "object": r"does not match its checksum|do not match the header",
+    "seal": r"shardwise.checkpoint.json: does not match its checksum",
+    "no seal": r"shardwise.checkpoint.json: does not match its checksum",
+    "checksums": "__1_0.distcp: its checksums do not match the header",
     "names checksums": ".metadata: names the checksums of __0_0.distcp",
     "other checksums": "has an invalid value: files",
 }

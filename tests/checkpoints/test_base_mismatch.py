@@ -146,7 +146,7 @@ def test_a_checkpoint_without_the_identity_of_its_base_is_damaged(base, tmp_path
     del content["sha256"]
     for identity, message in (
         (None, "has an invalid value: base"),
-        ({"config": {}, "samples": {"x": "float32 gg"}}, "holds no identity of a base"),
+        ({"config": {}, "samples": {"x": "float32 gg"}}, "has no valid identity of the base model"),
     ):
         content["base"] = identity
         file.write_text(json.dumps({**content, "sha256": header._seal(content)}))

@@ -66,7 +66,7 @@ def test_damage_is_named_alike_on_all_ranks(worlds, run, tmp_path, size, way):
         assert errors == found[0][0]
         for (kind, text), (file, position) in zip(errors, places, strict=True):
             assert kind == "FormatError"
-            assert "is not what was written" in text
+            assert "does not match its checksum" in text
             start, stop = map(int, re.search(rf"bytes (\d+)\.\.(\d+) of {re.escape(file)}", text).groups())
             assert start <= position < stop
             assert "model." in text or "optimizer.state." in text
@@ -78,7 +78,7 @@ def test_a_model_that_is_brought_up_from_it_is_compared_too(worlds, tmp_path):
     worlds(2).run(on_ranks.save_pretrained_run, str(base), str(run))
     for errors, report in worlds(3).run(on_ranks.restore_damaged, str(run), tensor_places(run, 2), "", str(base)):
         assert [kind for kind, _ in errors] == ["FormatError"] * len(errors)
-        assert all("is not what was written" in text for _, text in errors)
+        assert all("does not match its checksum" in text for _, text in errors)
         assert report["checked_bytes"]
 
 

@@ -293,6 +293,8 @@ def test_the_plain_switches_keep_the_users_own_value(mine):
 
 SCRIPT = """\
 import json, sys, torch
+from shardwise.integrations import accelerate
+accelerate().install()
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -319,12 +321,12 @@ def main(checkpoint, rows, out):
 
 main(*sys.argv[1:])
 """
-"""A script that knows nothing of shardwise."""
+"""A script that uses shardwise in its first lines only."""
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path):
+def test_accelerate_launch_runs_a_script_with_the_switch(qwen3, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "fsdp.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nnum_machines: 1\n"
@@ -339,7 +341,7 @@ def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path):
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(tmp_path / "fsdp.yaml"), "--main_process_port", "0"),
-        *("-m", "shardwise.integrations.accelerated", str(tmp_path / "script.py"), qwen3),
+        *(str(tmp_path / "script.py"), qwen3),
         *(str(tmp_path / "rows.pt"), str(out)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -359,20 +361,3 @@ def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path):
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
     assert accelerating.furthest(found["losses"], expected) <= 1e-6
-
-
-def test_the_runner_runs_a_script_and_a_module_under_the_switch(tmp_path, monkeypatch, capsys):
-    from shardwise.integrations import accelerated
-
-    words = "print(sys.argv, hasattr(accelerate.Accelerator.prepare, '__wrapped__'))"
-    words = f"import sys, accelerate\n{words}"
-    (tmp_path / "script.py").write_text(words)
-    monkeypatch.setattr(sys, "argv", ["before"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    accelerated.main([str(tmp_path / "script.py"), "--lr", "1"])
-    assert capsys.readouterr().out == f"['{tmp_path / 'script.py'}', '--lr', '1'] True\n"
-    monkeypatch.syspath_prepend(tmp_path)
-    accelerated.main(["-m", "script", "x"])
-    assert capsys.readouterr().out.endswith("'x'] True\n")
-    with pytest.raises(SystemExit, match="usage"):
-        accelerated.main(["-m"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.torture.libraries import accelerated, save_by_accelerate
 
+import shardwise
 from shardwise import ConfigError
 
 
@@ -17,3 +18,19 @@ def test_a_second_optimizer_is_refused_by_name(tmp_path):
                 call(str(tmp_path / folder))
         assert int(model.steps) == 2
     assert not (tmp_path / "two").exists()
+
+
+def test_one_process_without_fsdp_does_not_load_a_state_of_fsdp(tmp_path):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    save_by_accelerate(str(tmp_path / "one"), 1, tmp_path)
+    try:
+        with (
+            shardwise.integrations.accelerate(),
+            pytest.raises(ConfigError, match="was saved under FSDP, and this accelerator runs one process"),
+        ):
+            Accelerator(cpu=True).load_state(str(tmp_path / "one"))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

@@ -52,18 +52,15 @@ def test_models(two: LocalRanks, folder: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_patches_are_removed(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
-    """And an adapter is saved by us meanwhile, not by PEFT, which has copies of what is elsewhere."""
-    found = agreed(two, refusing.patched, str(folder), str(tmp_path / "saved"))
+def test_a_marked_model_is_saved_here(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    """Not by PEFT, whose copies of modules would be stale."""
+    found = agreed(two, refusing.marked, str(folder), str(tmp_path / "saved"))
     assert found["same"]
     assert found["opened"]
-    assert found["closed"]
-    assert found["left"] == {"outer": [], "inner": []}
-    assert found["config"] == []
     assert found["tensor parallel"] is None, "PEFT takes 1 for tensor parallelism"
-    assert "save_pretrained(push_to_hub)" in found["refused"]
-    assert "save_pretrained: the model is sharded. Call shardwise.save(" in found["refused afterwards"]
+    assert "save_pretrained: the model is sharded. Call shardwise.save(" in found["refused before"]
     assert (tmp_path / "saved" / "gathered0").is_dir(), "transformers saves on the first rank"
+    assert "save_pretrained(push_to_hub)" in found["refused"]
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
@@ -183,5 +180,3 @@ def test_folders_written_by_the_trainer_are_synced(tmp_path: Path) -> None:
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
     assert "checkpoint-3/shardwise.trainer.json" in last.files
-    trainer_runs.remove_but(run, 9)
-    assert list(run.iterdir()) == []

@@ -113,9 +113,6 @@ def test_the_losses_of_a_new_lora_with_a_reference_are_those_of_trl(
     [alone] = run_world(1, by_trl, theirs, adapter)
     assert len(set(alone)) == 3
     assert losses(2, values) == pytest.approx(alone, abs=1e-5)
-    card = (folder / f"new-{kind}-{len(further)}-2" / "README.md").read_text("utf-8")
-    assert "library_name: peft" in card
-    assert f"fine-tuned version of `{folder / model}`" in card
 
 
 def test_grpo_of_a_full_model_trains_on_two_ranks_as_on_one(folder: Path) -> None:

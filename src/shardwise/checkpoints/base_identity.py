@@ -68,16 +68,12 @@ class BaseIdentity:
         Raises:
             FormatError: the JSON is not an identity.
         """
-        config, samples = (
-            (values.get("config"), values.get("samples")) if isinstance(values, dict) else (None, None)
-        )
-        if (
-            isinstance(config, dict)
-            and isinstance(samples, dict)
-            and all(isinstance(text, str) and _SAMPLE.fullmatch(text) for text in samples.values())
-        ):
-            return cls(config, samples)
-        raise FormatError(f"{what}: holds no identity of a base. It is corrupt. Take another checkpoint")
+        match values:
+            case {"config": dict() as config, "samples": dict() as samples} if all(
+                isinstance(text, str) and _SAMPLE.fullmatch(text) for text in samples.values()
+            ):
+                return cls(config, samples)
+        raise FormatError(f"{what}: has no valid identity of the base model. Restore another checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +97,33 @@ def compare_bases(
     ``on_other_base`` may allow "config", "shapes" and "values". Keys that only one config has, as another version
     of transformers does, and values in another dtype are not compared.
     """
-    pairs = {
-        name: (text.split(), current.samples[name].split())
-        for name, text in sorted(saved.samples.items())
-        if name in current.samples
-    }
+    pairs: dict[str, tuple[list[str], list[str]]] = {}  # [dtype, fingerprint] as saved, and now
+    for name in sorted(saved.samples.keys() & current.samples.keys()):
+        pairs[name] = saved.samples[name].split(), current.samples[name].split()
     cast = {name: (old[0], new[0]) for name, (old, new) in pairs.items() if old[0] != new[0]}
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     notes: list[str] = []
     if settings := list(_list_differences(saved.config, current.config)):
-        found["config"] = _first_item(settings, "; ")
+        differences["config"] = _join_first(settings, "; ")
     if not are_shapes_same:
+        # Samples of tensors of another shape are of other elements, so their fingerprints say nothing.
         dtypes = [f"{name} was {old}, is {new}" for name, (old, new) in cast.items()]
-        found["shapes"] = "frozen parameters have other names or shapes"
-        found["shapes"] += f": {_first_item(dtypes, '; ')}" if dtypes else ""
+        differences["shapes"] = "frozen parameters have other names or shapes"
+        differences["shapes"] += f": {_join_first(dtypes, '; ')}" if dtypes else ""
     else:
         if values := [name for name, (old, new) in pairs.items() if name not in cast and old != new]:
-            found["values"] = f"of {len(pairs)} tensors sampled, {len(values)} differ: {_first_item(values, ', ')}"
+            shown = _join_first(values, ", ")
+            differences["values"] = f"of {len(pairs)} tensors sampled, {len(values)} differ: {shown}"
         notes.append(f"samples of {len(pairs) - len(cast)} tensors compared")
         if cast:
             old, new = next(iter(cast.values()))
             notes.append(f"values of {len(cast)} not compared: their dtype was {old}, and is {new}")
-    refused = tuple(f"{what}: {text}" for what, text in found.items() if not allows(on_other_base, what))
-    verdict = f"another, as allowed ({'; '.join(found.values())})" if found else "nothing differs"
+    refused = tuple(f"{what}: {text}" for what, text in differences.items() if not allows(on_other_base, what))
+    verdict = f"another, as allowed ({'; '.join(differences.values())})" if differences else "nothing differs"
     return BaseMatch(refused, "; ".join([verdict, *notes]))
 
 
-def _first_item(items: Sequence[str], separator: str) -> str:
+def _join_first(items: Sequence[str], separator: str) -> str:
     more = [f"and {len(items) - _MAX_SHOWN} more"] if len(items) > _MAX_SHOWN else []
     return separator.join([*items[:_MAX_SHOWN], *more])
 
@@ -162,11 +158,11 @@ def _base_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def select_base(held: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
+def select_base(tensors: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
     """Return the parameters that a checkpoint with these tensors does not store."""
     return [
         item
-        for item in held
+        for item in tensors
         if item.kind is TensorKind.PARAMETER
         and item.fqn not in stored
         and "lora_" not in item.fqn  # a second adapter, such as a reference, is not part of the base
@@ -209,16 +205,17 @@ class BaseSamples:
         for item in chosen:
             shape = item.tensor.shape
             limit = _CORNER if len(shape) > 1 else _CORNER**2
+            # A parameter (8, 4096, 64) is sampled as (1, 16, 16), a vector (4096,) as (256,).
             sizes = (*(1 for _ in shape[:-2]), *(min(size, limit) for size in shape[-2:]))
             corner = Box((0,) * len(sizes), sizes)
             numels[item.fqn] = corner.numel
             weights = word_weights()[: corner.numel].reshape(sizes)
-            held = () if item.tensor.is_meta else local_boxes(item.tensor, item.fqn)
-            for placed in held:
-                if box := placed.box.intersect(corner):
-                    at = tuple(slice(a, a + size) for a, size in zip(box.offsets, box.sizes, strict=True))
-                    view = strided_view(local_tensor(item.tensor), locate_box(box, held))
-                    local[item.fqn, box] = view.view(_INTEGER_BY_SIZE[view.element_size()]), weights[at]
+            shards = () if item.tensor.is_meta else local_boxes(item.tensor, item.fqn)
+            for shard in shards:
+                if box := shard.box.intersect(corner):
+                    slices = tuple(slice(a, a + size) for a, size in zip(box.offsets, box.sizes, strict=True))
+                    view = strided_view(local_tensor(item.tensor), locate_box(box, shards))
+                    local[item.fqn, box] = view.view(_INTEGER_BY_SIZE[view.element_size()]), weights[slices]
         dtypes = {item.fqn: str(item.tensor.dtype).removeprefix("torch.") for item in chosen}
         return cls(base_config(model), dtypes, numels, local)
 
@@ -227,16 +224,15 @@ class BaseSamples:
         kinds: dict[tuple[object, ...], list[tuple[str, Box]]] = {}
         for key, (view, _) in self.local.items():
             kinds.setdefault((view.shape, view.dtype, view.device), []).append(key)
-        found: Fingerprints = {}
-        for keys in kinds.values():  # at once: few kernels, and one copy
+        fingerprints: Fingerprints = {}
+        for keys in kinds.values():  # samples of one shape at once: few kernels, and one copy to the host
+            # (samples, elements of each)
             words = torch.stack([self.local[key][0] for key in keys]).reshape(len(keys), -1).cpu().numpy()
             weights = np.stack([self.local[key][1] for key in keys]).reshape(words.shape)
             totals = np.add.reduce(words.view(f"<u{words.itemsize}").astype(np.uint64) * weights, axis=1)
-            found |= {
-                (name, box.offsets, box.sizes): total
-                for (name, box), total in zip(keys, totals.tolist(), strict=True)
-            }
-        return found
+            for (name, box), total in zip(keys, totals.tolist(), strict=True):
+                fingerprints[name, box.offsets, box.sizes] = total
+        return fingerprints
 
     def identity(self, by_rank: Sequence[Fingerprints]) -> BaseIdentity:
         """Return the identity of a base from the fingerprints of all ranks. Collective: no.
@@ -244,7 +240,9 @@ class BaseSamples:
         Raises:
             RankMismatchError: ranks have different bases.
         """
-        by_box = {key: total for own in by_rank for key, total in own.items()}  # replicas count once
+        by_box: Fingerprints = {}
+        for fingerprints in by_rank:
+            by_box |= fingerprints  # boxes of replicas are equal, and count once
         totals, numels = dict.fromkeys(self.dtypes, 0), dict.fromkeys(self.dtypes, 0)
         for (name, _, sizes), total in by_box.items():
             if name not in totals:

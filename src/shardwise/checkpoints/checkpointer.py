@@ -55,8 +55,7 @@ class Checkpointer:
 
     A context manager: :meth:`close` is called at the end.
 
-    A caller can expect the following sequence. The folder of a step is in one of the states of
-    :class:`~shardwise.checkpoints.folder.StepKind`.
+    A caller can expect the following sequence.
 
     1. ``Checkpointer(directory)``: the newest complete step is found. Nothing is created.
     2. :meth:`restore`, to resume: the values are copied into the training's tensors. :meth:`discard_after` before,
@@ -66,8 +65,8 @@ class Checkpointer:
        a. It waits for the save before, if that is in progress, and raises its failure.
        b. Ranks collect their states and compare them. They plan who writes what, or take the last plan if it fits.
        c. With ``"async"`` the state is copied to host memory.
-       d. The first rank locks the folder. Ranks write and sync their files: the folder of the step is LEFT.
-       e. The first rank puts ``.metadata`` in place: the folder is COMPLETE. Older ones are removed.
+       d. The first rank locks the folder. Ranks write and sync their files. The checkpoint is incomplete.
+       e. The first rank puts ``.metadata`` in place. The checkpoint is complete. Older ones are removed.
 
        With ``"async"``, :meth:`save` returns before d. Both steps then run on a thread, while the training
        continues, and one save at most is in progress.
@@ -132,11 +131,7 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Return the newest step whose checkpoint has no missing or truncated file, or None. Collective: yes."""
         with self._world("latest") as world:
-            with world.broadcast("find the latest checkpoint") as exchange:
-                if world.rank == 0:
-                    exchange.local = folder.find_latest(self._root)
-            step: int | None = exchange.result
-            return step
+            return self._find_latest(world)
 
     @torch.no_grad()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
@@ -181,7 +176,7 @@ class Checkpointer:
             if background is not None:
                 renew_thread_pool()
                 self._in_progress = step, self._executor.submit(write.write_in_background, background, job)
-            stack.pop_all()
+            stack.pop_all()  # the thread closes its world
         return job.report
 
     def wait(self) -> CheckpointReport | None:
@@ -240,21 +235,18 @@ class Checkpointer:
         Every error is the same on every rank. Mismatches are reported before anything is changed.
         """
         self.wait()
-        self._plan = None
+        self._plan = None  # a restore may replace tensors, and the plan has views of the former ones
         consent = Consent(on_missing, on_mismatched, on_unexpected, on_other_base)
-        given = {"on_missing": on_missing, "on_unexpected": on_unexpected}
-        given |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
+        kwargs = {"on_missing": on_missing, "on_unexpected": on_unexpected}
+        kwargs |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
             with world.collective("check the options"):
-                check_options(get_hints(Checkpointer.restore), given)
+                check_options(get_hints(Checkpointer.restore), kwargs)
                 _require_state(state)
             call = repr((step, consent, self._only))
             world.require_equal(call, "the list of arguments (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, consent, self._options)
-            with world.broadcast("find the latest checkpoint") as exchange:
-                if world.rank == 0:
-                    exchange.local = folder.find_latest(self._root)
-            self._newest = exchange.result
+            self._newest = self._find_latest(world)
         return report
 
     def discard_after(self, step: int) -> list[int]:
@@ -275,10 +267,7 @@ class Checkpointer:
                 if world.rank == 0:
                     exchange.local = folder.remove_after(self._root, step)
             removed: list[int] = exchange.result
-            with world.broadcast("find the latest checkpoint") as exchange:
-                if world.rank == 0:
-                    exchange.local = folder.find_latest(self._root)
-            self._newest = exchange.result
+            self._newest = self._find_latest(world)
         return removed
 
     def close(self) -> None:
@@ -314,10 +303,18 @@ class Checkpointer:
         group, timeouts = self._options.process_group, self._options.timeouts
         return World.current(group, timeouts, purpose=purpose, call=f"Checkpointer.{call}")
 
+    def _find_latest(self, world: World) -> int | None:
+        """Return the newest step without missing or truncated files. Collective: yes."""
+        with world.broadcast("find the latest checkpoint") as exchange:
+            if world.rank == 0:
+                exchange.local = folder.find_latest(self._root)
+        step: int | None = exchange.result
+        return step
+
     def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on the content of the checkpoint. Collective: yes."""
         with clock.phase("collect"):
-            contents, (alike, data, base, mismatched) = self._collect(world, clock, step, state)
+            contents, (equal_generators, data, base, mismatched) = self._collect(world, clock, step, state)
             collected = contents.collected
         with clock.phase("plan"), gc_disabled():
             if self._plan is None or mismatched is None:
@@ -333,7 +330,7 @@ class Checkpointer:
             holds=describe_selection(self._only),
             adapter=adapter_settings(collected.model, self._only),
             others=collected.others,
-            alike=alike,
+            equal_generators=equal_generators,
             data=data,
             user=contents.user,
             optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in collected.bounds],

@@ -34,22 +34,22 @@ class Comparison:
         faults: names of the tensors and components that do not match, by kind.
     """
 
-    def __init__(self, consent: Consent, wanted: set[str], stored: set[str]) -> None:
+    def __init__(self, consent: Consent, current: set[str], stored: set[str]) -> None:
         self.model: dict[str, str] = {}
-        self.components = wanted & stored
+        self.components = current & stored
         self.faults: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
-        self._tolerance = consent
+        self._consent = consent
         self._refused: dict[str, list[str]] = {kind: [] for kind in self.faults}
-        for component in sorted(wanted - stored):
+        for component in sorted(current - stored):
             self.add("missing", component)
-        for component in sorted(stored - wanted):
+        for component in sorted(stored - current):
             self.add("unexpected", component)
 
     def add(self, kind: str, name: str, sentence: str = "") -> None:
         """Record that a tensor, or a component, does not match."""
         self.faults[kind].append(name)
         self.components.discard(name)
-        if not allows(getattr(self._tolerance, kind), name):
+        if not allows(getattr(self._consent, kind), name):
             self._refused[kind].append(sentence or name)
 
     def raise_refused(self, head: str) -> None:
@@ -73,29 +73,36 @@ def compare(
         KeyMismatchError: the checkpoint does not match. The message counts all faults.
         FormatError: the checkpoint is damaged.
     """
-    sequences = {"optimizers": state.all_optimizers, "schedulers": state.all_schedulers}
-    wanted = {"rng", *(component for component, items in sequences.items() if items)}
-    wanted |= {component for component in ("scaler", "data") if getattr(state, component) is not None}
-    found = Comparison(consent, wanted, opened.components)
-    _compare_model(opened, collected, found)
-    matched, schedulers = found.components, state.all_schedulers
-    if "schedulers" in matched and (fault := _check_schedulers(schedulers, common["schedulers",])):
-        found.add("mismatched", "schedulers", f"schedulers: {fault}")
-    if "optimizers" in found.components:
-        stored = _settings(opened, collected, common["optimizer", "param_groups"])
+    present = {
+        "optimizers": bool(state.all_optimizers),
+        "schedulers": bool(state.all_schedulers),
+        "scaler": state.scaler is not None,
+        "data": state.data is not None,
+        "rng": True,
+    }
+    current = {component for component, is_present in present.items() if is_present}
+    comparison = Comparison(consent, current, opened.components)
+    _compare_model(opened, collected, comparison)
+    if "schedulers" in comparison.components and (
+        fault := _check_schedulers(state.all_schedulers, common["schedulers",])
+    ):
+        comparison.add("mismatched", "schedulers", f"schedulers: {fault}")
+    if "optimizers" in comparison.components:
+        stored = _get_settings(opened, collected, common["optimizer", "param_groups"])
         if faults := list_differences(by_parameter(collected.bounds), stored):
-            found.add("mismatched", "optimizers", f"optimizers: {'; '.join(faults)}")
+            comparison.add("mismatched", "optimizers", f"optimizers: {'; '.join(faults)}")
         elif REDUCED in common and (fault := _check_reduced(opened, collected, common[REDUCED], world_size)):
-            found.add(
+            comparison.add(
                 "mismatched", "optimizers", f"optimizer: its 8-bit, 4-bit or factored state was saved {fault}"
             )
     saved = opened.header.world_size
-    if "data" in found.components and opened.header.data == "each" and saved != world_size:
+    if "data" in comparison.components and opened.header.data == "each" and saved != world_size:
         sentence = f"data: a position for each of {saved} ranks, and now there are {world_size}"
-        found.add("mismatched", "data", sentence)
-    found.raise_refused(f"{opened.folder} does not fit:")
-    found.components.add("model")
-    return found
+        comparison.add("mismatched", "data", sentence)
+    # All faults are collected first, so that one error has them.
+    comparison.raise_refused(f"{opened.folder} does not fit:")
+    comparison.components.add("model")
+    return comparison
 
 
 def _check_reduced(opened: OpenCheckpoint, collected: CollectedState, layout: Any, world_size: int) -> str | None:
@@ -139,49 +146,49 @@ def require_same_tuning(
         raise KeyMismatchError(f"{opened.folder}: belongs to another base model:\n  {faults}\n{ALLOW_OTHER_BASE}")
 
 
-def _compare_model(opened: OpenCheckpoint, collected: CollectedState, found: Comparison) -> None:
+def _compare_model(opened: OpenCheckpoint, collected: CollectedState, comparison: Comparison) -> None:
     """Match each stored tensor of the model with a key of the checkpoint."""
     keys = opened.model
     stored = {item.key: item for item in opened.index.tensors()}
     for fqn, item in collected.stored.items():
         names = [name for name in item.names if name in keys]
         if not names:
-            found.add("missing", fqn)
+            comparison.add("missing", fqn)
             continue
         tensor, shape, dtype = stored[keys[names[0]]], tuple(item.tensor.shape), in_memory(item.tensor.dtype)
         if tensor.shape != shape or tensor.dtype is not dtype:
             sentence = f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {shape} {dtype.label}"
-            found.add("mismatched", fqn, sentence)
+            comparison.add("mismatched", fqn, sentence)
         elif len(names) > 1:
             sentence = f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}"
-            found.add("mismatched", fqn, sentence)
+            comparison.add("mismatched", fqn, sentence)
         else:
-            found.model[fqn] = keys[names[0]]
-    known = {name for item in collected.stored.values() for name in item.names}
+            comparison.model[fqn] = keys[names[0]]
+    expected = {name for item in collected.stored.values() for name in item.names}
     for name in keys:
-        if name not in known:
-            found.add("unexpected", name)
+        if name not in expected:
+            comparison.add("unexpected", name)
 
 
-def _settings(
+def _get_settings(
     opened: OpenCheckpoint, collected: CollectedState, groups: Any
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the class of the optimizer that each parameter had, and the parameter's settings, by FQN."""
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
-        raise FormatError(f"{opened.folder}: its optimizers have no groups of parameters. It is damaged")
+        raise FormatError(f"{opened.folder}: its optimizers have no param_groups. It is damaged")
     classes = [name for name, count in opened.header.optimizers for _ in range(min(count, len(groups)))]
     if len(classes) != len(groups):
         raise FormatError(
-            f"{opened.folder}: has {len(groups)} groups of optimizers of unknown class. It is damaged"
+            f"{opened.folder}: has {len(groups)} param_groups, and optimizers for {len(classes)}. It is damaged"
         )
-    first = {name: item.fqn for item in collected.held for name in item.names}
-    return {
-        first.get(name, name): (kind, group)
-        for kind, group in zip(classes, groups, strict=True)
-        for name in map(str, group["params"])
-    }
+    fqns = {name: item.fqn for item in collected.model_tensors for name in item.names}
+    settings: dict[str, tuple[str, dict[str, Any]]] = {}
+    for optimizer_class, group in zip(classes, groups, strict=True):
+        for name in map(str, group["params"]):
+            settings[fqns.get(name, name)] = optimizer_class, group
+    return settings
 
 
 def _check_schedulers(schedulers: Sequence[Stateful], stored: Any) -> str | None:
@@ -190,5 +197,5 @@ def _check_schedulers(schedulers: Sequence[Stateful], stored: Any) -> str | None
         return f"{len(stored) if isinstance(stored, list) else 'no list'} stored, there are {len(schedulers)}"
     for scheduler, state in zip(schedulers, stored, strict=True):
         if fault := scheduler_mismatch(scheduler.state_dict(), state):
-            return f"what is stored is not of a {type(scheduler).__name__} ({fault})"
+            return f"the stored state is not of a {type(scheduler).__name__} ({fault})"
     return None

@@ -13,7 +13,6 @@ import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 
@@ -67,8 +66,40 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Return the steps with a complete checkpoint, in order."""
-    return list_steps(root, StepKind.COMPLETE)
+    """Return the steps with a complete checkpoint, in order.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    folders = _step_folders(root)
+    return [step for step, path in folders.items() if _is_file(path / METADATA) and _is_file(path / HEADER)]
+
+
+def incomplete_steps(root: Path) -> list[int]:
+    """Return the steps with an incomplete checkpoint, or an empty folder, in order.
+
+    A folder with the ``.metadata`` of another writer is in neither list: it is not read, and not removed.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    return [step for step, path in _step_folders(root).items() if not _is_file(path / METADATA)]
+
+
+def _step_folders(root: Path) -> dict[int, Path]:
+    """Return the folders ``step-N`` by step, in order. Links are not followed."""
+    folders: dict[int, Path] = {}
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                name = _STEP.fullmatch(entry.name)
+                if name and entry.is_dir(follow_symlinks=False):
+                    folders[int(name[1])] = Path(entry.path)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}. Check the folder") from error
+    return dict(sorted(folders.items()))
 
 
 def find_latest(root: Path) -> int | None:
@@ -93,40 +124,6 @@ def is_complete_folder(folder: Path) -> bool:
         )
     except (OSError, FormatError):
         return False
-
-
-class StepKind(Enum):
-    """Content of the folder of a step."""
-
-    COMPLETE = "a complete checkpoint"
-    LEFT = "an incomplete checkpoint, or nothing"
-    FOREIGN = "a checkpoint in torch's format, without our header"
-
-
-def list_steps(root: Path, kind: StepKind) -> list[int]:
-    """Return the steps whose folders are of this kind, in order. Links are not followed.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
-    found: list[int] = []
-    try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                name = _STEP.fullmatch(entry.name)
-                if name and entry.is_dir(follow_symlinks=False) and _get_kind(Path(entry.path)) is kind:
-                    found.append(int(name[1]))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}. Check the folder") from error
-    return sorted(found)
-
-
-def _get_kind(folder: Path) -> StepKind:
-    if not _is_file(folder / METADATA):
-        return StepKind.LEFT
-    return StepKind.COMPLETE if _is_file(folder / HEADER) else StepKind.FOREIGN
 
 
 def _is_file(path: Path) -> bool:
@@ -164,7 +161,7 @@ def remove_left(root: Path) -> None:
     Raises:
         StorageError: a file cannot be removed.
     """
-    for step in list_steps(root, StepKind.LEFT):
+    for step in incomplete_steps(root):
         remove_incomplete(root, step)
 
 
@@ -239,13 +236,13 @@ class OpenCheckpoint:
             reader.require(file, start, stop)
 
     def _describe(self, file: str, start: int, stop: int) -> str:
-        found = [
+        keys = [
             key
             for key, entry in self.index.entries.items()
             if entry.file == file and entry.start < stop and entry.stop > start
         ]
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        return f"{found[0]}{more}" if found else "a value"
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        return f"{keys[0]}{more}" if keys else "a value"
 
     @cached_property
     def expressions(self) -> dict[str, Expression]:
@@ -260,8 +257,8 @@ class OpenCheckpoint:
     @property
     def components(self) -> set[str]:
         """Names of the components in addition to the model."""
-        found = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
-        return found | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
+        components = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
+        return components | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
 
 
 def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
@@ -273,17 +270,15 @@ def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
         StorageError: there is no complete checkpoint.
     """
     steps = steps_in(root)
-    left, foreign = list_steps(root, StepKind.LEFT), list_steps(root, StepKind.FOREIGN)
+    incomplete = incomplete_steps(root)
     if requested is not None:
         if requested in steps:
             return requested, ()
         saved = f"Saved steps: {', '.join(map(str, steps))}" if steps else "There is none"
-        cause = " (one was begun there, and never completed)" if requested in left else ""
-        cause = " (one is there that no Checkpointer saved)" if requested in foreign else cause
+        cause = " (one was begun there, and never completed)" if requested in incomplete else ""
         raise StorageError(f"{root}: no complete checkpoint of step {requested}{cause}. {saved}")
     if not steps:
-        cause = f"; step {left[-1]} was begun and never completed" if left else ""
-        cause += f"; that of step {foreign[-1]} was not saved by a Checkpointer" if foreign else ""
+        cause = f"; step {incomplete[-1]} was begun and never completed" if incomplete else ""
         raise StorageError(
             f"{root}: no complete checkpoint{cause}. Start the training from the beginning, or pass another folder"
         )
@@ -330,20 +325,20 @@ def open_folder(folder: Path) -> OpenCheckpoint:
         if stop > content_nbytes(header.files[file]):
             raise FormatError(f"{folder}/{METADATA}: names the checksums of {file}. It is damaged")
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
-    unknown = [path for path in shapes if not _is_of_tensor(path)]
-    if unknown := [*unknown, *(path for path in metadata.objects if not _is_of_value(path))]:
+    unknown = [path for path in shapes if not _is_tensor_path(path)]
+    if unknown := [*unknown, *(path for path in metadata.objects if not _is_value_path(path))]:
         raise FormatError(f"{folder}/{METADATA}: has {'.'.join(unknown[0])}, which no checkpoint of shardwise has")
     return OpenCheckpoint(folder, header, index, metadata.objects, shapes)
 
 
-def _is_of_tensor(path: KeyPath) -> bool:
+def _is_tensor_path(path: KeyPath) -> bool:
     match path:
         case ("model", _) | ("optimizer", "state", _, _):
             return True
     return False
 
 
-def _is_of_value(path: KeyPath) -> bool:
+def _is_value_path(path: KeyPath) -> bool:
     match path:
         case ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
             return True
@@ -361,16 +356,16 @@ def _read_limited(reader: LocalReader, file: str, max_nbytes: int) -> bytes:
 
 def _require_size(reader: LocalReader, file: str, nbytes: int) -> None:
     try:
-        found = reader.size(file)
+        size = reader.size(file)
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise FormatError(
                 f"{reader.root}/{file}: is missing. Copy it there too, or restore another checkpoint"
             ) from error
         raise
-    if found != nbytes:
+    if size != nbytes:
         raise FormatError(
-            f"{reader.root}/{file}: has {found} bytes, and {nbytes} were written. It is damaged: copy it again, or "
+            f"{reader.root}/{file}: has {size} bytes, and {nbytes} were written. It is damaged: copy it again, or "
             "restore another checkpoint"
         )
 
@@ -399,7 +394,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     header = opened.header
     components = ", ".join(["model", *sorted(opened.components)])
     with opened.reader() as reader:
-        compared, damaged = len(reader.blocks), _damaged(reader)
+        compared, damaged = len(reader.blocks), _find_damaged(reader)
     return ReopenReport(
         checkpoint=str(opened.folder),
         files=len(header.files),
@@ -422,19 +417,19 @@ def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
         return open_folder(folder)
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None
-    if not (steps := steps_in(folder) or list_steps(folder, StepKind.LEFT)):
+    if not (steps := steps_in(folder) or incomplete_steps(folder)):
         return None
     # The newest one, even if a restore would skip it because files are missing: verify is to report that.
     return open_checkpoint(folder, resolve(folder, steps[-1])[0])
 
 
-def _damaged(reader: CheckedReader) -> tuple[str, ...]:
+def _find_damaged(reader: CheckedReader) -> tuple[str, ...]:
     """Return the names of damaged blocks."""
-    found: list[tuple[str, int]] = []
+    damaged: list[tuple[str, int]] = []
 
     def compare(block: tuple[str, int], _: None) -> None:
         if not reader.is_sound(*block):
-            found.append(block)
+            damaged.append(block)
 
     WorkerPool(compare, [None] * reader.policy.concurrency).run(reader.blocks)
-    return tuple(reader.block_name(*block) for block in sorted(found))
+    return tuple(reader.block_name(*block) for block in sorted(damaged))

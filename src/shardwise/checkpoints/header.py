@@ -40,7 +40,7 @@ class CheckpointHeader:
         holds: "everything", or "adapter NAME" for that adapter and all other trained parameters.
         adapter: settings of the adapter's config that affect its output. None without an adapter.
         others: digest of names and shapes of the model's tensors that are not stored.
-        alike: random generators whose state was the same on all ranks.
+        equal_generators: random generators whose state was the same on all ranks. In the file ``alike``.
         data: "none", "one" position for all ranks, or "each" rank its own.
         user: JSON of the user.
         optimizers: class of each optimizer and the number of its parameter groups.
@@ -55,7 +55,7 @@ class CheckpointHeader:
     holds: str
     adapter: dict[str, Any] | None
     others: str
-    alike: list[str]
+    equal_generators: list[str]
     data: str
     user: dict[str, Any]
     optimizers: list[list[Any]]
@@ -66,6 +66,7 @@ class CheckpointHeader:
 
     def to_bytes(self) -> bytes:
         content = {"kind": _KIND, "version": _VERSION, **asdict(self)}
+        content["alike"] = content.pop("equal_generators")
         return json.dumps({**content, _SEAL: _seal(content)}, indent=1).encode()
 
     @classmethod
@@ -76,20 +77,21 @@ class CheckpointHeader:
             FormatError: it is not the header of a checkpoint, or is damaged.
         """
         try:
-            found = json.loads(content) if len(content) <= MAX_HEADER_BYTES else None
+            values = json.loads(content) if len(content) <= MAX_HEADER_BYTES else None
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or found.get("kind") != _KIND:
+            values = None
+        if not isinstance(values, dict) or values.get("kind") != _KIND:
             raise FormatError(f"{what}: is not a checkpoint of shardwise, or is damaged. Pass another folder")
-        if found.get("version") != _VERSION:
+        if values.get("version") != _VERSION:
             raise FormatError(
-                f"{what}: is of version {found.get('version')!r}, and this shardwise reads {_VERSION}. Take the "
+                f"{what}: has version {values.get('version')!r}, and this shardwise reads {_VERSION}. Use the "
                 "version of shardwise that wrote it"
             )
-        if found.pop(_SEAL, None) != _seal(found):
-            raise FormatError(f"{what}: is not what was written. It is damaged, or was changed by hand")
+        if values.pop(_SEAL, None) != _seal(values):
+            raise FormatError(f"{what}: does not match its checksum. It is damaged, or was changed by hand")
         try:
-            header = cls(**{item.name: found[item.name] for item in fields(cls)})
+            values["equal_generators"] = values["alike"]
+            header = cls(**{item.name: values[item.name] for item in fields(cls)})
             if header.base is not None:
                 header = replace(header, base=BaseIdentity.from_dict(header.base, what))
             for name, kind in get_type_hints(cls).items():
@@ -136,11 +138,11 @@ def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         ConfigError: it is not JSON.
     """
-    given: object = {} if user is None else user
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"user is a {type(given).__name__}. Pass a mapping from strings to JSON values")
+    values: object = {} if user is None else user
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(f"user is a {type(values).__name__}. Pass a mapping from strings to JSON values")
     try:
-        plain = json.loads(json.dumps(dict(given)))
+        plain = json.loads(json.dumps(dict(values)))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"user: is not JSON: {error}. Pass strings, numbers, lists and dicts") from error
     assert isinstance(plain, dict)
@@ -164,8 +166,8 @@ def to_pickle(value: object, what: str) -> bytes:
     except Exception as error:  # pickle raises errors of many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{what}: holds something other than plain data ({reason}). Have its state_dict return dicts, lists, "
-            "tuples, strings, numbers, bytes and tensors"
+            f"{what}: its state_dict has a value that torch.load(weights_only=True) does not read ({reason}). "
+            "Return dicts, lists, tuples, strings, numbers, bytes and tensors"
         ) from error
     return buffer.getvalue()
 
@@ -185,9 +187,9 @@ def _is_plain(value: object) -> bool:
 
 def compute_digest(value: object) -> str:
     """Return a digest that is equal for equal values. Objects that are not plain data count by their class."""
-    found = hashlib.sha256()
-    _digest(value, found)
-    return found.hexdigest()[:32]
+    sha256 = hashlib.sha256()
+    _digest(value, sha256)
+    return sha256.hexdigest()[:32]
 
 
 def _on_cpu(value: Any) -> Any:
@@ -248,8 +250,8 @@ class BlockSums:
     def add(self, start: int, content: memoryview) -> None:
         """Add bytes that are written at byte ``start`` of the file."""
         for block, first, (chunk,) in _cut(start, [content], BLOCK_BYTES):
-            found = fingerprint(chunk, first - block * BLOCK_BYTES)
-            self._sums[block] = (self._sums[block] + found) % MODULUS
+            self._sums[block] += fingerprint(chunk, first - block * BLOCK_BYTES)
+            self._sums[block] %= MODULUS
 
     def to_bytes(self) -> bytes:
         return b"".join(value.to_bytes(_SUM_BYTES, "little") for value in self._sums)
@@ -295,6 +297,7 @@ class CheckedReader(LocalReader):
             for block, first, chunks in _cut(at, run, BLOCK_BYTES):
                 if (first, first + sum(chunk.nbytes for chunk in chunks)) == self._span(file, block):
                     self._compare(file, block, chunks)
+                # A part of a block has no checksum of its own: the whole block is read once more, and compared.
                 elif (file, block) not in self._sound:
                     self._read_block(file, block)
 
@@ -335,11 +338,10 @@ class CheckedReader(LocalReader):
         for chunk in chunks:
             total += fingerprint(chunk, at)
             at += chunk.nbytes
-        sums = self._get_sums(file)
-        found = (total % MODULUS).to_bytes(_SUM_BYTES, "little")
-        if found != sums[block * _SUM_BYTES : (block + 1) * _SUM_BYTES]:
+        expected = self._get_sums(file)[block * _SUM_BYTES : (block + 1) * _SUM_BYTES]
+        if (total % MODULUS).to_bytes(_SUM_BYTES, "little") != expected:
             raise FormatError(
-                f"{self.root}: {self.block_name(file, block)} is not what was written: the disk or a copy "
+                f"{self.root}: {self.block_name(file, block)} does not match its checksum: the disk or a copy "
                 "has damaged it. Do not use what has been restored of it, restore another checkpoint"
             )
         self._sound.add((file, block))
@@ -350,8 +352,8 @@ class CheckedReader(LocalReader):
             super().read_vectored(file, self._content[file], [content])
             if digest(bytes(content)) != self._digests[file]:
                 raise FormatError(
-                    f"{self.root}/{file}: its checksums are not what was written. The file is damaged: restore "
-                    "another checkpoint"
+                    f"{self.root}/{file}: its checksums do not match the header. It is damaged: restore another "
+                    "checkpoint"
                 )
             self._sums[file] = bytes(content)
         return self._sums[file]
@@ -359,13 +361,13 @@ class CheckedReader(LocalReader):
 
 def gaps(runs: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
     """Return the ranges of ``nbytes`` bytes that no run covers."""
-    found: list[tuple[int, int]] = []
+    uncovered: list[tuple[int, int]] = []
     position = 0
     for start, stop in [*sorted(runs), (nbytes, nbytes)]:
         if start > position:
-            found.append((position, start))
+            uncovered.append((position, start))
         position = max(position, stop)
-    return found
+    return uncovered
 
 
 def _cut(start: int, buffers: Sequence[memoryview], size: int) -> Iterator[tuple[int, int, list[memoryview]]]:

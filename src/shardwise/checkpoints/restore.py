@@ -104,7 +104,7 @@ def restore(
             with world.collective("restore components"):
                 notes = _restore_components(opened, state, plan, world)
     collected, matched, fitting = plan.collected, plan.matched, plan.fitting
-    held = [item.fqn for item in collected.held if item.kind.is_saved]
+    fqns = [item.fqn for item in collected.model_tensors if item.kind.is_saved]
     return RestoreReport(
         rank=world.rank,
         world_size=world.size,
@@ -116,7 +116,7 @@ def restore(
         restored=tuple(component for component in _COMPONENTS if component in matched.components),
         model=tuple(matched.model),
         optimizers=tuple(key.label for key in targets),
-        not_stored=tuple(fqn for fqn in held if fqn not in collected.stored),
+        not_stored=tuple(fqn for fqn in fqns if fqn not in collected.stored),
         missing=(*matched.faults["missing"], *(fitting.missing if fitting else ())),
         unexpected=(*matched.faults["unexpected"], *(fitting.unexpected if fitting else ())),
         mismatched=(*matched.faults["mismatched"], *(fitting.matched.mismatched if fitting else ())),
@@ -142,7 +142,7 @@ def _plan(
     """Compare the checkpoint with the current training. Collective: yes."""
     with world.collective("collect the state"):
         collected = collect_state(state, only)
-    require_alike_models(world, collected.held, collected.bounds)
+    require_alike_models(world, collected.model_tensors, collected.bounds)
     with world.broadcast("read the common values") as exchange:
         if world.rank == 0:
             exchange.local = _common_values(reader, opened)
@@ -168,11 +168,11 @@ def _read_tensors(
     """
     collected = plan.collected
     tensors = {key: collected.stored[fqn].tensor for fqn, key in plan.matched.model.items()}
-    optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
-    if any(item.tensor.is_meta for item in collected.held):
+    optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
+    if any(item.tensor.is_meta for item in collected.model_tensors):
         executor.read_bytes += _materialize(world, opened, executor.reader, collected, plan.matched, options)
-        optimizers = _rebound(collected)
-        tensors = {}
+        optimizers = _rebind(collected)
+        tensors = {}  # the load has filled them
     targets: dict[Key, torch.Tensor] = {}
     if plan.fitting is not None:
         with world.collective("find the tensors to restore"):
@@ -206,33 +206,33 @@ class NonTensorValues:
 
     Attributes:
         common: state that is equal on all ranks, and the first rank's random generators.
-        own: this rank's position in the data ("data"), its generators ("rng"), and its reduced optimizer state
+        local: this rank's position in the data ("data"), its generators ("rng"), and its reduced optimizer state
             ("optimizers"), if the checkpoint has them for this rank.
     """
 
     common: Mapping[KeyPath, Any]
-    own: Mapping[str, Any]
+    local: Mapping[str, Any]
 
 
 def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPath, Any]:
-    names = {"optimizer", "schedulers", "scaler"}
-    return {
-        path: _read_value(reader, opened, path)
-        for path in opened.objects
-        if (path[0] in names and (path[:2] != REDUCED[:2] or path == REDUCED)) or path == ("rng", "rank_0")
-    }
+    paths = [REDUCED, ("rng", "rank_0"), ("schedulers",), ("scaler",)]
+    values: dict[KeyPath, Any] = {}
+    for path in opened.objects:
+        if path in paths or (path[0] == "optimizer" and path[1] != "reduced"):
+            values[path] = _read_value(reader, opened, path)
+    return values
 
 
 def _local_values(reader: CheckedReader, opened: OpenCheckpoint, world: World) -> dict[str, Any]:
     opened.require_gaps(reader, world.rank, world.size)
-    own = f"rank_{world.rank}"
+    rank = f"rank_{world.rank}"
     paths: dict[str, KeyPath] = {}
     if opened.header.world_size == world.size:
-        paths["rng"] = "rng", own
+        paths["rng"] = "rng", rank
         if REDUCED in opened.objects:
-            paths["optimizers"] = *REDUCED[:2], own
+            paths["optimizers"] = *REDUCED[:2], rank
         if opened.header.data == "each":
-            paths["data"] = "data", own
+            paths["data"] = "data", rank
     if opened.header.data == "one":
         paths["data"] = "data", "rank_0"
     return {component: _read_value(reader, opened, path) for component, path in paths.items()}
@@ -250,7 +250,7 @@ def _restore_components(
     if "scaler" in components and state.scaler is not None:
         state.scaler.load_state_dict(values.common["scaler",])
     if "data" in components and state.data is not None:
-        state.data.load_state_dict(values.own["data"])
+        state.data.load_state_dict(values.local["data"])
         is_common = opened.header.data == "one"
         notes["data"] = "one position for all ranks" if is_common else "each rank's own position"
     if "rng" in components:
@@ -260,13 +260,14 @@ def _restore_components(
 
 def _restore_generators(opened: OpenCheckpoint, values: NonTensorValues, world: World) -> str:
     header, what = opened.header, f"{opened.folder}: rng"
-    if "rng" in values.own:
-        missing = restore_generators(values.own["rng"], what)
+    if "rng" in values.local:
+        missing = restore_generators(values.local["rng"], what)
         note = "every rank continues with its own random state"
     else:
-        missing = seed_generators(values.common["rng", "rank_0"], header.alike, world.rank, world.size, what)
-        alike = f"{', '.join(header.alike)}: as saved, alike on all ranks; others: " if header.alike else ""
-        note = f"{alike}seeded anew, as there were {header.world_size} ranks, and are {world.size}"
+        equal = header.equal_generators
+        missing = seed_generators(values.common["rng", "rank_0"], equal, world.rank, world.size, what)
+        note = f"{', '.join(equal)}: as saved, equal on all ranks; others: " if equal else ""
+        note += f"seeded anew, as there were {header.world_size} ranks, and are {world.size}"
     return note + (f"; not on this machine: {', '.join(missing)}" if missing else "")
 
 
@@ -282,7 +283,7 @@ def _match_optimizers(
     consent: Consent,
 ) -> OptimizerMatch:
     """Match the stored optimizer state with the current optimizers. Collective: yes."""
-    optimizers = OptimizerTargets.from_optimizers(collected.held, collected.bounds)
+    optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
     with world.collective("read the optimizer state"):
         parsed = _optimizer_state(opened, executor, optimizers, common)
     stored = {
@@ -301,17 +302,18 @@ def _optimizer_state(
     for path, value in common.items():
         if path[:2] == ("optimizer", "state"):
             values.setdefault(path[2], {})[path[3]] = value
-    numbers: list[tuple[KeyPath, Expression]] = []
+    scalars: list[KeyPath] = []
+    reads: list[tuple[Expression, Box, torch.dtype]] = []
     for path, shape in opened.shapes.items():
         if path[0] == "model":
             continue
-        if Box.whole(shape).numel == 1:
-            numbers.append((path, opened.expressions[dcp_key(path)]))
+        dtype, box = _get_dtype(opened, path), Box.whole(shape)
+        if box.numel == 1:  # a step count, which decides how the state matches, so its value is needed now
+            scalars.append(path)
+            reads.append((opened.expressions[dcp_key(path)], box, dtype))
         else:
-            dtype = _get_dtype(opened, path)
             values.setdefault(path[2], {})[path[3]] = torch.empty(shape, dtype=dtype, device="meta")
-    wanted = [(item, Box.whole(item.shape), _get_dtype(opened, path)) for path, item in numbers]
-    for (path, _), value in zip(numbers, executor.read_values(wanted), strict=True):
+    for path, value in zip(scalars, executor.read_values(reads), strict=True):
         values.setdefault(path[2], {})[path[3]] = value
     groups = common["optimizer", "param_groups"]
     return read({"state": values, "param_groups": groups}, optimizers.first_names, optimizers.shapes)
@@ -330,7 +332,7 @@ def _restore_optimizers(
         return []
     with world.collective("bind the optimizer"):
         without_state = plan.fitting.bind(optimizers, targets)
-        _restore_reduced(optimizers, plan.values.own.get("optimizers", {}))
+        _restore_reduced(optimizers, plan.values.local.get("optimizers", {}))
     return without_state
 
 
@@ -340,10 +342,8 @@ def _restore_reduced(
     """Set the optimizer state that belongs to this rank alone."""
     for fqn, entries in values.items():
         if fqn in optimizers.optimizer_indices:
-            optimizer, parameter = (
-                optimizers.bounds[optimizers.optimizer_indices[fqn]].optimizer,
-                optimizers.parameters[fqn],
-            )
+            optimizer = optimizers.bounds[optimizers.optimizer_indices[fqn]].optimizer
+            parameter = optimizers.parameters[fqn]
             for entry, inner in entries.items():
                 optimizer.state[parameter][entry] = rebuild_state_tensor(optimizer, parameter, entry, inner)
 
@@ -351,11 +351,11 @@ def _restore_reduced(
 # Reading into the model and the optimizers
 
 
-def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, wanted: Mapping[str, torch.Tensor]) -> None:
+def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and check that every element was read."""
     items = [
         ReadItem(key, opened.expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
-        for key, tensor in wanted.items()
+        for key, tensor in tensors.items()
     ]
     arrangement = plan_reads(
         items,
@@ -365,13 +365,13 @@ def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, wanted: Mapping[s
         executor.world.rank / executor.world.size,
     )
     before = dict(executor.written)
-    executor.place(arrangement, [local_tensor(wanted[item.fqn]) for item in arrangement.items])
+    executor.place(arrangement, [local_tensor(tensors[item.fqn]) for item in arrangement.items])
     for item in items:
-        held = sum(component.box.numel for component in item.boxes)
+        expected = sum(component.box.numel for component in item.boxes)
         count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)
-        if count != held:
+        if count != expected:
             raise StorageError(
-                f"{item.fqn}: {count} of {held} elements were read. Do not use the model, restore again"
+                f"{item.fqn}: {count} of {expected} elements were read. Do not use the model, restore again"
             )
 
 
@@ -385,24 +385,23 @@ def _materialize(
 ) -> int:
     """Materialize and fill a model on meta, like a load. Return the bytes read. Collective: yes."""
     model = collected.model
-
     source = OpenSource(opened.index, reader, {}, is_own=False)
     with world.collective("plan the load"):
-        on_meta = [item.fqn for item in collected.held if item.tensor.is_meta and item.kind.is_saved]
+        on_meta = [item.fqn for item in collected.model_tensors if item.tensor.is_meta and item.kind.is_saved]
         absent = [fqn for fqn in on_meta if fqn not in matched.model]
         if absent:
             raise ShardingError(
                 f"{len(absent)} tensors of the model, such as {absent[0]}, are on meta, and the checkpoint does "
-                "not hold them. Bring the model up with its weights first"
+                "not have them. Load the model with its weights first"
             )
-        offers = {fqn: (opened.expressions[key],) for fqn, key in matched.model.items()}
+        expressions = {fqn: (opened.expressions[key],) for fqn, key in matched.model.items()}
         as_load = LoadOptions(
             budget_bytes=options.budget_bytes,
             progress=False,
             process_group=options.process_group,
             timeouts=options.timeouts,
         )
-        load = prepare_load(world, model, source, LoadRequest(Bindings(offers), options=as_load))
+        load = prepare_load(world, model, source, LoadRequest(Bindings(expressions), options=as_load))
     report = execute_load(world, model, source, load, Clock())
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is not None:
@@ -410,16 +409,16 @@ def _materialize(
     return report.read_bytes
 
 
-def _rebound(collected: CollectedState) -> OptimizerTargets:
+def _rebind(collected: CollectedState) -> OptimizerTargets:
     """Give the optimizers the parameters that took the place of those on meta."""
-    held = collect_tensors(collected.model)
-    parameters = {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)}
+    model_tensors = collect_tensors(collected.model)
+    parameters = {item.fqn: item.tensor for item in model_tensors if isinstance(item.tensor, nn.Parameter)}
     for bound in collected.bounds:
         tensors, scalars = dict(bound.tensors), dict(bound.scalars)
         bound.unbind()
         bound.rebind(parameters, tensors, scalars)
         bound.tensors = tensors
-    return OptimizerTargets.from_optimizers(held, collected.bounds)
+    return OptimizerTargets.from_optimizers(model_tensors, collected.bounds)
 
 
 def _read_value(reader: StorageReader, opened: OpenCheckpoint, path: KeyPath) -> Any:

@@ -37,13 +37,13 @@ class Agreement(NamedTuple):
     """Result of a comparison of all ranks' states.
 
     Attributes:
-        alike: the random generators in the same state on all ranks.
+        equal_generators: names of the random generators in the same state on all ranks.
         data: "none", "one" or "each", for data positions.
         base: identity of the base of an adapter.
         mismatched: groups of ranks whose replicas differ. None unless all ranks can reuse the plan.
     """
 
-    alike: list[str]
+    equal_generators: list[str]
     data: str
     base: BaseIdentity | None
     mismatched: frozenset[ReplicaGroup] | None
@@ -51,10 +51,10 @@ class Agreement(NamedTuple):
 
 def require_same_calls(world: World, summaries: Sequence[StateSummary]) -> None:
     """Raise :class:`RankMismatchError` if ranks passed different arguments."""
-    if odd := world.find_mismatched([item.call for item in summaries]):
+    if mismatched := world.find_mismatched([item.call for item in summaries]):
         raise RankMismatchError(
             "the list of arguments (step, keep, mode, only) on rank "
-            f"{odd.text} is not that of rank {world.global_ranks[0]}. Make the same call on all ranks"
+            f"{mismatched.text} is not that of rank {world.global_ranks[0]}. Make the same call on all ranks"
         )
 
 
@@ -64,19 +64,26 @@ def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequ
     Raises:
         RankMismatchError: optimizers have different settings, or some ranks only have a data position.
     """
-    if odd := world.find_mismatched([item.settings for item in summaries]):
-        own, first = (", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (odd.first, 0))
-        raise RankMismatchError(
-            f"the settings of the optimizers on rank {odd.text} are not those of rank {world.global_ranks[0]} "
-            f"(learning rates {own} against {first}), because their schedules differ. Give all ranks the same "
-            "settings"
+    if mismatched := world.find_mismatched([item.settings for item in summaries]):
+        rates, expected = (
+            ", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (mismatched.first, 0)
         )
-    generators = summaries[0].random
-    alike = [name for name in generators if all(item.random.get(name) == generators[name] for item in summaries)]
+        raise RankMismatchError(
+            f"the settings of the optimizers on rank {mismatched.text} are not those of rank "
+            f"{world.global_ranks[0]} (learning rates {rates} against {expected}), because their schedules differ. "
+            "Give all ranks the same settings"
+        )
+    first = summaries[0].random
+    equal_generators = [name for name in first if all(item.random.get(name) == first[name] for item in summaries)]
     positions = {item.data for item in summaries}
-    data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
-    if "" in positions and data != "none":
+    if positions == {""}:
+        data = "none"
+    elif "" in positions:
         raise RankMismatchError("some ranks have a position in the data and others none. Give all ranks theirs")
+    else:
+        data = "one" if len(positions) == 1 else "each"
     base = samples.identity([item.base for item in summaries]) if samples else None
     digests = [item.replicas for item in summaries if item.replicas is not None]
-    return Agreement(alike, data, base, find_mismatched_groups(digests) if len(digests) == len(summaries) else None)
+    # Without the digests of one rank nothing is known: all ranks plan anew, and compare then.
+    groups = find_mismatched_groups(digests) if len(digests) == len(summaries) else None
+    return Agreement(equal_generators, data, base, groups)

@@ -75,13 +75,15 @@ class TrainState:
     user: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.optimizers
+        optimizers: object = self.optimizers
         if not isinstance(self.model, nn.Module):
             raise ConfigError(f"model is a {type(self.model).__name__}. Pass a module of torch")
-        if not isinstance(given, (Optimizer, Sequence)) or not all(
+        if not isinstance(optimizers, (Optimizer, Sequence)) or not all(
             isinstance(item, Optimizer) for item in self.all_optimizers
         ):
-            raise ConfigError(f"optimizers is a {type(given).__name__}. Pass an optimizer of torch, or several")
+            raise ConfigError(
+                f"optimizers is a {type(optimizers).__name__}. Pass torch.optim.Optimizer, one or several"
+            )
 
     @property
     def all_optimizers(self) -> tuple[Optimizer, ...]:
@@ -97,7 +99,7 @@ class CollectedState:
     """The model and its optimizers as they are now on this rank.
 
     Attributes:
-        held: all tensors of the model.
+        model_tensors: all tensors of the model.
         bounds: the optimizers, with their parameters by name.
         stored: the model's tensors that a checkpoint stores, tied ones once, by FQN.
         tensors: all tensors that a checkpoint stores, the model's and the optimizers' own.
@@ -105,7 +107,7 @@ class CollectedState:
     """
 
     model: nn.Module
-    held: list[TensorRef]
+    model_tensors: list[TensorRef]
     bounds: list[Bound]
     stored: dict[str, TensorRef]
     tensors: dict[KeyPath, torch.Tensor]
@@ -116,7 +118,7 @@ class CollectedState:
         """Digest of the names and shapes of the model's tensors that are not stored."""
         others = [
             (item.fqn, tuple(item.tensor.shape))
-            for item in self.held
+            for item in self.model_tensors
             if item.kind.is_saved and item.fqn not in self.stored
         ]
         return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
@@ -124,7 +126,7 @@ class CollectedState:
     @cached_property
     def base(self) -> BaseSamples:
         """Samples of the parameters that are not stored."""
-        return BaseSamples.select(self.model, select_base(self.held, self.stored))
+        return BaseSamples.select(self.model, select_base(self.model_tensors, self.stored))
 
     @cached_property
     def alias_keys(self) -> dict[KeyPath, KeyPath]:
@@ -155,16 +157,16 @@ class CollectedState:
     @cached_property
     def reduced(self) -> dict[str, dict[str, torch.Tensor]]:
         """Optimizer state that belongs to this rank alone, by FQN and name."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
+        entries: dict[str, dict[str, torch.Tensor]] = {}
         for bound in self.bounds:
             for key, value in bound.rank_local.items():
-                found.setdefault(key.parameter, {})[key.entry] = value
-        return found
+                entries.setdefault(key.parameter, {})[key.entry] = value
+        return entries
 
     @cached_property
     def layout(self) -> str:
         """Return a digest of the sharding of trained parameters and of their reduced state, equal on all ranks."""
-        parameters = {item.fqn: item.tensor for item in self.held if item.tensor.requires_grad}
+        parameters = {item.fqn: item.tensor for item in self.model_tensors if item.tensor.requires_grad}
         blocks = [getattr(bound.optimizer, "block_size", 0) for bound in self.bounds]
         return compute_digest(
             [blocks, sorted(parameters), describe_sharding(parameters[name] for name in sorted(parameters))]
@@ -181,7 +183,7 @@ class CollectedState:
         Equal at a later step if the same tensors are still in the same memory. As long as this state is referenced,
         no other tensor has the identity of one of its own.
         """
-        base = select_base(self.held, self.stored)
+        base = select_base(self.model_tensors, self.stored)
         tensors = [*self.tensors.values(), *(item.tensor for item in base)]
         local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         return [
@@ -203,34 +205,36 @@ def collect_state(state: TrainState, only: Selection, before: CollectedState | N
         ShardingError: parameters of the optimizers are not the model's, or their state has no shards that follow.
     """
     model = without_compile(state.model)
-    held = collect_tensors(model)
-    bounds = bind_optimizers(state.all_optimizers, held, _SAVE_IT_BY_RANK, by_rank=True)
-    signature = tuple((item.names, item.kind, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
+    tensors = collect_tensors(model)
+    bounds = bind_optimizers(state.all_optimizers, tensors, _SAVE_IT_BY_RANK, by_rank=True)
+    signature = tuple(
+        (item.names, item.kind, tuple(item.tensor.shape), item.tensor.requires_grad) for item in tensors
+    )
     if before is not None and before.model is model and before.signature == signature:
         chosen = set(before.stored)
     else:
-        chosen = selected_names(model, held, only)
-    stored = {item.fqn: item for item in held if item.fqn in chosen}
-    return CollectedState(model, held, bounds, stored, _tensors(stored, bounds), signature)
+        chosen = selected_names(model, tensors, only)
+    stored = {item.fqn: item for item in tensors if item.fqn in chosen}
+    return CollectedState(model, tensors, bounds, stored, _tensors(stored, bounds), signature)
 
 
 def _tensors(stored: Mapping[str, TensorRef], bounds: Sequence[Bound]) -> dict[KeyPath, torch.Tensor]:
-    found: dict[KeyPath, torch.Tensor] = {("model", fqn): item.tensor for fqn, item in stored.items()}
+    tensors: dict[KeyPath, torch.Tensor] = {("model", fqn): item.tensor for fqn, item in stored.items()}
     for bound in bounds:
         for key, value in [*bound.tensors.items(), *bound.scalars.items()]:
             if isinstance(value, torch.Tensor):
-                found["optimizer", "state", key.parameter, key.entry] = value
-    return found
+                tensors["optimizer", "state", key.parameter, key.entry] = value
+    return tensors
 
 
-def selected_names(model: nn.Module, held: Sequence[TensorRef], only: Selection) -> set[str]:
+def selected_names(model: nn.Module, tensors: Sequence[TensorRef], only: Selection) -> set[str]:
     """Return the FQNs that a checkpoint stores: all, or an adapter and all other trained parameters."""
-    saved = {item.fqn for item in held if item.kind.is_saved}
+    saved = [item for item in tensors if item.kind.is_saved]
     if only is None:
-        return saved
-    first = {name: item.fqn for item in held for name in item.names}
-    adapter = {first[fqn] for fqn in names_outside(model, held, only).values()}
-    return adapter | {item.fqn for item in held if item.kind.is_saved and item.tensor.requires_grad}
+        return {item.fqn for item in saved}
+    fqns = {name: item.fqn for item in tensors for name in item.names}
+    adapter = {fqns[name] for name in names_outside(model, tensors, only).values()}
+    return adapter | {item.fqn for item in saved if item.tensor.requires_grad}
 
 
 def describe_selection(only: Selection) -> str:
@@ -250,12 +254,12 @@ def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None
     if not isinstance(only, AdapterOnly) or not isinstance(adapters, Mapping) or only.adapter not in adapters:
         return None
     settings = adapters[only.adapter].to_dict()
-    kept = {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
-    found: dict[str, Any] = json.loads(json.dumps(kept, default=_plain))
-    return found
+    compared = {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
+    plain: dict[str, Any] = json.loads(json.dumps(compared, default=_to_plain))
+    return plain
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
 
@@ -267,7 +271,7 @@ class StateContents:
         collected: the model and its optimizers.
         user: JSON of the user.
         common: pickled values that the first rank stores for all.
-        own: pickled values of this rank.
+        local: pickled values of this rank.
         base: samples of the base of an adapter.
         replicas: replicated tensors, of a plan.
         chunks: this rank's chunks, of a plan.
@@ -277,7 +281,7 @@ class StateContents:
     collected: CollectedState
     user: dict[str, Any]
     common: dict[KeyPath, Any] = field(default_factory=dict)
-    own: dict[KeyPath, Any] = field(default_factory=dict)
+    local: dict[KeyPath, Any] = field(default_factory=dict)
     base: BaseSamples | None = None
     replicas: Replicas = field(default_factory=lambda: Replicas({}))
     chunks: Views = field(default_factory=dict)
@@ -285,7 +289,7 @@ class StateContents:
 
     def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:
         """Return the values that this rank stores. A data position equal on all ranks is stored by the first."""
-        values = {**({} if rank else self.common), **self.own}
+        values = {**({} if rank else self.common), **self.local}
         return {path: value for path, value in values.items() if not rank or data == "each" or path[0] != "data"}
 
 
@@ -298,51 +302,54 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
     Raises:
         ConfigError: a component has no ``state_dict``, or the user's state is not JSON.
     """
-    found = StateContents(collected, as_json(state.user))
-    summary = found.summary
+    contents = StateContents(collected, as_json(state.user))
+    summary = contents.summary
     for bound in collected.bounds:
         for key, value in bound.scalars.items():
             if not isinstance(value, torch.Tensor):
-                found.common["optimizer", "state", key.parameter, key.entry] = value
+                contents.common["optimizer", "state", key.parameter, key.entry] = value
     if collected.bounds:
         groups = build_param_groups(collected.bounds)
-        found.common["optimizer", "param_groups"] = groups
+        contents.common["optimizer", "param_groups"] = groups
         settings = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
         summary.settings = compute_digest(settings)
         summary.rates = [float(group["lr"]) for group in groups if "lr" in group]
     if reduced := collected.reduced:
-        found.common[REDUCED] = collected.layout
-        found.own["optimizer", "reduced", f"rank_{rank}"] = {
+        contents.common[REDUCED] = collected.layout
+        contents.local["optimizer", "reduced", f"rank_{rank}"] = {
             parameter: {entry: inner_tensors(value) for entry, value in entries.items()}
             for parameter, entries in reduced.items()
         }
     if state.all_schedulers:
-        found.common["schedulers",] = [_state_dict(item, "schedulers") for item in state.all_schedulers]
+        contents.common["schedulers",] = [_get_state_dict(item, "schedulers") for item in state.all_schedulers]
     if state.scaler is not None:
-        found.common["scaler",] = _state_dict(state.scaler, "scaler")
+        contents.common["scaler",] = _get_state_dict(state.scaler, "scaler")
     generators = generator_states()
     summary.random = {
         name: compute_digest(str(value) if name == "python" else value)  # a tuple of many numbers
         for name, value in generators.items()
     }
-    found.own["rng", f"rank_{rank}"] = generators
+    contents.local["rng", f"rank_{rank}"] = generators
     if state.data is not None:
-        position = _state_dict(state.data, "data")
+        position = _get_state_dict(state.data, "data")
         summary.data = compute_digest(position)
-        found.own["data", f"rank_{rank}"] = position
-    found.common = {} if rank else {path: to_pickle(value, dcp_key(path)) for path, value in found.common.items()}
-    found.own = {path: to_pickle(value, dcp_key(path)) for path, value in found.own.items()}
-    return found
+        contents.local["data", f"rank_{rank}"] = position
+    # Other ranks' common values are not written: pickling them would cost time on each rank.
+    contents.common = (
+        {} if rank else {path: to_pickle(value, dcp_key(path)) for path, value in contents.common.items()}
+    )
+    contents.local = {path: to_pickle(value, dcp_key(path)) for path, value in contents.local.items()}
+    return contents
 
 
-def _state_dict(component: Any, what: str) -> dict[str, Any]:
+def _get_state_dict(component: Any, what: str) -> dict[str, Any]:
     kind = type(component).__name__
     if not all(callable(getattr(component, name, None)) for name in ("state_dict", "load_state_dict")):
         raise ConfigError(f"{what} is a {kind}, which has no state_dict and load_state_dict")
-    found = component.state_dict()
-    if not isinstance(found, dict):
-        raise ConfigError(f"{what}: state_dict() of {kind} is a {type(found).__name__}, not a dict")
-    return found
+    state_dict = component.state_dict()
+    if not isinstance(state_dict, dict):
+        raise ConfigError(f"{what}: state_dict() of {kind} is a {type(state_dict).__name__}, not a dict")
+    return state_dict
 
 
 Mode: TypeAlias = Literal["sync", "async"]
@@ -364,15 +371,15 @@ def generator_states() -> dict[str, Any]:
 
 
 def seed_generators(
-    first: Mapping[str, Any], alike: Collection[str], rank: int, world_size: int, what: str
+    first: Mapping[str, Any], equal_generators: Collection[str], rank: int, world_size: int, what: str
 ) -> list[str]:
     """Set generators from rank 0's states, ``first``. See [Note: Random numbers on other ranks].
 
     Return the names of those that this machine does not have.
     """
-    missing = restore_generators({name: state for name, state in first.items() if name in alike}, what)
+    missing = restore_generators({name: state for name, state in first.items() if name in equal_generators}, what)
     for name, state in first.items():
-        if name in alike:
+        if name in equal_generators:
             continue
         text = f"{compute_digest(state)} {rank} of {world_size}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
@@ -415,8 +422,8 @@ def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
 
 
 def _has(kind: str) -> bool:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is not None and found.type == kind
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device is not None and device.type == kind
 
 
 def _accelerator() -> Any:

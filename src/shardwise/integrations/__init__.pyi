@@ -7,6 +7,5 @@ from shardwise.integrations.pending import enable_fsdp_ram_efficient_loading as 
 from shardwise.integrations.pending import fsdp_ram_efficient_loading as fsdp_ram_efficient_loading
 from shardwise.integrations.trainer import ShardwiseTrainer as ShardwiseTrainer
 from shardwise.integrations.trainer_marks import for_trainer as for_trainer
-from shardwise.integrations.trainer_marks import undo_for_trainer as undo_for_trainer
 
 __all__: list[str]

@@ -4,8 +4,7 @@ Checked with accelerate 1.13 and 1.15. Each name is looked up when it is used, t
 switch is turned on. ``tests/canary`` asserts arguments and meanings.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -125,14 +124,3 @@ def get_prepared(accelerator: Any) -> tuple[list[nn.Module], list[Any]]:
     """Return the lists of models and of optimizers that an accelerator has prepared."""
     models = private("accelerate:Accelerator._models", accelerator)
     return models, private("accelerate:Accelerator._optimizers", accelerator)
-
-
-@contextmanager
-def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
-    """Remove the models and optimizers from an accelerator within the block, and yield them."""
-    models, optimizers = get_prepared(accelerator)
-    accelerator._models, accelerator._optimizers = [], []
-    try:
-        yield models, optimizers
-    finally:
-        accelerator._models, accelerator._optimizers = models, optimizers

@@ -9,9 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.accelerate_saves import MODEL
-from shardwise.fsdp.rebind import plain_optimizer
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.integrations.accelerate_reading import load_accelerate_model, load_accelerate_optimizer
 from shardwise.integrations.accelerate_writing import TemporaryFolder, find_latest, keep_latest, state_saved
 from shardwise.ranks.world import World
 from shardwise.saving.rename_journal import has_broken_link, link_as_renamed
@@ -66,14 +64,19 @@ def load_state(
 ) -> Any:
     """Replace ``Accelerator.load_state``: a committed state is read as a whole, even if its save was killed."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
-    has_own_format = accelerator.is_fsdp2 or accelerator.distributed_type == compat.DistributedType.NO
-    if not has_own_format or (input_dir is None and not is_numbered):
+    if not accelerator.is_fsdp2 or (input_dir is None and not is_numbered):
+        is_alone = accelerator.distributed_type == compat.DistributedType.NO
+        # With the temporary names of a save that was killed: accelerate would read an older state beside it.
+        if is_alone and input_dir is not None and any(Path(input_dir).glob(f"*{MODEL.stem}*")):
+            raise ConfigError(
+                f"{input_dir}: was saved under FSDP, and this accelerator runs one process without it. Call "
+                "load_accelerate_model and load_accelerate_optimizer"
+            )
         return original(accelerator, input_dir, *others, **keywords)
     with ExitStack() as stack:
         with World.current(call="load_state") as world:
-            if accelerator.is_fsdp2:
-                with world.collective("check the folder"):
-                    _require_one_each("load_state", *map(len, compat.get_prepared(accelerator)))
+            with world.collective("check the folder"):
+                _require_one_each("load_state", *map(len, compat.get_prepared(accelerator)))
             if is_numbered:
                 with world.broadcast("find the latest checkpoint") as exchange:
                     if world.rank == 0:
@@ -93,15 +96,7 @@ def load_state(
             _require_still_there(seen, folder)
             return loaded
 
-        if accelerator.is_fsdp2 or not any(seen.glob(f"{MODEL.stem}*")):
-            return _all_done("load_state", load)
-        with compat.without_models(accelerator) as (models, optimizers):  # one process, and a state saved by ranks
-            _require_one_each("load_state", len(models), len(optimizers))
-            for number, model in enumerate(models):
-                load_accelerate_model(model, folder, number=number)
-            for number, optimizer in enumerate(optimizers):
-                load_accelerate_optimizer(models[number], plain_optimizer(optimizer), folder, number=number)
-            return load()
+        return _all_done("load_state", load)
 
 
 def _require_one_each(call: str, models: int, optimizers: int) -> None:

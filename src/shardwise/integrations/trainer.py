@@ -371,18 +371,6 @@ class ShardwiseTrainer(_Trainer):
             keywords |= {"epochs_trained": self._position.epoch, "steps_trained_in_current_epoch": skipped}
         super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
 
-    def _finalize_training(self, trial: Any, *given: Any) -> Any:
-        limit = self.args.save_total_limit
-        with patch.object(self.args, "save_total_limit", None):
-            output = super()._finalize_training(trial, *given)  # type: ignore[no-untyped-call]
-        run = Path(self._get_output_dir(trial=trial))
-        best = folders.step_in(run, self.state.best_model_checkpoint)
-        if limit == 1 and best is not None:
-            with World.current(call="Trainer.train") as world, world.broadcast("remove old checkpoints"):
-                if world.rank == 0:
-                    folders.remove_but(run, best)
-        return output
-
     def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
         """Remove checkpoints above the limit, and release the lock."""
         kinds = folders.checkpoints_in(run)
@@ -396,20 +384,6 @@ class ShardwiseTrainer(_Trainer):
         self._save(output_dir or self.args.output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def create_model_card(self, *positional: Any, **keywords: Any) -> None:
-        """Create the card like the Trainer. It names a base in a local folder, too, and PEFT of an adapter."""
-        super().create_model_card(*positional, **keywords)
-        if not self.is_world_process_zero():
-            return
-        model: Any = self._trained
-        card = self._run / "README.md"
-        name = getattr(model.config, "_name_or_path", "")
-        if name and card.is_file():
-            text = card.read_text("utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
-            card.write_text(text, "utf-8")
-        if hasattr(model, "create_or_update_model_card"):
-            model.create_or_update_model_card(str(self._run))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         failure = _catch(super()._save, output_dir, state_dict)

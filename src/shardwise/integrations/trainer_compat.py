@@ -41,7 +41,7 @@ def require_names() -> None:
     require_private("transformers:Trainer", "_load_scaler _load_best_model _save_checkpoint _save_rng_state _save")
     require_private("transformers:Trainer", "_save_optimizer_and_scheduler _save_scaler _get_output_dir")
     require_private("transformers:Trainer", "_sync_replicated_trainable_parameters get_batch_samples compute_loss")
-    require_private("transformers:Trainer", "get_total_train_batch_size _run_epoch _finalize_training")
+    require_private("transformers:Trainer", "get_total_train_batch_size _run_epoch")
     require_private("transformers:Trainer", "create_accelerator_and_postprocess")
 
 
@@ -68,13 +68,6 @@ def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
         setattr(model, _MANAGED, True)
         # By this name, which FSDP2 changes, label smoothing decides whether labels are those of the next token.
         vars(model)[_NAME] = partial(str, original_class(model).__name__)
-
-
-def remove_marks(model: PreTrainedModel) -> None:
-    """Remove the marks of :func:`add_marks`, except the one that FSDP2 manages the model, which it does."""
-    vars(model).pop(_MARK, None)
-    vars(model).pop(_NAME, None)
-    vars(model.config).pop(_CONFIG, None)
 
 
 def is_open(model: nn.Module) -> bool:

@@ -36,7 +36,6 @@ from transformers import PreTrainedModel
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.fsdp.gradients import average_replicated_gradients, is_averaged, require_synchronized
 from shardwise.fsdp.named_tensors import abbreviate, without_compile
-from shardwise.fsdp.wrap import mark_sharded
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.context_parallel import require_sdpa
 from shardwise.models.lora import peft_private
@@ -66,14 +65,12 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 _CAST_ADAPTERS = "is_loaded_in_4bit"
 """TRL's trainers cast trained adapters on such a base, which replaces the parameters that FSDP2 manages."""
 
-_REPLACED = ("save_pretrained", "add_adapter", "get_parameter", _CAST_ADAPTERS)
-
 
 def for_trainer(model: ModelT) -> ModelT:
     """Mark a sharded model so that the Hugging Face ``Trainer`` and TRL's trainers use it as it is.
 
-    Returns the same model, with marks that :func:`undo_for_trainer` removes. See docs/trainer.md. For resumable
-    checkpoints use :class:`~shardwise.integrations.trainer.ShardwiseTrainer` as well.
+    Returns the same model, marked for good. See docs/trainer.md. For resumable checkpoints use
+    :class:`~shardwise.integrations.trainer.ShardwiseTrainer` as well.
 
     From then on ``model.save_pretrained(folder)`` is a collective of all ranks, and writes as ``shardwise.save``
     does or, for a PEFT model, ``shardwise.save_adapter``.
@@ -114,19 +111,6 @@ def for_trainer(model: ModelT) -> ModelT:
     return model
 
 
-def undo_for_trainer(model: ModelT) -> ModelT:
-    """Remove the marks of :func:`for_trainer` from a model. Return the same model. Collective: no."""
-    inner = _inner(model)
-    compat.remove_marks(inner)
-    for name in _REPLACED:
-        vars(model).pop(name, None)
-    if isinstance(inner, FSDPModule):
-        mark_sharded(inner)
-    for parameter in model.parameters():
-        vars(parameter).pop(compat.HOOKED, None)
-    return model
-
-
 def is_for_trainer(model: object) -> bool:
     """Return whether a model has the marks of :func:`for_trainer`."""
     return isinstance(model, nn.Module) and isinstance(vars(model).get("save_pretrained"), _SavePretrained)
@@ -151,7 +135,7 @@ class _SavePretrained:
         if names := [name for name, value in given.items() if value]:
             raise ConfigError(
                 f"save_pretrained({', '.join(names)}) after for_trainer: every rank writes its own bytes as "
-                "safetensors, without options. Call shardwise.save(...), or undo_for_trainer(model) first"
+                "safetensors, without options. Call shardwise.save(...)"
             )
         if not has_adapters(self.model):
             save(self.model, save_directory, max_shard_size=max_shard_size)

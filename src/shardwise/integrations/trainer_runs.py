@@ -382,17 +382,6 @@ def remove_left(run: Path) -> None:
         _remove_left(run)
 
 
-def remove_but(run: Path, best: int) -> None:
-    """Remove all checkpoints of a run except one.
-
-    Raises:
-        StorageError: another save is in progress there, or a file cannot be removed.
-    """
-    with lock_here(run) as saving:
-        complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
-        remove_under(saving.locked, run, [step for step in complete if step != best])
-
-
 def _remove_left(run: Path) -> None:
     for step, kind in checkpoints_in(run).items():
         if kind is FolderKind.LEFT:

@@ -7,7 +7,7 @@ result.
 
 A rank waits in a meeting, whose key its heartbeat has, or in a collective of torch, which says nothing of who is
 missing. There, the ranks waited for are those that are busy with work of their own
-(:func:`~shardwise.core.phases.busy_with`: the next batch, callbacks, reward functions). A rank that is stuck in the
+(:func:`~shardwise.core.phases.busy_with`: the next batch, callbacks). A rank that is stuck in the
 model is not told from those that wait for it: ``sys._current_frames`` would tell, and can deadlock with other
 threads.
 """

@@ -72,7 +72,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
             is_signaled = world.all_reduce_object(request.is_made, any)
         has_stopped = is_signaled and state.global_step < state.max_steps
         if not has_stopped:
-            save_model(trainer, arguments, output, record)
+            save_model(trainer, output, record)
         if world.rank == 0:
             draw_curves(output, {"": state.log_history}, state.log_history)
         if not has_stopped:
@@ -96,7 +96,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
     )
 
 
-def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, record: TrainingRecord) -> None:
+def save_model(trainer: Any, output: Path, record: TrainingRecord) -> None:
     """Save the model of a finished training. Collective: yes.
 
     Raises:
@@ -105,10 +105,6 @@ def save_model(trainer: Any, arguments: trl_setup.TrlArguments, output: Path, re
     with World.current(call="train") as world:
         record.require_on_first_rank(world)
     trainer.save_model(str(output))
-    if arguments.model.use_peft:  # as PEFT does when it saves an adapter
-        with World.current(call="train") as world, world.broadcast("write the model card"):
-            if world.rank == 0:
-                trainer.create_model_card(model_name=output.name)
 
 
 def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
