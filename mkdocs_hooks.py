@@ -45,8 +45,10 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 
 
 def directives(package: str) -> str:
-    """One for each name that the package states, those of one module together, in its order."""
-    stub = ast.parse((ROOT / "src" / package.replace(".", "/") / "__init__.pyi").read_text("utf-8"))
+    """One for each name in the stub of a package or a module, those of one module together, in its order."""
+    path = ROOT / "src" / package.replace(".", "/")
+    file = path / "__init__.pyi" if path.is_dir() else path.with_suffix(".pyi")
+    stub = ast.parse(file.read_text("utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     lines: list[str] = []
     for module, nodes in itertools.groupby(imports, lambda node: str(node.module)):

@@ -228,9 +228,8 @@ def _leaves(value: Any) -> list[str]:
 
 def test_every_public_package_is_in_the_reference():
     """Its names are taken from its stub when the site is built."""
-    packages = {
-        ".".join(path.parent.relative_to(ROOT / "src").parts) for path in (ROOT / "src").rglob("__init__.pyi")
-    }
+    stubs = [path.relative_to(ROOT / "src").with_suffix("") for path in (ROOT / "src").rglob("*.pyi")]
+    packages = {".".join(path.parts).removesuffix(".__init__") for path in stubs}
     page = (ROOT / "docs" / "reference.md").read_text()
     assert set(re.findall(r"^<!-- every name of ([\w.]+) -->$", page, re.MULTILINE)) == packages
 

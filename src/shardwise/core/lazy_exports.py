@@ -1,4 +1,4 @@
-"""Lazy imports of the names in a package's ``__init__.pyi``.
+"""Lazy imports of the names in the stub (``.pyi``) of a module.
 
 Type checkers read the same file, so there is one list of public names. Laziness keeps ``import shardwise`` fast,
 and ``shardwise inspect`` free of torch.
