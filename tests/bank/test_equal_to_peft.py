@@ -289,7 +289,7 @@ def test_a_state_that_fails_half_way_changes_nothing(base):
     bank.optim_step("ada")
     before = bank.state_dict("ada")
     moved = {**before["facts"], "settings": {**before["facts"]["settings"], "lr": 9.0}}
-    with pytest.raises(shardwise.ConfigError, match="not a state of 'ada'"):
+    with pytest.raises(shardwise.ConfigError, match="the schedule of 'ada': rejects its state"):
         bank.load_state_dict("ada", {**before, "facts": {**moved, "schedule_state": {"count": 7, "more": 1}}})
     after = bank.state_dict("ada")
     assert after["facts"]["schedule_state"] == before["facts"]["schedule_state"] == {"count": 1}
