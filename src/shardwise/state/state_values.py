@@ -86,7 +86,7 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.Provided]
     """
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name} in the state: is a {type(value).__name__}. Pass tensors only")
+            raise ConfigError(f"{name} in the state is a {type(value).__name__}. Pass tensors only")
     require_values(tensors, "the given state")
     provided: dict[str, matching.Provided] = {}
     for name, tensor in tensors.items():
