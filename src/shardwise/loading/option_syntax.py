@@ -30,8 +30,8 @@ def parse_wrap(text: str) -> NamedPolicy | tuple[str, ...] | int:
         return int(value)
     if text in get_args(NamedPolicy):
         return cast(NamedPolicy, text)
-    known = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
-    raise ConfigError(f"wrap={text!r} is not known. Pass one of {known}")
+    choices = ", ".join([*get_args(NamedPolicy), "classes=NAME,NAME", "min-size=ELEMENTS"])
+    raise ConfigError(f"wrap={text!r} is not known. Pass one of {choices}")
 
 
 def parse_tuning(text: str) -> tuple[Literal["full", "freeze", "lora", "adapter"], dict[str, Any]]:
