@@ -71,7 +71,7 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
             with clock.phase("share"):
                 exchange_shared(world, load.shared, {item.fqn: item for item in load.tensors}, load.items, executor)
     with clock.phase("fill"):
-        # Needs all scales (loading/double_quantization.py), and counts what it writes for the audit in fill_and_audit().
+        # Needs all scales (loading/double_quantization.py), and counts what it writes for the audit below.
         completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
     with world.collective("set up the loaded model"):
         attributes = fill_and_audit(model, load, {**executor.written, **completed}, clock)
