@@ -25,15 +25,15 @@ from shardwise.transfer.staging import upload_buffer
 
 @dataclass(frozen=True)
 class SourceTable:
-    """The source ranks of every tensor, and its dtype, by name.
+    """Source ranks and dtype of every tensor, by name.
 
     Attributes:
         keys: tensors of the optimizers, which follow the model's in ``source_ranks``.
         live: this rank's values. A tensor is removed when its transfer is planned, so that it is freed once sent.
-        source_ranks: by rank, the rank that sends it the values.
-        dtypes: those that the ranks have agreed on.
+        source_ranks: for each rank, the rank whose values it gets.
+        dtypes: dtypes on all ranks after the transfer.
         cast: (old dtype, new dtype) of tensors whose dtype changes.
-        differed: the rank whose values are used although others have different ones.
+        differed: the rank whose values are used, for tensors of which other ranks have different values.
         scalars: step counts and other scalars of the optimizers.
     """
 
@@ -63,12 +63,11 @@ def agree_on_sources(
         tensors.update({str(key): tensor for key, tensor in bound.tensors.items()})
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in refs), *keys]
-    dtypes_here = [_dtype_name(tensors[name].dtype) if name in tensors else "" for name in names]
-    gathered = world.all_gather_object((dtypes_here, [name in live for name in names]))
-    dtypes_by_rank = [names_of_dtypes for names_of_dtypes, _ in gathered]
+    local_dtypes = [_dtype_name(tensors[name].dtype) if name in tensors else "" for name in names]
+    gathered = world.all_gather_object((local_dtypes, [name in live for name in names]))
+    dtypes_by_rank = [dtype_names for dtype_names, _ in gathered]
     is_live = [flags for _, flags in gathered]  # (ranks, tensors)
-    with world.collective("select sources"):
-        chosen = matching.select_sources(is_live)
+    chosen = matching.select_sources(is_live)
     stored = _with_source_dtypes(dtypes_by_rank, chosen)
     with world.collective("select dtypes"):
         agreed = matching.select_dtypes(names, chosen, stored, world.global_ranks)
@@ -81,8 +80,7 @@ def agree_on_sources(
         exchange.local = dict(zip(replicated, checksums(list(replicated.values())), strict=True))
     sums = exchange.result
     counts = list(map(sum, is_live))
-    with world.collective("compare dtypes"):
-        sources, differed = matching.resolve_differences(names, chosen, sums, counts)
+    sources, differed = matching.resolve_differences(names, chosen, sums, counts)
     scalars = _scalars(world, bounds, counts, differed)
     # By name: the dtypes on the sources, and then on all ranks.
     before = {
