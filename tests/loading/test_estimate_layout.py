@@ -153,5 +153,5 @@ def test_a_parameter_that_is_not_contiguous_is_named():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6)])
     model.layers[1].weight = nn.Parameter(torch.empty(4, 6, device="meta").t())
-    with pytest.raises(ShardingError, match=r"layers\.1\.weight has shape \(6, 4\) and strides \(1, 6\)"):
+    with pytest.raises(ShardingError, match=r"layers\.1\.weight: has shape \(6, 4\) and strides \(1, 6\)"):
         foreseen(model, MeshShape.flat(2), "module_list")

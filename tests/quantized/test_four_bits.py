@@ -147,8 +147,8 @@ def lora(**settings: object) -> shardwise.Lora:
 
 
 NOT_TRAINED = [
-    (Nf4(), shardwise.Full(), "keeps them in four bits, which are not trained"),
-    (Fp4(), shardwise.Freeze(1), r"tuning=Freeze\(\.\.\.\) trains weights of the base"),
+    (Nf4(), shardwise.Full(), "keeps them in four bits"),
+    (Fp4(), shardwise.Freeze(1), r"tuning=Freeze\(\.\.\.\): trains weights of the base"),
     (Nf4(), lora(modules_to_save=["up_proj"]), "modules_to_save trains .*up_proj whole, which is in four bits"),
     (Nf4(), lora(use_dora=True), "weights in four bits do not have .*. Leave out use_dora"),
     ("nf4", shardwise.Full(), "quantization"),

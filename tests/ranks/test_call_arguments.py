@@ -63,7 +63,7 @@ def one_rank_loads_otherwise(directory: str) -> list[tuple[str, str]]:
         ({"ignore_mismatched_sizes": True}, "on_mismatched=Initialize"),
         ({"low_cpu_mem_usage": False}, "Leave it out"),
         ({"dtype": "float32", "torch_dtype": torch.bfloat16}, "two names of one argument"),
-        ({"revision": "v2", "hub": HubOptions(revision="v1")}, "given twice"),
+        ({"revision": "v2", "hub": HubOptions(revision="v1")}, "revision: is given twice"),
     ],
 )
 def test_unsupported_keywords_of_transformers_name_the_alternative(qwen3, keywords, said):

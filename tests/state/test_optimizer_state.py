@@ -60,7 +60,7 @@ FAULTS = {
     "layout": ("ConfigError", "the state of optimizers is not a state dict"),
     "object": ("ConfigError", "blocks.0.0.weight: exp_avg in the state is a list"),
     "lost moment on rank 1": ("RankMismatchError", "blocks.0.0.weight: exp_avg"),
-    "meta on rank 1": ("ShardingError", "rank 1: 1 tensors of the state that was given are on meta"),
+    "meta on rank 1": ("ShardingError", "rank 1: 1 tensors of the given state are on meta"),
     "nobody": ("KeyMismatchError", "missing"),
 }
 

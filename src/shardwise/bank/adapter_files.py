@@ -44,7 +44,12 @@ from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.prepare import AdapterTrainingState
 from shardwise.saving.verify import require_as_saved
-from shardwise.state.model_states import by_canonical_keys, exchange_stored_experts, set_model_values, stored_values
+from shardwise.state.model_states import (
+    by_canonical_keys,
+    exchange_stored_experts,
+    open_stored_values,
+    set_model_values,
+)
 from shardwise.state.state_values import StateOptions, Values
 from shardwise.transfer.matching import OnFault
 
@@ -189,7 +194,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapt
     """Read all tensors of a file, which may be an adapter's, into a module. Collective: yes."""
     options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
-        stored = stored_values(world, str(folder), file, options, stack)
+        stored = open_stored_values(world, str(folder), file, options, stack)
         values: Values = stored
         if stored_adapter is not None:
             renamed = replace(stored, expressions=stored_adapter.tensors)

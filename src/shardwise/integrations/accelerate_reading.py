@@ -28,9 +28,9 @@ from shardwise.saving.rename_journal import journal_folder, link_as_renamed, rea
 from shardwise.saving.saved_trees import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.saving.torch_saves import Levels, read_rank_file
 from shardwise.state import state_values
-from shardwise.state.model_states import exchange_stored_experts, set_model_values, stored_values
+from shardwise.state.model_states import exchange_stored_experts, open_stored_values, set_model_values
 from shardwise.state.optimizer_fit import OptimizerTargets
-from shardwise.state.optimizer_states import optimizer_targets, set_optimizer_values
+from shardwise.state.optimizer_states import collect_optimizer_targets, set_optimizer_values
 from shardwise.transfer.matching import OnFault
 
 _MOST_DIGITS = 10
@@ -177,7 +177,7 @@ def read_optimizer(
     with ExitStack() as stack:
         with clock.phase("agree"):
             found = _found(world, source, accelerate_saves.OPTIMIZER, stack)
-            targets = optimizer_targets(world, model, optimizer)
+            targets = collect_optimizer_targets(world, model, optimizer)
             given, values = _read_optimizer_state(world, found, targets, options, stack)
         return set_optimizer_values(
             world, targets, given, values, consent=source.consent, options=options, clock=clock
@@ -198,9 +198,9 @@ def _read_model_values(world: World, source: FilesSource, stack: ExitStack) -> s
                 tensors = state_values.by_canonical_names(state, f"what {folder} has")
             return state_values.ProvidedValues(tensors)
         case accelerate_saves.WholeFile(folder, file):
-            return stored_values(world, folder, file, source.options, stack)
+            return open_stored_values(world, folder, file, source.options, stack)
         case accelerate_saves.Distributed(folder):
-            return stored_values(world, folder, METADATA, source.options, stack)
+            return open_stored_values(world, folder, METADATA, source.options, stack)
         case _:
             assert_never(found)
 

@@ -162,7 +162,7 @@ def save_model(model: nn.Module, place: FilesPlace, only: Selection, options: St
         taken = collect_model(world, model, only, options)
         state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
         if place.form == "full" and isinstance(only, AdapterOnly):
-            untouched = beside_trained(taken.held, only.adapter)
+            untouched = beside_trained(taken.refs, only.adapter)
             state = {fqn: state[name] for name, fqn in taken.names.items() if fqn not in untouched}
         path, nbytes = _write(world, place, MODEL, state, taken.device, options)
     count = len({id(tensor) for tensor in state.values()})
@@ -181,7 +181,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
         arguments = {"form": place.form}
         agree_on_call(world, save_accelerate_optimizer, place.folder, place.number, arguments, options)
         taken = collect_optimizers(world, model, optimizer, "the optimizer", options)
-        path, nbytes = _write(world, place, OPTIMIZER, taken.written(), taken.device, options)
+        path, nbytes = _write(world, place, OPTIMIZER, taken.state_dict(), taken.device, options)
     return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
 
 

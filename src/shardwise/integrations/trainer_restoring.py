@@ -27,7 +27,7 @@ from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.rename_journal import link_as_renamed
-from shardwise.state.model_states import exchange_stored_experts, set_model_values, stored_values
+from shardwise.state.model_states import exchange_stored_experts, open_stored_values, set_model_values
 from shardwise.state.state_values import StateOptions, Values, require_same_call
 from shardwise.transfer.matching import OnFault
 
@@ -133,7 +133,7 @@ def _set_model(
         if file is None:
             return read_model(world, model, FilesSource(folder.path, 0, consent, options), only, clock)
         with clock.phase("agree"):
-            values: Values = stored_values(world, str(file.parent), file.name, options, stack)
+            values: Values = open_stored_values(world, str(file.parent), file.name, options, stack)
             values = exchange_stored_experts(world, model, values, adapter, str(file.parent))
         return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
 

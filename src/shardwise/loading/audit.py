@@ -60,7 +60,7 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
         )
 
 
-def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
+def require_equal_buffers(world: World, refs: Sequence[TensorRef]) -> None:
     """Raise on every rank when a non-persistent buffer differs between ranks. Collective: yes.
 
     Raises:
@@ -68,7 +68,7 @@ def require_equal_buffers(world: World, held: Sequence[TensorRef]) -> None:
     """
     if world.size == 1:
         return
-    buffers = {item.fqn: item.local for item in held if item.kind is TensorKind.BUFFER}
+    buffers = {item.fqn: item.local for item in refs if item.kind is TensorKind.BUFFER}
     sums = {
         name: (tuple(tensor.shape), tensor.dtype, value)
         for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)

@@ -100,29 +100,30 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     if (optim := options.get("optim", _OPTIM)) not in {name.value for name in OptimizerNames}:
         raise ConfigError(f"optim: {optim} is none of TrainingArguments. Pass adamw_torch, sgd, ...")
     mesh = build_mesh(ranks, options)
-    given: Any = options
+    cached: Any = options
     if not is_url(name_or_path):
-        given = {**options, "hub": replace(options["hub"], local_files_only=True)}
+        cached = {**options, "hub": replace(options["hub"], local_files_only=True)}
     with ExitStack() as stack:
         world = World(0, 1)
-        found = open_model(world, name_or_path, given, stack)
+        opened = open_model(world, name_or_path, cached, stack)
         stack.enter_context(torch.device("cpu"))
         with world.collective("estimate the memory"):
-            return estimate(found, mesh, options)
+            return estimate(opened, mesh, options)
 
 
 @gc_disabled()
-def estimate(found: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estimate:
-    """Forecast a checkpoint whose headers have been read."""
-    index, reader = found.source.index, found.source.reader
+def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estimate:
+    """Forecast a load, and a training, of a checkpoint whose headers have been read."""
+    index, reader = opened.source.index, opened.source.reader
     built = meta_model.build_meta_model(
-        found.directory, found.config, found.index, options, options.get("resize_vocab")
+        opened.directory, opened.config, opened.index, options, options.get("resize_vocab")
     )
-    twice = built.ties_stored_twice()
-    built.equal_ties = frozenset(name for name, _ in twice)
+    # A load reads both values and compares them. Here no values are read.
+    stored_twice = built.ties_stored_twice()
+    built.equal_ties = frozenset(name for name, _ in stored_twice)
     sharding = options.get("sharding", Sharding())
     param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
-    tuned = meta_model.prepare_for_training(built, set(), options, adapters=found.adapters, casts_to=param_dtype)
+    tuned = meta_model.prepare_for_training(built, set(), options, adapters=opened.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     placement = MemoryPlacement.from_plan(
@@ -141,13 +142,13 @@ def estimate(found: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estimat
     if "tuning" in options:
         training = _training(tuned, world, groups, placement, options)
     notes = [*wrapper_notes(built.bindings.wrapped), *tuned.notes]
-    notes += [f"{name} = {other}: {_STORED_TWICE}" for name, other in twice]
+    notes += [f"{name} = {other}: {_STORED_TWICE}" for name, other in stored_twice]
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
     return Estimate(
         checkpoint=index.root,
         model_class=type(built.model).__name__,
-        dtype=str(found.config.dtype).removeprefix("torch."),
+        dtype=str(opened.config.dtype).removeprefix("torch."),
         parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
         checkpoint_bytes=index.nbytes,
         checkpoint_tensors=len(index.tensors()),
@@ -165,8 +166,8 @@ def estimate(found: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estimat
     )
 
 
-def _dtype(of_policy: torch.dtype | None) -> DType | None:
-    return None if of_policy is None else from_torch(of_policy, "mp_policy")
+def _dtype(policy_dtype: torch.dtype | None) -> DType | None:
+    return None if policy_dtype is None else from_torch(policy_dtype, "mp_policy")
 
 
 def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
@@ -207,6 +208,7 @@ def _training(
         prepare_blocks(tuned.base, replace(sharding, activation_checkpointing=recomputed))
         param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
         head = _head(tuned.base, param_dtype, options)
+        # Activations grow linearly with the rows: two traces determine them for every batch.
         sizes = [rows] if memory_bytes is None else [rows, 2 * rows]
         traced = [_trace(tuned, world, (size, tokens), param_dtype, options) for size in sizes]
         step = replace(step, batch_size=rows, max_length=tokens, head=head, activations=traced[0], twice=traced[-1])
@@ -238,7 +240,7 @@ def _trace(
 
     try:
         blocks = find_repeated_blocks(tuned.base)
-    except ShardingError:  # a model without any runs as a whole
+    except ShardingError:  # a model without repeated blocks is traced as a whole
         blocks = []
     in_root = {*world.groups[-1].parameters, *world.whole}
     try:
@@ -251,7 +253,7 @@ def _trace(
             autocast=_autocast(options),
             in_root=in_root,
         )
-    except Exception as error:  # of a model's own code
+    except Exception as error:  # the model's own code may raise any
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{type(tuned.base).__name__}: cannot run without data, {type(error).__name__}: {first}. Leave out "
@@ -276,24 +278,23 @@ def _plan(
         KeyMismatchError: as a load before it reads.
     """
     model, additions = tuned.model, tuned.additions
-    held = collect_tensors(model)
-    initializers = Initializers(model, held, additions)
+    initializers = Initializers(model, collect_tensors(model), additions)
     buffers = initializers.buffers(options.get("buffers", {}), seed=0)
     origins = partial(find_origin, initializers, buffers)
     world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.whole)
     rules = get_rules(tuned.base)
-    found = plan_load(
-        index, world.first, tuned.bindings, rules, meta_model.get_consent(options), additions.base_names
-    )
-    plan_initial_values(initializers, found, LoadOptions(budget_bytes=budget_bytes))
-    return world, found
+    consent = meta_model.get_consent(options)
+    plan = plan_load(index, world.first, tuned.bindings, rules, consent, additions.base_names)
+    # Only for its errors: a load would raise them, too.
+    plan_initial_values(initializers, plan, LoadOptions(budget_bytes=budget_bytes))
+    return world, plan
 
 
 def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for tensor in layout.saved():
-        found[tensor.dtype.label] = found.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
-    return dict(sorted(found.items(), key=itemgetter(1), reverse=True))
+        sizes[tensor.dtype.label] = sizes.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
+    return dict(sorted(sizes.items(), key=itemgetter(1), reverse=True))
 
 
 def build_tuning(text: str) -> Tuning:

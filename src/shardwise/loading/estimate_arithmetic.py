@@ -1,8 +1,9 @@
 """Forecast of memory and bytes read, from shapes and the mesh alone.
 
 Parameters, gradients and optimizer states are exact. The peak of a step is the maximum over a few moments in
-FSDP2's order: the root is all-gathered and stays so, a block is gathered while its neighbor's buffer still exists,
-unsharded gradients of a group live until its reduce-scatter, and activations peak when the loss is computed.
+FSDP2's order: the root is all-gathered and stays unsharded, a block is gathered while the buffer of the block
+before still exists, unsharded gradients of a group exist until its reduce-scatter, and activations peak when the
+loss is computed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardwise.loading.plan import LoadPlan
 def estimate_ranks(plan: LoadPlan, world: WorldLayout, placement: MemoryPlacement) -> tuple[RankEstimate, ...]:
     """Forecast the load of ``plan`` on every rank of the mesh, if each rank reads its own bytes."""
     sizes = LoadSizes(plan, world.first.tensors, world.spreads)
+    # Replicas are alike: one estimate for each position on the shard axis.
     at = [sizes.at(position, position, placement) for position in range(world.mesh.shard_size)]
     return tuple(replace(at[world.mesh.position(rank)], rank=rank) for rank in range(world.mesh.ranks))
 
@@ -43,11 +45,12 @@ def estimate_groups(
         gathered_as: ``param_dtype`` of the mixed precision policy, or None for each parameter's own dtype.
         summed_in: ``reduce_dtype``, or None for the dtype in which gradients are computed.
     """
-    found: list[GroupEstimate] = []
+    estimates: list[GroupEstimate] = []
     for group in world.groups:
         tensors = [world.first.by_name[name] for name in group.parameters]
         gathered = gradients = reduced = 0
         for tensor in tensors:
+            # A (10, 4) weight on 4 ranks: shards of 3 rows, the last one padded, gathered as 12 rows.
             size = world.spreads[tensor.fqn].padded_numel * world.mesh.shard_size
             computed = gathered_as if gathered_as is not None and tensor.dtype.kind == "float" else tensor.dtype
             gathered += size * computed.bits // 8
@@ -57,8 +60,8 @@ def estimate_groups(
         if tensors:
             dtypes = "+".join(dict.fromkeys(tensor.dtype.label for tensor in tensors))
             count = sum(tensor.numel for tensor in tensors)
-            found.append(GroupEstimate(group.modules, dtypes, count, gathered, gradients, reduced))
-    return tuple(found)
+            estimates.append(GroupEstimate(group.modules, dtypes, count, gathered, gradients, reduced))
+    return tuple(estimates)
 
 
 _STATES: Final[Mapping[str, tuple[float, float]]] = {
@@ -72,7 +75,8 @@ _STATES: Final[Mapping[str, tuple[float, float]]] = {
 }
 """Optimizer states by ``optim``: tensors in the dtype of the parameter, and further bytes for each element.
 
-Any other optimizer is counted as AdamW, with two moments. Eight and four bits have a scale for each block.
+Any other optimizer is counted as AdamW, with two moments. 8-bit and 4-bit states have a scale for each block: with
+``adamw_torch_8bit`` two moments of one byte, and two float32 scales for 256 elements.
 """
 
 
@@ -84,7 +88,8 @@ def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
     rates: dict[Spread, float] = {}
     for tensor in filter(is_trained, world.first.tensors):
         spread = world.spreads[tensor.fqn]
-        if optim == "adafactor":  # a row and a column of second moments
+        if optim == "adafactor":
+            # A row and a column of second moments: 4 * (4096 + 1024) bytes for a weight of shape (4096, 1024).
             size = 4 * sum(tensor.shape[-2:]) / max(numel(tensor.shape[-2:]), 1)
         else:
             size = moments * tensor.dtype.bits / 8 + more
@@ -139,7 +144,10 @@ class Step:
         return 0 if self.head is None else trl_logits_bytes(self.batch_size * self.max_length, self.head)
 
     def with_rows(self, rows: int) -> Step:
-        """Return the step with another number of rows. Activations grow linearly with it."""
+        """Return the step with another number of rows. Activations grow linearly with it.
+
+        Traced with 2 and 4 rows as 30 and 50 bytes, activations of 8 rows take 30 + (50 - 30) * (8 / 2 - 1) = 90.
+        """
         share = rows / self.batch_size - 1
         sizes = zip(astuple(self.activations), astuple(self.twice), strict=True)
         activations = Activations(*(round(once + (twice - once) * share) for once, twice in sizes))
@@ -172,21 +180,24 @@ def estimate_training(
         param_dtype: whether shards are cast before they are gathered.
         memory_bytes: memory of a rank, for which the largest batch is computed. None to compute none.
     """
-    padded = {t.fqn: world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.tensors}
+    padded: dict[str, int] = {}  # bytes by FQN
+    for tensor in world.first.tensors:
+        padded[tensor.fqn] = world.spreads[tensor.fqn].padded_numel * tensor.dtype.bits // 8
     trained = [tensor for tensor in world.first.tensors if is_trained(tensor)]
     states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
-    local = [padded[tensor.fqn] for tensor in trained]
+    gradients = [padded[tensor.fqn] for tensor in trained]
     sizes = _GroupSizes.from_groups(world, groups, placement)
     fixed = _FixedSizes(
         groups=sizes,
         placement=placement,
         weights=sum(padded.values()),
         optimizer=states[0],
-        gradients=sum(local),
+        gradients=sum(gradients),
         in_blocks=sum(padded[tensor.fqn] for tensor in trained if tensor.fqn not in root_names),
+        # Shards are cast, or copied to the device, into the input of the all-gather.
         cast=sizes.root // world.mesh.shard_size if param_dtype or placement.offloads_shards else 0,
-        update=_step_bytes(step.optim, local, placement),
+        update=_step_bytes(step.optim, gradients, placement),
     )
     return TrainingEstimate(
         step.optim,
@@ -245,7 +256,7 @@ class _FixedSizes:
         weights: parameters and buffers, padding included.
         optimizer: optimizer states.
         gradients: sharded gradients.
-        in_blocks: those of blocks.
+        in_blocks: sharded gradients of blocks.
         cast: shards of the root in the dtype that is gathered.
         update: temporary tensors of the optimizer's step.
     """
@@ -260,7 +271,7 @@ class _FixedSizes:
     update: int
 
     def largest_batch(self, step: Step, memory_bytes: int) -> int:
-        """Return the most rows that fit, by bisection. 0 if one does not."""
+        """Return the most rows that fit into memory, by bisection, or 0 if one row does not fit."""
         fitting, most = 0, _MOST_ROWS
         while fitting < most:
             rows = (fitting + most + 1) // 2
@@ -270,28 +281,31 @@ class _FixedSizes:
 
     def phases(self, step: Step) -> tuple[PhaseMemory, ...]:
         """Return the candidates for the peak of a step."""
-        sizes, found, earlier = self.groups, step.activations, self.gradients if step.accumulates else 0
+        sizes, activations = self.groups, step.activations
+        earlier = self.gradients if step.accumulates else 0  # of the micro-batches before
         gathered, ended = sizes.root + sizes.block, max(self.in_blocks, earlier)
         terms: dict[str, dict[str, int]] = {
+            # The unsharded root, and the largest of its all-gather's output, its cast shards, and two blocks (one
+            # computes while the next one is gathered).
             "forward": {
                 "gathered groups": sizes.root + max(sizes.root, self.cast, 2 * sizes.block),
                 "gradients": earlier,
             },
             "loss": {
                 "gathered groups": gathered,
-                "activations": found.kept + found.loss,
+                "activations": activations.kept + activations.loss,
                 "logits": step.logits_bytes,
                 "gradients": earlier,
             },
             "backward": {
                 "gathered groups": gathered + sizes.block,
-                "activations": found.kept + found.backward,
+                "activations": activations.kept + activations.backward,
                 "gradients": earlier,
                 "whole gradients": sizes.whole + sizes.summed,
             },
             "end of backward": {
                 "gathered groups": gathered,
-                "activations": found.last,
+                "activations": activations.last,
                 "gradients": ended,
                 "whole gradients": sizes.summed,
             },
@@ -299,16 +313,19 @@ class _FixedSizes:
             "optimizer step": {"gradients": self.gradients, "optimizer step": self.update},
         }
         base = {"weights": self.weights, "optimizer": self.optimizer}
-        return tuple(_phase_memory(phase, {**base, **own}, self.placement) for phase, own in terms.items())
+        return tuple(_phase_memory(phase, {**base, **more}, self.placement) for phase, more in terms.items())
 
 
-def _step_bytes(optim: str, local: Sequence[int], placement: MemoryPlacement) -> int:
-    """Return the bytes of an optimizer step's temporary tensors, of all parameters (foreach) or one at a time."""
-    if not local or optim.endswith("_fused") or optim == "sgd":
+def _step_bytes(optim: str, gradients: Sequence[int], placement: MemoryPlacement) -> int:
+    """Return the bytes of an optimizer step's temporary tensors, of all parameters (foreach) or one at a time.
+
+    ``gradients`` are the bytes of each sharded gradient.
+    """
+    if not gradients or optim.endswith("_fused") or optim == "sgd":
         return 0
     if placement.device == "cpu" or placement.offloads_shards or optim.endswith(("_8bit", "_4bit")):
-        return 2 * max(local)
-    return sum(local)
+        return 2 * max(gradients)
+    return sum(gradients)
 
 
 def _phase_memory(phase: str, terms: Mapping[str, int], placement: MemoryPlacement) -> PhaseMemory:
@@ -319,11 +336,12 @@ def _phase_memory(phase: str, terms: Mapping[str, int], placement: MemoryPlaceme
 
 
 _TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768
-"""Of TRL's fused language model head (``trl.kernels.chunked_logprob``)."""
+"""Tokens and words of a tile in TRL's fused language model head (``trl.kernels.chunked_logprob``)."""
 
 
 def trl_logits_bytes(tokens: int, head: Head) -> int:
     """Return the memory of TRL's loss for so many tokens of a micro-batch. Logits are computed in tiles."""
+    # For 8,192 tokens and a vocabulary of 151,936: tiles of (4096, 32768) logits, hidden states of (8192, hidden).
     tile = min(tokens, _TOKEN_CHUNK) * min(head.vocab_size, _VOCAB_CHUNK)
     gradient = head.vocab_size * head.hidden * 4 if head.trained and head.itemsize < 4 else 0
     return tile * (head.itemsize + (5 * 4 if head.on_cpu else 0)) + tokens * head.hidden * 4 + gradient

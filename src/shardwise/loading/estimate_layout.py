@@ -50,13 +50,13 @@ def predict_layout(
     Raises:
         ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
     """
-    held = collect_tensors(model)
+    refs = collect_tensors(model)
     grouping = group_parameters(root or model, policy, kept_whole)
-    fqns = {item.tensor: item.fqn for item in held}
+    fqns = {item.tensor: item.fqn for item in refs}
     spreader = _Spreader(mesh, set(grouping.whole))
     spreads: dict[str, Spread] = {}
     tensors: list[TensorLayout] = []
-    for item in held:
+    for item in refs:
         spread, placement = spreader.spread(item)
         spreads[item.fqn] = spread
         tensors.append(tensor_layout(item, find_origin(item), spread.boxes[0], placement))
@@ -78,7 +78,7 @@ class _Spreader:
     def __init__(self, mesh: MeshShape, whole: set[nn.Parameter]) -> None:
         self.mesh = mesh
         self.whole = whole
-        self.made: dict[object, Spread] = {}
+        self.spreads: dict[object, Spread] = {}
 
     def spread(self, item: TensorRef) -> tuple[Spread, str]:
         """Return the spread of a tensor, and a description of its placement."""
@@ -86,23 +86,23 @@ class _Spreader:
         shape = tuple(tensor.shape)
         key: object = (shape, tuple(tensor.stride()))
         if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
-            if key not in self.made:
+            if key not in self.spreads:
                 boxes = local_boxes(tensor, item.fqn)
-                self.made[key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
-            return self.made[key], "whole"
+                self.spreads[key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
+            return self.spreads[key], "whole"
         if not tensor.is_contiguous():
             raise ShardingError(
-                f"{item.fqn} has shape {shape} and strides {tuple(tensor.stride())}: fully_shard "
-                "takes contiguous parameters only. Have the model's class make it contiguous"
+                f"{item.fqn}: has shape {shape} and strides {tuple(tensor.stride())}, and fully_shard takes only "
+                "contiguous parameters. Make it contiguous in the model's class"
             )
         dim = shard_dim(tensor.shape, self.mesh.shard_size)
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
         key = (shape, dim)
-        if key not in self.made:
-            self.made[key] = self.sharded(shape, placements)
-        return self.made[key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
+        if key not in self.spreads:
+            self.spreads[key] = self.shard(shape, placements)
+        return self.spreads[key], describe_placements(placements, self.mesh.names, self.mesh.sizes)
 
-    def sharded(self, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
+    def shard(self, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
         """Return the spread of a sharded tensor: its boxes at every coordinate of the shard axis."""
         sizes = self.mesh.sizes
         coordinates = [(*[0] * (len(sizes) - 1), position) for position in range(self.mesh.shard_size)]

@@ -216,7 +216,7 @@ def _join_adapter(
     with world.collective("open the adapter"):
         file, config = find_adapter_weights(folder), read_lora_config(folder)
         reader = stack.enter_context(LocalReader(folder))
-    opened, prefix = read_index(world, OpenStorage(reader, file)), stored_prefix(name)
+    opened, prefix = read_index(world, OpenStorage(reader, file)), adapter_prefix(name)
     index, notes = without_wrappers(opened.index)
     # One index and one reader for both, so that a load plans and reads them together. The prefix keeps their names
     # apart: both may have a model.safetensors.
@@ -377,7 +377,7 @@ def read_lora_config(folder: Path) -> "LoraConfig":
     return config
 
 
-def stored_prefix(name: str) -> str:
+def adapter_prefix(name: str) -> str:
     """Return the prefix of an adapter's files and keys if they are stored with those of its base."""
     return f"(adapter {name})"
 

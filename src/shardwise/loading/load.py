@@ -71,12 +71,12 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
             with clock.phase("share"):
                 exchange_shared(world, load.shared, {item.fqn: item for item in load.tensors}, load.items, executor)
     with clock.phase("fill"):
-        # Needs all scales (loading/double_quantization.py), and counts what it writes for the audit in finish().
+        # Needs all scales (loading/double_quantization.py), and counts what it writes for the audit below.
         completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
     with world.collective("set up the loaded model"):
-        attributes = finish(model, load, {**executor.written, **completed}, clock)
+        attributes = fill_and_audit(model, load, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
-        # After finish(), which fills the buffers.
+        # After fill_and_audit(), which fills the buffers.
         require_equal_buffers(world, load.tensors)
     return make_report(world, model, source, load, executor, attributes, clock)
 
@@ -166,7 +166,7 @@ _NORM_BLOCK_NUMEL = 1 << 22
 
 
 @gc_disabled()
-def finish(model: nn.Module, load: Load, read: Mapping[str, int], clock: Clock) -> tuple[str, ...]:
+def fill_and_audit(model: nn.Module, load: Load, read: Mapping[str, int], clock: Clock) -> tuple[str, ...]:
     """Fill tensors that no checkpoint has, and check that all are complete. Return names of recomputed attributes.
 
     ``read`` has the number of elements that have been written, by FQN.

@@ -70,21 +70,28 @@ def estimate_rank(
         padded_numels: elements of memory, by FQN, of tensors whose memory is padded.
     """
     padded = padded_numels or {}
-    made: dict[tuple[tuple[LocalBox, ...], int], Spread] = {}
+    shared: dict[tuple[tuple[LocalBox, ...], int], Spread] = {}  # one spread for tensors with equal boxes
     spreads: dict[str, Spread] = {}
     for tensor in plan.layout.tensors:
         memory = padded.get(tensor.fqn, tensor.local_numel)
-        spreads[tensor.fqn] = made.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
+        spreads[tensor.fqn] = shared.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
     return LoadSizes(plan, plan.layout.tensors, spreads).at(rank, 0, placement)
 
 
 class LoadSizes:
-    """Bytes at each position of the mesh, summed by spread because a model has only a few different spreads."""
+    """Bytes at each position of the mesh, summed by spread because a model has only a few different spreads.
+
+    Attributes:
+        sharded, whole: bytes of memory, padding included.
+        saved: bytes of memory of parameters and persistent buffers.
+        itemsizes: sum of the item sizes of all tensors with this spread.
+        read_rates: stored bytes read for each element of this spread.
+    """
 
     def __init__(self, plan: LoadPlan, tensors: Iterable[TensorLayout], spreads: Mapping[str, Spread]) -> None:
         self.sharded = self.whole = self.saved = 0
-        self.held: Counter[Spread] = Counter()
-        self.read: dict[Spread, float] = {}
+        self.itemsizes: Counter[Spread] = Counter()
+        self.read_rates: dict[Spread, float] = {}
         for tensor in tensors:
             spread, itemsize = spreads[tensor.fqn], tensor.dtype.bits // 8
             memory = spread.padded_numel * itemsize
@@ -92,16 +99,16 @@ class LoadSizes:
             self.whole += 0 if is_sharded(tensor) else memory
             if tensor.kind.is_saved:
                 self.saved += memory
-                self.held[spread] += itemsize
+                self.itemsizes[spread] += itemsize
         for name, rate in bytes_per_element(plan).items():
             spread = spreads[plan.layout.by_name[name].fqn]
-            self.read[spread] = self.read.get(spread, 0.0) + rate
+            self.read_rates[spread] = self.read_rates.get(spread, 0.0) + rate
 
     def at(self, rank: int, position: int, placement: MemoryPlacement) -> RankEstimate:
         device, host = placement.memory(sharded_bytes=self.sharded, whole_bytes=self.whole)
-        held = sum(local_numel(spread, position) * size for spread, size in self.held.items())
-        read = sum(local_numel(spread, position) * rate for spread, rate in self.read.items())
-        return RankEstimate(rank, held, self.saved, device, host, round(read))
+        shards = sum(local_numel(spread, position) * size for spread, size in self.itemsizes.items())
+        read = sum(local_numel(spread, position) * rate for spread, rate in self.read_rates.items())
+        return RankEstimate(rank, shards, self.saved, device, host, round(read))
 
 
 def local_numel(spread: Spread, position: int) -> int:
@@ -111,21 +118,22 @@ def local_numel(spread: Spread, position: int) -> int:
 def bytes_per_element(plan: LoadPlan) -> dict[str, float]:
     """Return the stored bytes read for each element of a tensor, counting inputs of a shared computation once."""
     seen: set[object] = set()
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name, read in plan.reads().items():
         expression = read.expression
         if not computes(expression):
             stored = count_stored_rows(expression)
             fraction = 1.0 if stored is None else stored / expression.shape[0]
-            found[name] = next(iter_stored_leaves(expression)).dtype.itemsize * fraction
+            rates[name] = next(iter_stored_leaves(expression)).dtype.itemsize * fraction
             continue
+        # Two outputs of one computation (codes and scales of a packed weight) read its inputs once.
         nbytes = 0
         for leaf in iter_computed_leaves(expression):
             key = (leaf.operation, leaf.sources)
             nbytes += 0 if key in seen else _input_bytes(leaf)
             seen.add(key)
-        found[name] = nbytes / max(numel(expression.shape), 1)
-    return found
+        rates[name] = nbytes / max(numel(expression.shape), 1)
+    return rates
 
 
 def _input_bytes(leaf: Computed) -> int:
@@ -134,29 +142,27 @@ def _input_bytes(leaf: Computed) -> int:
 
 
 def is_sharded(tensor: TensorLayout) -> bool:
-    """Check if ranks hold different boxes of a tensor."""
+    """Return whether ranks hold different boxes of a tensor."""
     return tensor.kind is TensorKind.PARAMETER and tensor.placement != "whole"
 
 
 def require_fits(estimate: RankEstimate, available: Available, ranks: int = 1) -> None:
     """Refuse a load that does not fit, before anything is read.
 
-    The host memory of the estimate is that of so many ``ranks``, which share what is free.
+    The host memory of the estimate is the sum of ``ranks`` ranks, which share the free memory of their container.
 
     Raises:
         ShardingError: the load does not fit. The error contains the rank, the memory it needs, the free memory and
             remedies.
     """
     sharing = f" for the {ranks} ranks of its container" if ranks > 1 else ""
-    needs = (
+    faults: list[str] = []
+    for kind, need, free in (
         ("device memory", estimate.device_bytes, available.device_bytes),
         (f"host memory{sharing}", estimate.host_bytes, available.host_bytes),
-    )
-    faults = [
-        f"{in_bytes(need)} of {kind}, of which {in_bytes(free)} is free"
-        for kind, need, free in needs
-        if free is not None and need > free
-    ]
+    ):
+        if free is not None and need > free:  # None if it is not known
+            faults.append(f"{in_bytes(need)} of {kind}, of which {in_bytes(free)} is free")
     if faults:
         raise ShardingError(
             f"rank {estimate.rank} needs {', and '.join(faults)}. Load on more ranks, in a smaller dtype, or with "

@@ -144,37 +144,39 @@ def normalize_keywords(options: Options) -> Options:
     Raises:
         ConfigError: two of them contradict each other, or one cannot be honored.
     """
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if "torch_dtype" in given:
-        named = given.pop("torch_dtype")
-        if str(given.setdefault("dtype", named)).removeprefix("torch.") != str(named).removeprefix("torch."):
+    kwargs: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if "torch_dtype" in kwargs:
+        torch_dtype = kwargs.pop("torch_dtype")
+        dtype = kwargs.setdefault("dtype", torch_dtype)
+        if str(dtype).removeprefix("torch.") != str(torch_dtype).removeprefix("torch."):
             raise ConfigError(
-                f"dtype={given['dtype']} and torch_dtype={named}: these are two names of one argument. Pass dtype"
+                f"dtype={dtype} and torch_dtype={torch_dtype}: these are two names of one argument. Pass dtype"
             )
-    if given.pop("low_cpu_mem_usage", True) is not True:
+    if kwargs.pop("low_cpu_mem_usage", True) is not True:
         raise ConfigError(
-            "low_cpu_mem_usage=False requests the whole model in the memory of every rank, which is not supported. "
+            "low_cpu_mem_usage=False: requests the full model in the memory of every rank, which is not supported. "
             "Leave it out"
         )
-    if "quantization_config" in given:
-        found = from_transformers(given["quantization_config"])  # stays: transformers' names may match nothing
-        if given.setdefault("quantization", found) != found:
+    if "quantization_config" in kwargs:
+        # It stays in kwargs: module names of a transformers config may match nothing, those of Nf4(...) may not.
+        quantization = from_transformers(kwargs["quantization_config"])
+        if kwargs.setdefault("quantization", quantization) != quantization:
             raise ConfigError(
-                f"quantization={given['quantization']} and quantization_config contradict each other. Pass the "
-                "former alone"
+                f"quantization={kwargs['quantization']} and quantization_config: contradict each other. Pass "
+                "quantization alone"
             )
-    hub = given.get("hub", HubOptions())
+    hub = kwargs.get("hub", HubOptions())
     for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder"):
-        if name in given and isinstance(hub, HubOptions):  # any other type is rejected later
-            value = given.pop(name)
+        if name in kwargs and isinstance(hub, HubOptions):  # any other type is rejected later
+            value = kwargs.pop(name)
             if getattr(hub, name) not in (getattr(HubOptions(), name), value):
-                raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...). Pass one")
+                raise ConfigError(f"{name}: is given twice, as a keyword and in hub=HubOptions(...). Pass one")
             hub = replace(hub, **{name: value})
-    return cast(Options, {**given, "hub": hub})
+    return cast(Options, {**kwargs, "hub": hub})
 
 
 def check_keywords(call: str, options: Options, kind: type) -> Options:
-    """Return the keyword arguments of a call after a check, with transformers' put where their meaning is.
+    """Check the keyword arguments of a call. Return them as :func:`normalize_keywords` does.
 
     ``kind`` declares the keywords that the call has.
 
@@ -182,10 +184,10 @@ def check_keywords(call: str, options: Options, kind: type) -> Options:
         ConfigError: a keyword is unknown, has a value of the wrong type, or contradicts another.
     """
     require_known(call, options, kind)
-    found = normalize_keywords(options)
-    check_options(get_hints(kind), found)
-    require_trainable(cast(FilledOptions, found))
-    return found
+    normalized = normalize_keywords(options)
+    check_options(get_hints(kind), normalized)
+    require_trainable(cast(FilledOptions, normalized))
+    return normalized
 
 
 def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
@@ -193,13 +195,23 @@ def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
     hub = options.get("hub", HubOptions())
     attention, experts = "attn_implementation", "experts_implementation"
     plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", attention, experts)
-    found = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
-    return {**found, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder")}}
+    settings = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
+    for name in ("revision", "subfolder"):
+        settings[f"hub.{name}"] = repr(getattr(hub, name))
+    return settings
 
 
 @dataclass
 class MetaModel:
-    """A model on meta, and the checkpoint's bindings for it. ``equal_ties`` are stored twice with equal values."""
+    """A model on meta, and the checkpoint's bindings for it.
+
+    Attributes:
+        model: untied at first (:meth:`tie`), so that each stored name has a tensor of its own.
+        transforms: conversions of transformers that the bindings were traced from.
+        layout: of the untied model.
+        bindings: expressions of the checkpoint for the model's tensors.
+        equal_ties: names of tied tensors that are stored twice with equal values.
+    """
 
     model: PreTrainedModel
     transforms: list[Any]
@@ -208,49 +220,53 @@ class MetaModel:
     equal_ties: frozenset[str] = frozenset()
 
     def ties_stored_twice(self) -> list[tuple[str, str]]:
-        """(name, other name) where both are stored and declared tied, so that their values have to be compared.
+        """Return (name, other name) where both are stored and declared tied, so that their values are compared.
 
         Of all names tied to one source, the first that is stored (the source before its targets) is the other name
         of every pair, as in transformers' ``tie_weights``.
         """
-        families: dict[str, list[str]] = {}
-        for target, origin in pretrained.get_declared_ties(self.model).items():
-            families.setdefault(origin, [origin]).append(target)
-        present = [[name for name in members if self.bindings.matched.get(name)] for members in families.values()]
-        return sorted((other, names[0]) for names in present for other in names[1:])
+        groups: dict[str, list[str]] = {}
+        for target, source in pretrained.get_declared_ties(self.model).items():
+            groups.setdefault(source, [source]).append(target)
+        pairs: list[tuple[str, str]] = []
+        for names in groups.values():
+            stored = [name for name in names if self.bindings.matched.get(name)]
+            pairs += [(other, stored[0]) for other in stored[1:]]
+        return sorted(pairs)
 
     def bindings_less_ties(self) -> Bindings:
-        """Bindings of the checkpoint without second copies of tied tensors that were found equal."""
-        matched = {name: found for name, found in self.bindings.matched.items() if name not in self.equal_ties}
+        """Return the bindings without the second copies of tied tensors that are equal."""
+        matched = {name: item for name, item in self.bindings.matched.items() if name not in self.equal_ties}
         return replace(self.bindings, matched=matched)
 
     def tie(self, untied: set[str]) -> None:
         """Tie the declared ties, except for ``untied``, on meta."""
         saved = {name for tensor in self.layout.saved() for name in tensor.names}
-        offered = set(self.bindings.matched) - self.equal_ties
-        pretrained.tie(self.model, saved - offered, untied)
+        stored = set(self.bindings.matched) - self.equal_ties
+        pretrained.tie(self.model, saved - stored, untied)
 
 
 def compare_ties(built: MetaModel, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
     """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
-    matched, tensors, world = built.bindings.matched, built.layout.by_name, executor.world
-    return [
-        name
-        for name, other in pairs
-        if not are_equal(matched[name][0], matched[other][0], tensors[name].dtype, executor, world.rank, world.size)
-    ]
+    matched, world = built.bindings.matched, executor.world
+    differing: list[str] = []
+    for name, other in pairs:
+        dtype = built.layout.by_name[name].dtype  # values are compared as the model gets them
+        if not are_equal(matched[name][0], matched[other][0], dtype, executor, world.rank, world.size):
+            differing.append(name)
+    return differing
 
 
 def load_config(directory: Path, options: ModelOptions) -> PreTrainedConfig:
-    """The config given, or that of the checkpoint with the overrides applied."""
-    given = options.get("config")
+    """Return a copy of the caller's config, or the checkpoint's config with the overrides applied."""
+    config = options.get("config")
     overrides = options.get("config_overrides", {})
-    if given is not None:
+    if config is not None:
         if overrides:
             raise ConfigError(
-                "config_overrides change the checkpoint's config; with config= change that config itself"
+                "config_overrides: changes the checkpoint's config, which config= replaces. Change that config"
             )
-        config = copy.deepcopy(given)
+        config = copy.deepcopy(config)
     else:
         config = build.read_config(
             _folder(directory),
@@ -266,14 +282,15 @@ def load_config(directory: Path, options: ModelOptions) -> PreTrainedConfig:
 def _remove_quantizer(config: PreTrainedConfig) -> None:
     """Remove ``quantization_config`` from a config and its parts, to build the dequantized model.
 
-    That of bitsandbytes' 4 bits and of MXFP4 stays, because a model may be kept in these forms.
+    A ``quantization_config`` of bitsandbytes' 4 bits or of MXFP4 stays, because a model may be kept in these forms.
 
     Raises:
         ConfigError: the quantization method is not supported.
     """
     for section in pretrained.quantized_configs(config):
-        found = section.quantization_config
-        content = found if isinstance(found, Mapping) else found.to_dict()
+        content = section.quantization_config
+        if not isinstance(content, Mapping):
+            content = content.to_dict()
         if find_form(content).is_kept:
             section.quantization_config = dict(content)
         else:
@@ -283,7 +300,7 @@ def _remove_quantizer(config: PreTrainedConfig) -> None:
 def get_model_class(
     directory: Path, config: PreTrainedConfig, options: ModelOptions
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The model class and the config it takes."""
+    """Return the model class, and the config that it takes."""
     trust = options.get("trust_remote_code", False)
     return build.resolve_class(config, options.get("model_class"), _folder(directory), trust_remote_code=trust)
 
@@ -300,11 +317,13 @@ def build_meta_model(
     model_class, config = get_model_class(directory, config, options)
     if vocab_size is not None:
         set_vocab_size(config, vocab_size)
-    named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
-    dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
+    # As transformers: the metadata of an index file names a dtype, the metadata of a single file does not.
+    index_dtype = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
+    dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), index_dtype)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
+    # Buffers get memory when they are computed, also by a plan. An absurd config must not take all memory.
     nbytes = sum(buffer.nbytes for buffer in model.buffers())
-    if nbytes > max(_SMALL_BUFFERS_BYTES, index.nbytes):  # they are computed, by plans as well
+    if nbytes > max(_SMALL_BUFFERS_BYTES, index.nbytes):
         raise ConfigError(
             f"{model_class.__name__}: its buffers take {in_bytes(nbytes)}, more than the weights in {directory}. "
             "Check its config"
@@ -320,20 +339,21 @@ def bind_checkpoint(
     transforms: list[Any],
     vocab_size: int | None = None,
 ) -> MetaModel:
-    """Bind a checkpoint's keys to a model that has been built on meta in a dtype, nothing tied yet.
+    """Bind a checkpoint's keys to a model that has been built on meta in ``dtype``, nothing tied yet.
 
-    Tensors that its class keeps in another dtype get that.
+    Tensors that its class keeps in another dtype (``_keep_in_fp32_modules``) get this dtype.
     """
-    held = collect_tensors(model)
-    layout = build_layout(held)
-    kept = pretrained.get_kept_dtypes(model, dtype)
+    tensors = collect_tensors(model)
+    layout = build_layout(tensors)
+    kept_dtype = pretrained.get_kept_dtypes(model, dtype)
 
     def get_dtype(name: str) -> torch.dtype:
-        return kept(name) or to_torch(layout.by_name[name].dtype)
+        return kept_dtype(name) or to_torch(layout.by_name[name].dtype)
 
     bindings = bind(model, stored_tensors(index), layout, transforms, get_dtype, extra_tensors(index))
     if vocab_size is not None:
-        bindings = resize_vocabulary(bindings, find_vocabulary_tensors(model, held), vocab_size)
+        bindings = resize_vocabulary(bindings, find_vocabulary_tensors(model, tensors), vocab_size)
+    # After binding: the dtype of all results of a conversion follows the conversion's first result.
     build.keep_dtypes(model, dtype, bindings.primary)
     return MetaModel(model, transforms, layout, bindings)
 
@@ -351,17 +371,18 @@ def _folder(directory: Path) -> Path:
     return directory if directory.is_dir() else directory.parent
 
 
-def trained_dtype(options: FilledOptions) -> TrainedDtype:
+def resolve_trained_dtype(options: FilledOptions) -> TrainedDtype:
     """Return the dtype of trained parameters: float32 by default where ``tuning`` is given."""
-    wanted: TrainedDtype = options.get("trained_dtype", torch.float32 if "tuning" in options else "unchanged")
-    require_trainable_dtype(wanted)
-    return wanted
+    default: TrainedDtype = torch.float32 if "tuning" in options else "unchanged"
+    dtype = options.get("trained_dtype", default)
+    require_trainable_dtype(dtype)
+    return dtype
 
 
 def comparable_tuning(options: FilledOptions, adapters: Mapping[str, Adapter]) -> str:
     """Return the tuning options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
-    return repr((tuning.comparable_text(adapters), trained_dtype(options), options.get("resize_vocab")))
+    return repr((tuning.comparable_text(adapters), resolve_trained_dtype(options), options.get("resize_vocab")))
 
 
 @gc_disabled()
@@ -378,17 +399,18 @@ def prepare_for_training(
     Args:
         built: the model, and the checkpoint's bindings for it.
         untied: names declared tied that stay untied.
-        options: trained parameters.
-        adapters: by name, those that the tuning starts from.
-        casts_to: the compute dtype of all modules, or None for each parameter's own.
+        options: the call's options, which determine what is trained.
+        adapters: adapters that the tuning starts from, by name.
+        casts_to: the compute dtype of all modules, or None for the dtype of each parameter.
     """
+    # In this order: ties decide which modules may be put into 4 bits, and a LoRA is added to the 4-bit layers.
     built.tie(untied)
     bindings, notes = convert_four_bit_base(built.model, built.bindings_less_ties(), options)
     tuned = tune(
         built.model,
         bindings,
         options.get("tuning", Full()),
-        trained_dtype(options),
+        resolve_trained_dtype(options),
         adapters=adapters,
         casts_to=casts_to,
     )
@@ -404,9 +426,10 @@ def convert_four_bit_base(
     Raises:
         ConfigError: nothing can be put into four bits, or a whole model in four bits is to be trained.
     """
-    wanted = options.get("quantization")
+    quantization = options.get("quantization")
+    # Popped, so that a save writes it only if the model stays quantized.
     stored: Any = model.config.__dict__.pop("quantization_config", None)
-    keeps_experts = wanted == "as_stored"
+    keeps_experts = quantization == "as_stored"
     if keeps_experts and is_mxfp4(stored):
         return convert_base_to_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
     if keeps_experts and stored is None:
@@ -416,22 +439,23 @@ def convert_four_bit_base(
         )
     if is_mxfp4(stored):
         stored = None  # dequantized by default
-    is_stored = (wanted is None or keeps_experts) and stored is not None
+    is_stored = (quantization is None or keeps_experts) and stored is not None
     if is_stored:
-        wanted = from_transformers(stored)
-        require_trainable({**options, "quantization": wanted})
-    if not isinstance(wanted, (Nf4, Fp4)):
+        quantization = from_transformers(stored)
+        require_trainable({**options, "quantization": quantization})
+    if not isinstance(quantization, (Nf4, Fp4)):
         return bindings, ()
     has_bytes = any(item.dtype is DType.U8 for expressions in bindings.matched.values() for item in expressions)
-    if has_bytes and stored is not None and (kind := _kind(from_transformers(stored))) != _kind(wanted):
+    # Packed bytes can only be unpacked in the form in which they were saved.
+    if has_bytes and stored is not None and (kind := _kind(from_transformers(stored))) != _kind(quantization):
         raise ConfigError(
-            f"quantization={_kind(wanted)}: the checkpoint has bytes of {kind}, as saved with names='internal'. "
-            "Pass that, or leave it out"
+            f"quantization={_kind(quantization)}: the checkpoint has bytes of {kind}, saved with names='internal'. "
+            f"Pass {kind}, or leave it out"
         )
     return convert_base_to_four_bits(
         model,
         bindings,
-        wanted,
+        quantization,
         keeps_experts=keeps_experts,
         must_match=not is_stored,
         names_must_match=not is_stored and "quantization_config" not in options,
@@ -447,14 +471,14 @@ def require_trainable(options: FilledOptions) -> None:
     tuning = options.get("tuning")
     if options.get("quantization") not in (None, "dequantize") and isinstance(tuning, (Full, Freeze)):
         raise ConfigError(
-            f"tuning={type(tuning).__name__}(...) trains weights of the base, and quantization="
-            f"{_kind(options['quantization'])} keeps them in four bits, which are not trained. Pass "
-            "tuning=Lora(...), or leave quantization out"
+            f"tuning={type(tuning).__name__}(...): trains weights of the base, and quantization="
+            f"{_kind(options['quantization'])} keeps them in four bits. Pass tuning=Lora(...), or leave out "
+            "quantization"
         )
 
 
 def get_consent(options: FilledOptions) -> Consent:
-    """Return the tensors that may be missing, mismatched or unexpected."""
+    """Return the consents of a call's options."""
     return Consent(
         options.get("on_missing", "error"),
         options.get("on_mismatched", "error"),

@@ -18,23 +18,30 @@ def parse_tuning(text: str) -> tuple[Literal["full", "freeze", "lora", "adapter"
     """
     if (Path(text) / ADAPTER_CONFIG).is_file():
         return "adapter", {"directory": text}
-    found = dict(item.partition("=")[::2] for item in text.split(","))
-    names = {name: tuple(filter(None, found.get(name, "").split("+"))) for name in ("modules", "extra", "targets")}
+    # "lora=16,targets=q_proj+v_proj" is {"lora": "16", "targets": "q_proj+v_proj"}.
+    values = dict(item.partition("=")[::2] for item in text.split(","))
+    names: dict[str, tuple[str, ...]] = {}
+    for name in ("modules", "extra", "targets"):
+        names[name] = tuple(filter(None, values.get(name, "").split("+")))
     try:
-        match [*found]:
+        match [*values]:
             case ["full"] if text == "full":
                 return "full", {}
-            case ["freeze", *rest] if {"modules", "extra"}.issuperset(rest):
-                layers = int(found["freeze"] or 0)
+            case ["freeze", *others] if {"modules", "extra"}.issuperset(others):
+                layers = int(values["freeze"] or 0)
                 if layers or (names["extra"] and not names["modules"]):
                     settings = {"trainable_modules": names["modules"], "extra_modules": names["extra"]}
                     return "freeze", {"trainable_layers": layers, **settings}
-            case ["lora", *rest] if {"alpha", "targets"}.issuperset(rest):
-                r, targets = int(found["lora"]), found.get("targets", "all-linear")
+            case ["lora", *others] if {"alpha", "targets"}.issuperset(others):
+                r, targets = int(values["lora"]), values.get("targets", "all-linear")
                 if r > 0:
                     modules = targets if targets == "all-linear" else list(names["targets"])
-                    return "lora", {"r": r, "lora_alpha": int(found.get("alpha", r)), "target_modules": modules}
-    except ValueError:
+                    return "lora", {
+                        "r": r,
+                        "lora_alpha": int(values.get("alpha", r)),
+                        "target_modules": modules,
+                    }
+    except ValueError:  # a number that is none
         pass
     raise ConfigError(
         f"tuning={text!r} is not known. Pass full, freeze=N[,modules=A+B][,extra=A+B], "

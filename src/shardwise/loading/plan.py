@@ -23,6 +23,7 @@ from shardwise.files.checkpoint_index import (
 )
 
 _CODES = (DType.F8_E4M3, DType.F8_E5M2, DType.I8, DType.U8)
+"""Dtypes of quantized values, which mean nothing without their scales."""
 
 REMEDIES: Final = {
     "mismatched": "on_mismatched=Initialize(only=...) for tensors that may be initialized",
@@ -34,7 +35,7 @@ REMEDIES: Final = {
     "uninitialized": "a checkpoint that stores them, as neither _init_weights nor reset_parameters sets them",
     "uncomputable": "buffers=... with a callable that computes them",
 }
-"""What to do about a fault, by its kind."""
+"""Advice by kind of fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,12 @@ class LoadPlan:
 
     def not_loaded(self, index: CheckpointIndex) -> tuple[str, ...]:
         """Return the ignored contents of the checkpoint, without the extra tensors that the model does load."""
-        taken = {get_stored_key(read.expression) for read in self.reads().values()} & index.extra
-        return tuple(name for name in index.ignored if name not in taken)
+        loaded = {get_stored_key(read.expression) for read in self.reads().values()} & index.extra
+        return tuple(name for name in index.ignored if name not in loaded)
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """A digest per name of the facts that must agree on all ranks: the tensor and its fill, without boxes."""
+        """A digest per name of what must agree on all ranks: the tensor and its fill, without boxes."""
         return {name: self._fingerprint(name, fill) for name, fill in self.fills.items()}
 
     @cached_property
@@ -176,13 +177,10 @@ class _LoadPlanner:
     faults: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        composed = self.index.composed.items()
-        self.decoded = {
-            entry
-            for key, item in composed
-            if self.index.is_scaled(key)
-            for entry in iter_entry_keys(item.composition)
-        }
+        self.scaled_keys: set[str] = set()  # codes that the index composes with their scales
+        for key, item in self.index.composed.items():
+            if self.index.is_scaled(key):
+                self.scaled_keys.update(iter_entry_keys(item.composition))
         self.names_unmatched = set(self.bindings.unmatched.values())
         self.failed_names = {name for names in self.bindings.errors.values() for name in names}
 
@@ -199,6 +197,7 @@ class _LoadPlanner:
                 self.fills[tensor.fqn] = self.fill(tensor)
             for alias in tensor.names[1:]:
                 self.fills[alias] = Tie(tensor.fqn)
+        # After the fills: keys of scales are no faults of their own where a fill has named its codes.
         self.check_unexpected()
         if self.faults:
             ordered = {kind: self.faults[kind] for kind in REMEDIES if kind in self.faults}
@@ -215,6 +214,7 @@ class _LoadPlanner:
         )
 
     def fill(self, tensor: TensorLayout) -> Fill:
+        """Return the fill of a parameter or a persistent buffer. Faults are collected, and a fill is returned."""
         sources: list[Expression] = []
         for name in tensor.names:
             stored = self.bindings.matched.get(name, ())
@@ -229,7 +229,7 @@ class _LoadPlanner:
             if reason is None:
                 kind, reason = "mismatched", self.mismatch_reason(tensor, source)
             if reason is not None:
-                if allows(self.consent.mismatched, self.known(tensor.fqn)):
+                if allows(self.consent.mismatched, self.base_name(tensor.fqn)):
                     self.mismatched.append(tensor.fqn)
                     return self.init(tensor)
                 self.fault(kind, f"{tensor.fqn}: {reason}")
@@ -238,20 +238,21 @@ class _LoadPlanner:
             self.duplicates[tensor.fqn] = tuple(sources[1:])
         return FromCheckpoint(sources[0])
 
-    def known(self, name: str) -> str:
+    def base_name(self, name: str) -> str:
         """Return the name of a tensor in the user's options and in the model class."""
         return self.base_names.get(name, name)
 
     def fill_missing(self, tensor: TensorLayout) -> Fill:
         if tensor.origin is Origin.TUNING:
             return Init(tensor.origin)
-        for name in map(self.known, tensor.names):
+        for name in map(self.base_name, tensor.names):
             if self.rules.allows_missing(name):
                 return self.init(tensor)
             if allows(self.consent.missing, name):
                 self.missing.append(tensor.fqn)
                 return self.init(tensor)
-        if not self.failed_names.intersection(tensor.names):  # otherwise the conversion failed, which is listed
+        # A tensor whose conversion failed is missing for this reason, which is listed.
+        if not self.failed_names.intersection(tensor.names):
             codes = [key for name in tensor.names for key in packed_names(name) if key in self.names_unmatched]
             if codes:
                 self.fault("quantized", f"{tensor.fqn}: stored as codes, in {codes[0]}")
@@ -260,11 +261,13 @@ class _LoadPlanner:
         return Init(tensor.origin)
 
     def init(self, tensor: TensorLayout) -> Fill:
+        """Return the fill of a tensor that the model initializes, or a fault if it does not."""
         if tensor.origin in (Origin.NOWHERE, Origin.AS_IT_IS):
             self.fault("uninitialized", f"{tensor.fqn}: nothing initializes it")
         return Init(tensor.origin)
 
     def recompute(self, tensor: TensorLayout) -> Fill:
+        """Return the fill of a non-persistent buffer."""
         if tensor.origin is Origin.AS_IT_IS:
             return Keep()
         if tensor.origin is Origin.NOWHERE:
@@ -280,11 +283,11 @@ class _LoadPlanner:
         if tensor.dtype.kind != "float" and not computes(source):
             return None
         for leaf in iter_stored_leaves(source):
-            if leaf.dtype in _CODES and leaf.key not in self.decoded:
+            if leaf.dtype in _CODES and leaf.key not in self.scaled_keys:
                 scale = next((key for key in scale_names(leaf.key) if key in self.bindings.unmatched), None)
-                stored = f"stored in {leaf.dtype.label}" + (
-                    f" as {leaf.key}" if leaf.key not in tensor.names else ""
-                )
+                stored = f"stored in {leaf.dtype.label}"
+                if leaf.key not in tensor.names:
+                    stored += f" as {leaf.key}"
                 if scale is not None:
                     return f"{stored}, and its scales, {scale}, would not be read"
                 if self.index.quantized and leaf.dtype is not tensor.dtype:
@@ -296,6 +299,7 @@ class _LoadPlanner:
         if source.shape != tensor.shape:
             return f"stored {self.describe(source)}, model has {tensor.shape}"
         for leaf in iter_stored_leaves(source):
+            # Elements of less than a byte have no addresses.
             if leaf.dtype.bits % 8:
                 return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantizer"
         if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in iter_leaves(source)):
@@ -316,6 +320,7 @@ class _LoadPlanner:
             elif allows(self.consent.unexpected, key):
                 self.unexpected.append(key)
                 self.ignored.append(key)
+            # Beside codes without a quantization config, each key of a scale would be a further line.
             elif "quantized" not in self.faults or not is_quantization_key(name):
                 renamed = f" (renamed to {name})" if name != key else ""
                 if name.endswith("_extra_state"):

@@ -134,7 +134,7 @@ class BaseForm:
     :meth:`deferred_names`, :meth:`allocate_staging` and :meth:`complete`.
     """
 
-    def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
+    def logical_layout(self, layout: ModelLayout, refs: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
         """Return the layout of the tensors that a checkpoint's keys are bound to."""
         return layout
 
@@ -286,13 +286,13 @@ def read_targets(
     ]
 
 
-def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings) -> None:
+def tie_declared(model: nn.Module, refs: Sequence[TensorRef], bindings: Bindings) -> None:
     """Tie declared ties that the checkpoint has once and the model does not share yet.
 
     Raises:
         ShardingError: when the model is already sharded, so that it is too late.
     """
-    by_name = {name: item for item in held for name in item.names}
+    by_name = {name: item for item in refs for name in item.names}
     untied: list[tuple[str, str]] = []
     for target, source in pretrained.get_declared_ties(model).items():
         is_shared = target in by_name and by_name[target] is by_name.get(source)
@@ -302,7 +302,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
     if not untied:
         return
     target, source = untied[0]
-    if any(isinstance(item.tensor, DTensor) for item in held):
+    if any(isinstance(item.tensor, DTensor) for item in refs):
         raise ShardingError(
             f"{target}: is declared tied to {source}, but they are two parameters of the sharded model. Call "
             "model.tie_weights() before fully_shard"

@@ -31,7 +31,7 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import HubOptions, shown, unsafe_name_reason
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.loading.audit import are_equal
-from shardwise.loading.from_pretrained import find_adapter_weights, stored_prefix
+from shardwise.loading.from_pretrained import adapter_prefix, find_adapter_weights
 from shardwise.loading.meta_model import MetaModel, ModelOptions, build_meta_model, check_keywords, load_config
 from shardwise.models import pretrained
 from shardwise.models.build import find_vocabulary_tensors
@@ -50,7 +50,7 @@ from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.stream_out import TensorsToSave, apply_edits
 from shardwise.transfer.read import ReadExecutor
 
-ADAPTER = stored_prefix("merged")
+ADAPTER = adapter_prefix("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
 
 _TASKS: Final = {

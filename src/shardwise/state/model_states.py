@@ -43,15 +43,16 @@ from shardwise.transfer.replicas import equal_on_all, require_alike_models
 from shardwise.transfer.staging import upload_buffer
 
 
-def state_report(
+def make_state_report(
     world: World,
     values: state_values.Values,
     traffic: Traffic,
     clock: Clock,
     *,
     provided_by: tuple[int, ...],
-    **facts: Any,
+    **fields: Any,
 ) -> StateReport:
+    """Return the report of a state that has been set, with ``fields`` that depend on what the state is for."""
     return StateReport(
         rank=world.rank,
         world_size=world.size,
@@ -61,7 +62,7 @@ def state_report(
         received_bytes=traffic.received_bytes,
         kept_bytes=traffic.kept_bytes,
         seconds=clock.seconds,
-        **facts,
+        **fields,
     )
 
 
@@ -70,23 +71,24 @@ class CollectedModel:
     """Tensors of a model that are returned as its state dict, checked on all ranks.
 
     Attributes:
-        held: all tensors of the model.
+        refs: all tensors of the model.
         names: canonical FQNs, by the names of the state dict.
-        tensors: by canonical FQN, tied ones once. A buffer that differs has the first rank's values.
+        tensors: the collected tensors by canonical FQN, tied tensors once. A buffer that differs has the first
+            rank's values.
         differing: FQNs of buffers whose values differ between ranks.
         device: device of staging buffers.
     """
 
-    held: list[TensorRef]
+    refs: list[TensorRef]
     names: Mapping[str, str]
     tensors: Mapping[str, torch.Tensor]
     differing: tuple[str, ...]
     device: torch.device
 
-    def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors under the names of the state: one object for all names of a tied tensor."""
-        first_names = {name: item.fqn for item in self.held for name in item.names}
-        return {name: found[first_names[fqn]] for name, fqn in self.names.items() if first_names[fqn] in found}
+    def by_name(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return values, given by FQN, under the names of the state: one object for all names of a tied tensor."""
+        first_names = {name: item.fqn for item in self.refs for name in item.names}
+        return {name: values[first_names[fqn]] for name, fqn in self.names.items() if first_names[fqn] in values}
 
 
 def collect_model(
@@ -102,18 +104,18 @@ def collect_model(
             :func:`~shardwise.state.model_states.get_model_state_dict`.
     """
     with world.collective("collect the tensors"):
-        held = collect_tensors(model)
-    require_alike_models(world, held, [])
-    names = broadcast_names_outside(world, model, held, only)
-    wanted = set(names.values())
-    chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
+        refs = collect_tensors(model)
+    require_alike_models(world, refs, [])
+    names = broadcast_names_outside(world, model, refs, only)
+    fqns = set(names.values())
+    tensors = {item.fqn: item.tensor for item in refs if not fqns.isdisjoint(item.names)}
     with world.collective("check for values"):
-        state_values.require_values(chosen, "the model")
-    device = staging_device(held, chosen.values())
-    buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
+        state_values.require_values(tensors, "the model")
+    device = staging_device(refs, tensors.values())
+    buffers = {item.fqn for item in refs if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
-    tensors, differing = equal_on_all(world, chosen, buffers, budget_bytes=budget, device=device)
-    return CollectedModel(held, names, tensors, differing, device)
+    equal, differing = equal_on_all(world, tensors, buffers, budget_bytes=budget, device=device)
+    return CollectedModel(refs, names, equal, differing, device)
 
 
 def set_model_values(
@@ -133,32 +135,33 @@ def set_model_values(
     """
     with clock.phase("agree"):
         with world.collective("collect the tensors"):
-            held = collect_tensors(model)
-        require_alike_models(world, held, [])
-        names = broadcast_names_outside(world, model, held, only)
+            refs = collect_tensors(model)
+        require_alike_models(world, refs, [])
+        names = broadcast_names_outside(world, model, refs, only)
         provided = values.describe(world)
-        places = _target_slots(held, names)
-        of = {place.names[0]: item for place, item in places}
+        slots = _target_slots(refs, names)
+        refs_by_slot = {slot.names[0]: item for slot, item in slots}
         with world.collective("match tensors"):
-            matched = match([place for place, _ in places], provided, consent, world.global_ranks)
-        taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.tensors}
+            matched = match([slot for slot, _ in slots], provided, consent, world.global_ranks)
+        matched_refs = {item.place.names[0]: refs_by_slot[item.place.names[0]] for item in matched.tensors}
         with world.collective("check the tensors"):
-            require_plain_tensors(list(taking.values()))
+            require_plain_tensors(list(matched_refs.values()))
         # Computed while all is on meta, so that a model is filled as by a load.
-        initializers = Initializers(model, held)
+        initializers = Initializers(model, refs)
         with world.collective("plan computed tensors"):
-            computed = _computed(initializers, only)
+            computed = _compute_buffers(initializers, only)
+        # The last check: nothing has been changed so far.
         values.require_ties(world, [item.place.names for item in matched.tensors])
     with clock.phase("exchange"):
-        device = staging_device(held, [item.tensor for item in held])
-        awaiting = [*taking.values(), *(item for item, _ in computed)]
+        device = staging_device(refs, [item.tensor for item in refs])
+        awaiting = [*matched_refs.values(), *(item for item, _ in computed)]
         with world.collective("allocate shards"):
             materialize(awaiting, fsdp_params(model), device)
-        targets = {name: item.tensor for name, item in taking.items()}
+        targets = {name: item.tensor for name, item in matched_refs.items()}
         traffic = values.copy_into(world, matched, targets, budget_bytes=options.budget_bytes, device=device)
         with world.collective("initialize tensors"):
             recomputed = _fill(initializers, computed, device, options.budget_bytes)
-    return state_report(
+    return make_state_report(
         world,
         values,
         traffic,
@@ -168,19 +171,19 @@ def set_model_values(
         unexpected=matched.unexpected,
         mismatched=matched.mismatched,
         cast=matched.cast,
-        on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-        provided_by=tuple(rank for rank, found in enumerate(provided) if found),
+        on_meta=tuple(item.fqn for item in refs if item.tensor.is_meta),
+        provided_by=tuple(rank for rank, tensors in enumerate(provided) if tensors),
         recomputed=recomputed,
     )
 
 
-def _computed(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
+def _compute_buffers(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
     """Return buffers on meta that no state has, with the values that the model's initializers compute."""
-    waiting = [item for item in initializers.tensors if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
-    if not waiting or only is not None:
+    on_meta = [item for item in initializers.tensors if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
+    if not on_meta or only is not None:
         return []
-    found = initializers.buffers({}, seed=0)
-    return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
+    buffers = initializers.buffers({}, seed=0)
+    return [(item, value) for item in on_meta if (value := buffers[item.fqn].value) is not None]
 
 
 def _fill(
@@ -197,18 +200,22 @@ def _fill(
     return (*(item.fqn for item, _ in computed), *attributes)
 
 
-def _target_slots(held: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
-    """Return the tensors that take values, tied ones once, with all their names in states."""
-    outside: dict[str, list[str]] = {}
+def _target_slots(refs: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:
+    """Return the tensors that get values, tied tensors once, with all their names in states.
+
+    ``names`` are canonical FQNs by the names of the state dict.
+    """
+    state_names: dict[str, list[str]] = {}  # by FQN
     for name, fqn in names.items():
-        outside.setdefault(fqn, []).append(name)
-    found: list[tuple[StateSlot, TensorRef]] = []
-    for item in held:
-        own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
-        if own:
-            own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
-            found.append((StateSlot(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
-    return found
+        state_names.setdefault(fqn, []).append(name)
+    slots: list[tuple[StateSlot, TensorRef]] = []
+    for item in refs:
+        names_in_state = [name for fqn in item.names for name in state_names.get(fqn, ())]
+        if names_in_state:
+            # Tensors of an adapter may also have their names in the model.
+            slot_names = tuple(dict.fromkeys([*names_in_state, *item.names]))
+            slots.append((StateSlot(slot_names, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
+    return slots
 
 
 @torch.no_grad()
@@ -251,11 +258,13 @@ def get_model_state_dict(
         with world.collective("check the options"):
             check_options(get_hints(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, options=options)
-        taken = collect_model(world, model, only, options)
+        collected = collect_model(world, model, only, options)
         if form == "sharded":
-            return taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
+            return collected.by_name({name: tensor.detach() for name, tensor in collected.tensors.items()})
         budget = options.budget_bytes
-        return taken.by_name(gather(world, taken.tensors, form, budget_bytes=budget, device=taken.device))
+        return collected.by_name(
+            gather(world, collected.tensors, form, budget_bytes=budget, device=collected.device)
+        )
 
 
 @torch.no_grad()
@@ -308,25 +317,18 @@ def set_model_state_dict(
         with clock.phase("agree"):
             state_values.require_same_call(world, only, consent, options=options)
             with world.collective("map the names"):
-                given = state_values.by_canonical_names(state, "state")
-        return set_model_values(
-            world,
-            model,
-            state_values.ProvidedValues(given),
-            only=only,
-            consent=consent,
-            options=options,
-            clock=clock,
-        )
+                tensors = state_values.by_canonical_names(state, "state")
+        values = state_values.ProvidedValues(tensors)
+        return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
 
 
 def exchange_stored_experts(
     world: World, model: nn.Module, values: state_values.Values, adapter: str | None, folder: str
 ) -> state_values.Values:
-    """Return the values of a state with factors of stacked experts in the layout of today's PEFT.
+    """Return the values of a state with the LoRA matrices of stacked experts in the layout of today's PEFT.
 
-    ``adapter`` is the only one that the state has, or None for all of the model. ``folder`` has the config of an
-    adapter, if there is one. Collective: yes.
+    ``adapter`` is the only adapter that the state has, or None for all adapters of the model. ``folder`` may have
+    the config of the adapter. Collective: yes.
 
     Raises:
         ConfigError: the layout is not known, or ranks hold whole tensors or shards, which are not rearranged.
@@ -345,16 +347,16 @@ def _exchange_experts(
         expressions = values.expressions
     else:
         expressions = _describe_matrices(values.tensors)
-    held, exchanged = collect_tensors(model), expressions
+    refs, exchanged = collect_tensors(model), expressions
     for name in model.peft_config if adapter is None else [adapter]:
-        exchanged = exchange_experts(model, held, name, exchanged, version, folder)
+        exchanged = exchange_experts(model, refs, name, exchanged, version, folder)
     changed = [name for name, item in exchanged.items() if item != expressions[name]]
     if not changed:
         return values
     if not isinstance(values, state_values.StoredValues):
         raise ConfigError(
-            f"{folder}: {changed[0]} is of a PEFT before 0.19.1, which exchanged the input and the output of "
-            "stacked experts. Save the adapter with save_pretrained, and read that"
+            f"{folder}: {changed[0]} was saved by PEFT before 0.19.1, which exchanged the input and the output of "
+            "stacked experts. Save the adapter with save_pretrained, and read that folder"
         )
     return replace(values, expressions=exchanged)
 
@@ -367,7 +369,7 @@ def _describe_matrices(tensors: Mapping[str, Any]) -> dict[str, Expression]:
     }
 
 
-def stored_values(
+def open_stored_values(
     world: World, folder: str, file: str, options: state_values.StateOptions, stack: ExitStack
 ) -> state_values.StoredValues:
     """Return the tensors in files of a folder, by names without wrapper prefixes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,22 +33,27 @@ KEEP_IT_APART = "save the optimizer's own state_dict() rank by rank, or use a Ch
 class OptimizerTargets:
     """Optimizers of this rank whose state is to be set, and the tensors of their model.
 
-    ``keys`` are the values that the optimizers have now, by label.
+    Attributes:
+        refs: tensors of the model.
+        bounds: the optimizers.
+        parameters: parameters of the model by FQN.
+        first_names: FQNs by all names of a tensor.
+        keys: keys of the values that the optimizers have now, by label ("layer.weight: exp_avg").
     """
 
-    held: Sequence[TensorRef]
+    refs: Sequence[TensorRef]
     bounds: list[Bound]
     parameters: dict[str, nn.Parameter]
     first_names: dict[str, str]
     keys: dict[str, Key]
 
     @classmethod
-    def from_optimizers(cls, held: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
+    def from_optimizers(cls, refs: Sequence[TensorRef], bounds: list[Bound]) -> OptimizerTargets:
         return cls(
-            held,
+            refs,
             bounds,
-            {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
-            {name: item.fqn for item in held for name in item.names},
+            {item.fqn: item.tensor for item in refs if isinstance(item.tensor, nn.Parameter)},
+            {name: item.fqn for item in refs for name in item.names},
             keys_by_label(bounds),
         )
 
@@ -70,23 +76,22 @@ class OptimizerTargets:
         return None if key is None else self.bounds[key.optimizer].tensors.get(key)
 
 
-def _first_state(world: World, given: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
+def _agree_on_state(world: World, state: ParsedState) -> tuple[ParsedState, tuple[int, ...]]:
     """Return the groups and numbers of the first rank with a state, and the ranks that have one. Collective: yes.
 
     Raises:
         RankMismatchError: ranks provide state of other parameters, or other groups.
     """
-    states = world.all_gather_object(replace(given, tensors={}))
-    providers = [rank for rank, found in enumerate(states) if found]
+    states = world.all_gather_object(replace(state, tensors={}))  # tensors are matched by their descriptions
+    providers = [rank for rank, provided in enumerate(states) if provided]
     if not providers:
         return ParsedState(), ()
     first = states[providers[0]]
     for rank in providers[1:]:
-        its = states[rank]
-        if (first.groups, first.keys, set(first.scalars)) != (its.groups, its.keys, set(its.scalars)):
-            what = (
-                ", ".join(abbreviate(sorted(first.keys.keys() ^ its.keys.keys()))) or "the parameter groups differ"
-            )
+        other = states[rank]
+        if (first.groups, first.keys, set(first.scalars)) != (other.groups, other.keys, set(other.scalars)):
+            only_one_has = abbreviate(sorted(first.keys.keys() ^ other.keys.keys()))
+            what = ", ".join(only_one_has) or "the parameter groups differ"
             raise RankMismatchError(
                 f"ranks {world.global_ranks[providers[0]]} and {world.global_ranks[rank]} provide different states "
                 f"of optimizers: {what}. Pass the same on every rank, or all of it on some and None on the others"
@@ -95,17 +100,15 @@ def _first_state(world: World, given: ParsedState) -> tuple[ParsedState, tuple[i
 
 
 def _require_same_kind(targets: OptimizerTargets, agreed: ParsedState) -> None:
-    """Raises :class:`KeyMismatchError` for the state of another optimizer class, judging by its settings."""
-    stored = {
-        name: ("", settings)
-        for names, settings in zip(agreed.groups, agreed.settings, strict=True)
-        for name in names
-    }
-    if found := list_differences(by_parameter(targets.bounds), stored):
-        shown = "\n  ".join(abbreviate(found))
+    """Raise :class:`KeyMismatchError` for the state of another optimizer class, judging by its settings."""
+    stored: dict[str, tuple[str, Any]] = {}
+    for names, settings in zip(agreed.groups, agreed.settings, strict=True):
+        stored.update(dict.fromkeys(names, ("", settings)))
+    if differences := list_differences(by_parameter(targets.bounds), stored):
+        shown = "\n  ".join(abbreviate(differences))
         raise KeyMismatchError(
-            f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
-            "it was saved"
+            f"the state belongs to other optimizers:\n  {shown}\nCreate the optimizers with the classes and groups "
+            "of the training that saved it"
         )
 
 
@@ -119,20 +122,18 @@ def _match(
 ) -> matching.Match:
     """Match tensors. Numbers need no match: only the present state must not get lost."""
     unexpected, missing = set(groups.unexpected), {*groups.missing, *_stateless(agreed)}
-    known = [
-        {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected}
-        for found in provided_by_rank
+    expected = [
+        {name: item for name, item in provided.items() if agreed.keys[name][0] not in unexpected}
+        for provided in provided_by_rank
     ]
-    places = [
-        matching.StateSlot((name,), *_shape_and_dtype(targets, name, agreed.keys[name][0], item))
-        for name, item in next((found for found in known if found), {}).items()
-    ]
-    places += [
-        matching.StateSlot((name,), (), DType.OTHER)
-        for name, key in targets.keys.items()
-        if name not in agreed.keys and key.parameter not in missing
-    ]
-    return matching.match(places, known, consent, global_ranks)
+    slots: list[matching.StateSlot] = []
+    for name, item in next((provided for provided in expected if provided), {}).items():
+        slots.append(matching.StateSlot((name,), *_shape_and_dtype(targets, name, agreed.keys[name][0], item)))
+    # Slots without a counterpart, so that the match reports state of the optimizers that the given state lacks.
+    for name, key in targets.keys.items():
+        if name not in agreed.keys and key.parameter not in missing:
+            slots.append(matching.StateSlot((name,), (), DType.OTHER))
+    return matching.match(slots, expected, consent, global_ranks)
 
 
 def _stateless(agreed: ParsedState) -> set[str]:
@@ -146,17 +147,25 @@ def _shape_and_dtype(
     present = targets.tensor(name)
     if present is not None:
         return tuple(present.shape), in_memory(present.dtype)
-    own = targets.parameters[parameter]
-    shape = tuple(own.shape)
+    local = targets.parameters[parameter]
+    shape = tuple(local.shape)
+    # Counts and quantized state keep their dtype. Floating-point state is at least as wide as its parameter.
     if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
         return shape, item.dtype
-    wider = torch.promote_types(to_torch(item.dtype), own.dtype)
+    wider = torch.promote_types(to_torch(item.dtype), local.dtype)
     return shape, in_memory(wider) if wider.is_floating_point else item.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMatch:
-    """A state and the optimizers that take it, all that is decided before anything is changed."""
+    """How a state matches optimizers, decided before anything is changed.
+
+    Attributes:
+        agreed: groups, settings and scalars of the state, the same on all ranks.
+        provided_by: ranks that have the state.
+        groups: matched groups.
+        matched: matched tensors.
+    """
 
     agreed: ParsedState
     provided_by: tuple[int, ...]
@@ -174,34 +183,33 @@ class OptimizerMatch:
     def targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
         """Return the target tensors: those that the optimizers already have, otherwise new memory."""
         optimizer_indices = targets.optimizer_indices
-        found: dict[Key, torch.Tensor] = {}
+        tensors: dict[Key, torch.Tensor] = {}
         for item in self.matched.tensors:
             parameter, entry = self.agreed.keys[item.name]
-            own, dtype = targets.parameters[parameter], to_torch(item.place.dtype)
             target = targets.tensor(item.name)
             if target is None:
-                target = state_like(own, dtype)
-            found[Key(optimizer_indices[parameter], parameter, entry)] = target
-        return found
+                target = state_like(targets.parameters[parameter], to_torch(item.place.dtype))
+            tensors[Key(optimizer_indices[parameter], parameter, entry)] = target
+        return tensors
 
     def bind(self, targets: OptimizerTargets, tensors: Mapping[Key, torch.Tensor]) -> list[str]:
         """Set the optimizers' settings and state. Return the trained parameters that then have no state."""
-        optimizer_indices, forgotten = targets.optimizer_indices, _stateless(self.agreed)
-        scalars = {
-            Key(optimizer_indices[parameter], parameter, entry): self.agreed.scalars[name]
-            for name, (parameter, entry) in self.agreed.keys.items()
-            if name in self.agreed.scalars and parameter in optimizer_indices
-        }
+        optimizer_indices, stateless = targets.optimizer_indices, _stateless(self.agreed)
+        scalars: dict[Key, Any] = {}
+        for name, (parameter, entry) in self.agreed.keys.items():
+            if name in self.agreed.scalars and parameter in optimizer_indices:
+                scalars[Key(optimizer_indices[parameter], parameter, entry)] = self.agreed.scalars[name]
         present = [group for bound in targets.bounds for group in bound.optimizer.param_groups]
         for group, source in zip(present, self.groups.source_groups, strict=True):
             if source is not None:
                 set_group(group, self.agreed.settings[source])
         for bound in targets.bounds:
             bound.rebind(targets.parameters, tensors, scalars)
-            for name in forgotten & targets.parameters.keys():
+            # After rebind, which keeps the present state of parameters that get none.
+            for name in stateless & targets.parameters.keys():
                 bound.optimizer.state.pop(targets.parameters[name], None)
-        kept = {key.parameter for key in targets.keys.values()} - forgotten
-        stepped = {key.parameter for key in [*tensors, *scalars]} | kept
+        unchanged = {key.parameter for key in targets.keys.values()} - stateless
+        stepped = {key.parameter for key in [*tensors, *scalars]} | unchanged
         return [
             name for name in optimizer_indices if name not in stepped and targets.parameters[name].requires_grad
         ]
@@ -210,7 +218,7 @@ class OptimizerMatch:
 def match_optimizer_state(
     world: World,
     targets: OptimizerTargets,
-    given: ParsedState,
+    state: ParsedState,
     provided_by_rank: Sequence[Mapping[str, matching.SourceTensor]],
     consent: Consent,
 ) -> OptimizerMatch:
@@ -223,7 +231,7 @@ def match_optimizer_state(
             group has no counterpart in the state.
         RankMismatchError: ranks provide different states.
     """
-    agreed, provided_by = _first_state(world, given)
+    agreed, provided_by = _agree_on_state(world, state)
     with world.collective("match optimizer states"):
         return _match_all(targets, agreed, provided_by, provided_by_rank, consent, world.global_ranks)
 

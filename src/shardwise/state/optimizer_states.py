@@ -18,7 +18,7 @@ from shardwise.fsdp.optimizer_states_by_name import ParsedState, build_state_dic
 from shardwise.fsdp.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World, repr_digest
-from shardwise.state.model_states import state_report
+from shardwise.state.model_states import make_state_report
 from shardwise.state.optimizer_fit import KEEP_IT_APART, OptimizerTargets, match_optimizer_state
 from shardwise.state.state_values import ProvidedValues, StateOptions, Values, require_same_call, require_values
 from shardwise.transfer import matching
@@ -38,10 +38,10 @@ class CollectedOptimizers:
     scalars: Mapping[str, Scalar]
     device: torch.device
 
-    def written(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state by the names of parameters, sharing the optimizers' tensors."""
-        own = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        return build_state_dict(self.bounds, {**own, **self.scalars})
+        tensors = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        return build_state_dict(self.bounds, {**tensors, **self.scalars})
 
 
 def collect_optimizers(
@@ -55,20 +55,20 @@ def collect_optimizers(
         ConfigError, ShardingError, RankMismatchError: as of
             :func:`~shardwise.state.optimizer_states.get_optimizer_state_dict`.
     """
-    held, bounds = _bind(world, model, optimizers)
+    refs, bounds = _bind(world, model, optimizers)
     tensors, scalars = _state_by_label(world, bounds)
     with world.collective("check for values"):
         require_values(tensors, what)
-    device = staging_device(held, tensors.values())
-    values = {
-        name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
-    }
-    both = {**tensors, **values}
-    equal_on_all(world, both, (), budget_bytes=options.budget_bytes, device=device)
+    device = staging_device(refs, tensors.values())
+    compared = dict(tensors)
+    for name, value in scalars.items():
+        compared[name] = value if isinstance(value, torch.Tensor) else as_bytes(value)
+    # Only the comparison is used: optimizers have no buffers, of which it would return copies.
+    equal_on_all(world, compared, (), budget_bytes=options.budget_bytes, device=device)
     return CollectedOptimizers(bounds, tensors, scalars, device)
 
 
-def optimizer_targets(
+def collect_optimizer_targets(
     world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> OptimizerTargets:
     """Return optimizers whose state is to be set. Collective: yes.
@@ -82,7 +82,7 @@ def optimizer_targets(
 def set_optimizer_values(
     world: World,
     targets: OptimizerTargets,
-    given: ParsedState,
+    state: ParsedState,
     values: Values,
     *,
     consent: Consent,
@@ -95,17 +95,17 @@ def set_optimizer_values(
     Memory, errors: as of :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
-        fitting = match_optimizer_state(world, targets, given, values.describe(world), consent)
+        fitting = match_optimizer_state(world, targets, state, values.describe(world), consent)
         matched = fitting.matched
     with clock.phase("exchange"):
         with world.collective("find the tensors to restore"):
             tensors = fitting.targets(targets)
         by_label = {key.label: tensor for key, tensor in tensors.items()}
-        device = staging_device(targets.held, tensors.values())
+        device = staging_device(targets.refs, tensors.values())
         traffic = values.copy_into(world, matched, by_label, budget_bytes=options.budget_bytes, device=device)
     with clock.phase("finish"), world.collective("bind the optimizer"):
         without_state = fitting.bind(targets, tensors)
-    return state_report(
+    return make_state_report(
         world,
         values,
         traffic,
@@ -124,17 +124,18 @@ def _bind(
     world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> tuple[list[TensorRef], list[Bound]]:
     """Return the tensors of a model and its optimizers, after a comparison between ranks. Collective: yes."""
-    several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    if isinstance(optimizers, Optimizer):
+        optimizers = (optimizers,)
     with world.collective("collect the tensors"):
-        held = collect_tensors(model)
-        bounds = bind_optimizers(several, held, KEEP_IT_APART)
+        refs = collect_tensors(model)
+        bounds = bind_optimizers(optimizers, refs, KEEP_IT_APART)
         _require_no_rank_local(bounds)
-    require_alike_models(world, held, bounds)
-    return held, bounds
+    require_alike_models(world, refs, bounds)
+    return refs, bounds
 
 
 def _require_no_rank_local(bounds: Sequence[Bound]) -> None:
-    """Raises :class:`ShardingError` for optimizers whose state would not be their own if it were set."""
+    """Raise :class:`ShardingError` for optimizers whose state depends on the sharding of their parameters."""
     for bound in bounds:
         if has_rank_local_state(bound.optimizer):
             raise ShardingError(
@@ -144,14 +145,13 @@ def _require_no_rank_local(bounds: Sequence[Bound]) -> None:
 
 
 def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Return optimizer state by label: tensors, and other values, in one order on all ranks.
+    """Return optimizer state by label: tensors, and other values, sorted. Collective: yes.
 
-    (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
-
-    Collective: yes.
+    The order of the optimizer's own dicts may differ between ranks: torch's ``set_optimizer_state_dict`` leaves
+    another order on the first rank.
 
     Raises:
-        RankMismatchError: ranks hold something else.
+        RankMismatchError: ranks hold state of other names.
     """
     tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
     scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
@@ -201,14 +201,14 @@ def get_optimizer_state_dict(
         with world.collective("check the options"):
             check_options(get_hints(get_optimizer_state_dict), {"form": form})
         require_same_call(world, form, options=options)
-        taken = collect_optimizers(world, model, optimizers, "the optimizers", options)
+        collected = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
-            return taken.written()
-        found = gather(world, taken.tensors, form, budget_bytes=options.budget_bytes, device=taken.device)
+            return collected.state_dict()
+        tensors = gather(world, collected.tensors, form, budget_bytes=options.budget_bytes, device=collected.device)
         if world.rank not in receivers(form, world.size):
             return {}
-        scalars = {name: copy_value(value) for name, value in taken.scalars.items()}
-        return build_state_dict(taken.bounds, {**found, **scalars})
+        scalars = {name: copy_value(value) for name, value in collected.scalars.items()}
+        return build_state_dict(collected.bounds, {**tensors, **scalars})
 
 
 @torch.no_grad()
@@ -238,7 +238,7 @@ def set_optimizer_state_dict(
     Args:
         model: whose parameters the optimizers hold.
         optimizers: one, or several in the same order on every rank.
-        state: as above.
+        state: a state in this layout.
         on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
             optimizer has and the given state does not (as in ``"layer.weight: exp_avg"``): these are unchanged.
         on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
@@ -261,8 +261,8 @@ def set_optimizer_state_dict(
     with get_world(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, consent, options=options)
-            targets = optimizer_targets(world, model, optimizers)
+            targets = collect_optimizer_targets(world, model, optimizers)
             with world.collective("parse the state"):
-                given = read(state, targets.first_names, targets.shapes)
-        values = ProvidedValues(given.tensors)
-        return set_optimizer_values(world, targets, given, values, consent=consent, options=options, clock=clock)
+                parsed = read(state, targets.first_names, targets.shapes)
+        values = ProvidedValues(parsed.tensors)
+        return set_optimizer_values(world, targets, parsed, values, consent=consent, options=options, clock=clock)

@@ -1,8 +1,7 @@
 """Sharding of a model in place: collect tensors, agree, wrap, and move values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,32 +13,34 @@ from shardwise.core.reports import ShardReport
 from shardwise.fsdp import wrap
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, is_sharded, without_compile
 from shardwise.fsdp.policies import group_parameters
-from shardwise.fsdp.rebind import Bound, bind_optimizers, require_steps_shards
+from shardwise.fsdp.rebind import bind_optimizers, require_steps_shards
 from shardwise.fsdp.wrap import Sharding, TrainedDtype, require_movable, require_trainable_dtype
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
-from shardwise.state.shard_transfer import IncomingShards, SourceTable, agree_on_sources, wrap_without_values
+from shardwise.state.shard_transfer import IncomingShards, agree_on_sources, wrap_without_values
 from shardwise.state.state_values import StateOptions
 from shardwise.transfer.move import distribute
 from shardwise.transfer.replicas import require_alike_models
 
 
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock) -> ShardReport:
-    held = collect_tensors(model)
+    """Return the report of a model as it is now, without what was moved."""
+    refs = collect_tensors(model)
     mesh = sharding.mesh
-    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    parameters = [item for item in refs if item.kind is TensorKind.PARAMETER]
+    replicated: list[str] = []
+    if mesh is not None:
+        replicated = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
     return ShardReport(
         rank=world.rank,
         world_size=world.size,
         mesh="" if mesh is None else wrap.describe_mesh(mesh),
         was_sharded=False,
         parameters=sum(item.tensor.numel() for item in parameters),
-        placed_bytes=sum(item.local.nbytes for item in held if not item.tensor.is_meta),
-        on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-        replicated=tuple(
-            item.fqn for item in parameters if mesh is not None and not isinstance(item.tensor, DTensor)
-        ),
-        tied={name: item.fqn for item in held for name in item.names[1:]},
+        placed_bytes=sum(item.local.nbytes for item in refs if not item.tensor.is_meta),
+        on_meta=tuple(item.fqn for item in refs if item.tensor.is_meta),
+        replicated=tuple(replicated),
+        tied={name: item.fqn for item in refs for name in item.names[1:]},
         seconds=clock.seconds,
     )
 
@@ -90,77 +91,61 @@ def shard(
     model, clock = without_compile(model), Clock()
     with get_world(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            given = {"model": model, "sharding": sharding, "options": options}
+            arguments = {"model": model, "sharding": sharding, "options": options, "trained_dtype": trained_dtype}
             with world.collective("check the arguments"):
-                _check_arguments(given, trained_dtype)
+                check_options(get_hints(shard), arguments)
+                require_trainable_dtype(trained_dtype)
             with world.collective("build the mesh"):
-                settled = wrap.with_mesh(sharding, options.process_group)
+                sharding = wrap.with_mesh(sharding, options.process_group)
             with world.collective("collect the tensors"):
-                held = collect_tensors(model)
-                was_sharded = is_sharded(model, held)
+                refs = collect_tensors(model)
+                was_sharded = is_sharded(model, refs)
             world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
             with world.collective("bind the optimizers"):
-                bounds = bind_optimizers(optimizers, held)
+                bounds = bind_optimizers(optimizers, refs)
             if was_sharded:
-                return replace(_report(world, model, settled, clock), was_sharded=True)
+                return replace(_report(world, model, sharding, clock), was_sharded=True)
             with world.collective("check that the model can be sharded"):
-                _require_shardable(model, held, settled, optimizers)
-            settings = (wrap.comparable_settings(settled), trained_dtype, options.budget_bytes)
+                _require_shardable(model, refs, sharding, optimizers)
+            settings = (wrap.comparable_settings(sharding), trained_dtype, options.budget_bytes)
             world.require_equal(repr(settings), "the list of arguments (mesh, policies, modes, budget)")
-            require_alike_models(world, held, bounds)
+            require_alike_models(world, refs, bounds)
         with clock.phase("compare"):
-            supply = agree_on_sources(world, held, bounds, trained_dtype)
-        moved = _move(world, model, held, bounds, settled, supply, options, clock)
-        return replace(_report(world, model, settled, clock), **moved)
-
-
-def _check_arguments(given: Mapping[str, Any], trained_dtype: TrainedDtype) -> None:
-    check_options(get_hints(shard), {**given, "trained_dtype": trained_dtype})
-    require_trainable_dtype(trained_dtype)
+            sources = agree_on_sources(world, refs, bounds, trained_dtype)
+        # Up to here nothing has been changed. From here on the values are only in `sources`.
+        with clock.phase("wrap"):
+            with world.collective("wrap on meta"):
+                groups = wrap_without_values(model, refs, bounds, sharding, sources)
+            with world.collective("plan the exchange"):
+                shards = IncomingShards(model, sources)
+        with clock.phase("exchange"):
+            with world.collective("plan transfers"):
+                transfers = shards.transfers(world)
+            # Shards get memory round by round, as sources give up their full tensors.
+            traffic = distribute(
+                world, transfers, shards.prepare, budget_bytes=options.budget_bytes, device=shards.device
+            )
+        with clock.phase("finish"), world.collective("set up the sharded model"):
+            awaiting_load = shards.finish(bounds, sharding, options.budget_bytes)
+        return replace(
+            _report(world, model, sharding, clock),
+            groups=groups,
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            kept_bytes=traffic.kept_bytes,
+            staging_bytes=traffic.staging_bytes,
+            awaiting_load=tuple(awaiting_load),
+            cast=sources.cast,
+            differed=sources.differed,
+            rebound=tuple(bound.count() for bound in bounds),
+        )
 
 
 def _require_shardable(
-    model: nn.Module, held: Sequence[TensorRef], sharding: Sharding, optimizers: Sequence[Optimizer]
+    model: nn.Module, refs: Sequence[TensorRef], sharding: Sharding, optimizers: Sequence[Optimizer]
 ) -> None:
-    require_movable(held)
+    require_movable(refs)
     if sharding.mesh is not None:
         require_steps_shards(optimizers)
         wrap.require_shardable_dtypes(model, group_parameters(model, sharding.wrap))
     wrap.blocks_to_prepare(model, sharding)
-
-
-def _move(
-    world: World,
-    model: nn.Module,
-    held: list[TensorRef],
-    bounds: list[Bound],
-    sharding: Sharding,
-    supply: SourceTable,
-    options: StateOptions,
-    clock: Clock,
-) -> dict[str, Any]:
-    """Wrap the model and move values. Return fields of the report. Collective: yes."""
-    with clock.phase("wrap"):
-        with world.collective("wrap on meta"):
-            groups = wrap_without_values(model, held, bounds, sharding, supply)
-        with world.collective("plan the exchange"):
-            arrivals = IncomingShards(model, supply)
-    with clock.phase("exchange"):
-        with world.collective("plan transfers"):
-            handovers = arrivals.transfers(world)
-        traffic = distribute(
-            world, handovers, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.device
-        )
-    with clock.phase("finish"), world.collective("set up the sharded model"):
-        awaiting = arrivals.finish(bounds, sharding, options.budget_bytes)
-    return {
-        "groups": groups,
-        "sent_bytes": traffic.sent_bytes,
-        "received_bytes": traffic.received_bytes,
-        "kept_bytes": traffic.kept_bytes,
-        "staging_bytes": traffic.staging_bytes,
-        "awaiting_load": tuple(awaiting),
-        "cast": supply.cast,
-        "differed": supply.differed,
-        "rebound": tuple(bound.count() for bound in bounds),
-    }

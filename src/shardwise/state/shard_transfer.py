@@ -25,15 +25,15 @@ from shardwise.transfer.staging import upload_buffer
 
 @dataclass(frozen=True)
 class SourceTable:
-    """The source ranks of every tensor, and its dtype, by name.
+    """Source ranks and dtype of every tensor, by name.
 
     Attributes:
-        keys: the optimizers' tensors, which follow the model's in ``source_ranks``.
-        live: this rank's values, which are removed as they are sent.
-        source_ranks: by rank, the rank that sends it the values.
-        dtypes: those that the ranks have agreed on.
+        keys: tensors of the optimizers, which follow the model's in ``source_ranks``.
+        live: this rank's values. A tensor is removed when its transfer is planned, so that it is freed once sent.
+        source_ranks: for each rank, the rank whose values it gets.
+        dtypes: dtypes on all ranks after the transfer.
         cast: (old dtype, new dtype) of tensors whose dtype changes.
-        differed: the rank whose values are used although others have different ones.
+        differed: the rank whose values are used, for tensors of which other ranks have different values.
         scalars: step counts and other scalars of the optimizers.
     """
 
@@ -48,7 +48,7 @@ class SourceTable:
 
 def agree_on_sources(
     world: World,
-    held: Sequence[TensorRef],
+    refs: Sequence[TensorRef],
     bounds: Sequence[Bound],
     trained_dtype: wrap.TrainedDtype,
 ) -> SourceTable:
@@ -58,47 +58,48 @@ def agree_on_sources(
         RankMismatchError: there is no common choice of dtypes.
     """
     keys = _state_keys(world, bounds)
-    tensors = {item.fqn: item.tensor for item in held} | {
-        str(key): tensor for bound in bounds for key, tensor in bound.tensors.items()
-    }
+    tensors = {item.fqn: item.tensor for item in refs}
+    for bound in bounds:
+        tensors.update({str(key): tensor for key, tensor in bound.tensors.items()})
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
-    names = [*(item.fqn for item in held), *keys]
-    own = [(_dtype_name(tensors[name].dtype) if name in tensors else "", name in live) for name in names]
-    gathered = world.all_gather_object(own)
-    is_live = [[found for _, found in facts] for facts in gathered]
-    with world.collective("select sources"):
-        chosen = matching.select_sources(is_live)
-    stored = _with_source_dtypes([[dtype for dtype, _ in facts] for facts in gathered], chosen)
+    names = [*(item.fqn for item in refs), *keys]
+    local_dtypes = [_dtype_name(tensors[name].dtype) if name in tensors else "" for name in names]
+    gathered = world.all_gather_object((local_dtypes, [name in live for name in names]))
+    dtypes_by_rank = [dtype_names for dtype_names, _ in gathered]
+    is_live = [flags for _, flags in gathered]  # (ranks, tensors)
+    chosen = matching.select_sources(is_live)
+    stored = _with_source_dtypes(dtypes_by_rank, chosen)
     with world.collective("select dtypes"):
         agreed = matching.select_dtypes(names, chosen, stored, world.global_ranks)
-    replicated = {
-        name: live[name]
-        for name, source_ranks in zip(names, chosen, strict=True)
-        if len(set(source_ranks)) > 1 and source_ranks[world.rank] == world.rank
-    }
+    # Checksums only of tensors that several ranks would use as sources: one source cannot differ.
+    replicated: dict[str, torch.Tensor] = {}
+    for name, source_ranks in zip(names, chosen, strict=True):
+        if len(set(source_ranks)) > 1 and source_ranks[world.rank] == world.rank:
+            replicated[name] = live[name]
     with world.all_gather("describe tensors") as exchange:
         exchange.local = dict(zip(replicated, checksums(list(replicated.values())), strict=True))
     sums = exchange.result
     counts = list(map(sum, is_live))
-    with world.collective("compare dtypes"):
-        sources, differed = matching.resolve_differences(names, chosen, sums, counts)
+    sources, differed = matching.resolve_differences(names, chosen, sums, counts)
     scalars = _scalars(world, bounds, counts, differed)
+    # By name: the dtypes on the sources, and then on all ranks.
     before = {
         name: [stored[rank][index] for rank in (*sources[index], *range(world.size))]
         for index, name in enumerate(names)
     }
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(names, agreed, strict=True)}
-    for item in held:
+    for item in refs:
         if item.kind is TensorKind.PARAMETER:
             dtypes[item.fqn] = wrap.get_trained_dtype(trained_dtype, dtypes[item.fqn], item.tensor.requires_grad)
     for name, key in keys.items():  # state in the parameter's dtype is cast with it, as when torch loads it
         if before[name][0] == before[key.parameter][0]:
             dtypes[name] = dtypes[key.parameter]
-    cast = {
-        name: (other[0], _dtype_name(dtypes[name]))
-        for name in names
-        if (other := [dtype for dtype in before[name] if dtype != _dtype_name(dtypes[name])])
-    }
+    cast: dict[str, tuple[str, str]] = {}
+    for name in names:
+        final = _dtype_name(dtypes[name])
+        others = [dtype for dtype in before[name] if dtype != final]
+        if others:
+            cast[name] = (others[0], final)
     return SourceTable(keys, live, dict(zip(names, sources, strict=True)), dtypes, cast, differed, scalars)
 
 
@@ -112,13 +113,13 @@ def _scalars(
 
     ``counts`` are the tensors with values on each rank. Keys whose values differ are added to ``differed``.
     """
-    own: dict[Key, Scalar] = {}
+    local: dict[Key, Scalar] = {}
     for bound in bounds:
         for key, value in bound.scalars.items():
-            own[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    if len(set(world.all_gather_object(repr_digest(list(own.items()))))) == 1:
-        return own
-    gathered = world.all_gather_object(own)
+            local[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    if len(set(world.all_gather_object(repr_digest(list(local.items()))))) == 1:
+        return local
+    gathered = world.all_gather_object(local)
     chosen: dict[Key, Scalar] = {}
     for key in dict.fromkeys(key for values in gathered for key in values):
         ranks = [rank for rank, values in enumerate(gathered) if key in values]
@@ -134,23 +135,28 @@ def _state_keys(world: World, bounds: Sequence[Bound]) -> dict[str, Key]:
     tensors = [key for bound in bounds for key, tensor in bound.tensors.items() if not tensor.is_meta]
     scalars = [key for bound in bounds for key in bound.scalars]
     gathered = world.all_gather_object((tensors, scalars))
-    keys = {str(key): key for found, _ in gathered for key in found}
-    if both := [str(key) for _, found in gathered for key in found if str(key) in keys]:
-        raise RankMismatchError(f"{both[0]} has the parameter's shape on some ranks, and another on others")
+    keys = {str(key): key for tensor_keys, _ in gathered for key in tensor_keys}
+    for _, scalar_keys in gathered:
+        for key in scalar_keys:
+            if str(key) in keys:
+                raise RankMismatchError(
+                    f"{key}: has the shape of its parameter on some ranks, and another shape on others. Make the "
+                    "optimizers on all ranks alike"
+                )
     return keys
 
 
 def _with_source_dtypes(
     dtypes_by_rank: Sequence[Sequence[str]], chosen: Sequence[tuple[int, ...]]
 ) -> list[list[str]]:
-    """Return the dtypes, with that of the source on ranks that do not have an optimizer's state."""
-    return [
-        [
-            dtype or (dtypes_by_rank[source_ranks[rank]][index] if source_ranks else "")
-            for index, (dtype, source_ranks) in enumerate(zip(dtypes, chosen, strict=True))
-        ]
-        for rank, dtypes in enumerate(dtypes_by_rank)
-    ]
+    """Return the dtypes, with the source's dtype on ranks that do not have this state of an optimizer."""
+    filled: list[list[str]] = []
+    for rank, dtypes in enumerate(dtypes_by_rank):
+        filled.append(list(dtypes))
+        for index, source_ranks in enumerate(chosen):
+            if not dtypes[index] and source_ranks:
+                filled[rank][index] = dtypes_by_rank[source_ranks[rank]][index]
+    return filled
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -158,21 +164,23 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def wrap_without_values(
-    model: nn.Module, held: Sequence[TensorRef], bounds: Sequence[Bound], sharding: Sharding, supply: SourceTable
+    model: nn.Module, refs: Sequence[TensorRef], bounds: Sequence[Bound], sharding: Sharding, sources: SourceTable
 ) -> tuple[str, ...]:
-    """Replace all parameters by ones on meta, and shard these. Return the names of the groups."""
+    """Replace all parameters by parameters on meta, and shard those. Return the names of the groups."""
     attributes: dict[str, dict[str, object]] = {}
+    # Optimizers let go of the full parameters, which would otherwise stay in memory beside the shards.
     for bound in bounds:
         bound.unbind()
-    for item in held:
+    for item in refs:
         if isinstance(item.tensor, nn.Parameter):
             attributes[item.fqn] = dict(vars(item.tensor))
-            empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
+            empty = torch.empty(item.tensor.shape, dtype=sources.dtypes[item.fqn], device="meta")
             parameter = nn.Parameter(empty, requires_grad=item.tensor.requires_grad)
             torch_private.copy_attributes(parameter, item.tensor)
             item.install(parameter)
     wrap.prepare_blocks(model, sharding)
     groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()
+    # fully_shard makes new parameters without the Python attributes of the old ones.
     for item in collect_tensors(model):
         vars(item.tensor).update(attributes.get(item.fqn, {}))
     return groups
@@ -181,49 +189,54 @@ def wrap_without_values(
 class IncomingShards:
     """Receiving side of a resharding on this rank: the wrapped model's tensors and its optimizers' state."""
 
-    def __init__(self, model: nn.Module, supply: SourceTable) -> None:
+    def __init__(self, model: nn.Module, sources: SourceTable) -> None:
         self.model = model
-        self.supply = supply
+        self.sources = sources
         self.fsdp_params = torch_private.fsdp_params(model)
-        self.held = {item.fqn: item for item in collect_tensors(model)}
-        live = next(iter(supply.live.values()), None)
-        self.device = compute_device(list(self.held.values()), None if live is None else live.device)
+        self.refs = {item.fqn: item for item in collect_tensors(model)}
+        live = next(iter(sources.live.values()), None)
+        self.device = compute_device(list(self.refs.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
     def transfers(self, world: World) -> list[move.Transfer]:
         """List the values to transfer, without buffers that every rank already has."""
-        supply = self.supply
+        sources = self.sources
         ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
         transfers: list[move.Transfer] = []
-        for name, source_ranks in supply.source_ranks.items():
-            live = supply.live.pop(name, None)
-            is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
-            if source_ranks != matching.NO_SOURCES and not (is_buffer and source_ranks == tuple(range(world.size))):
-                key = supply.keys.get(name)
-                tensor = self.held[key.parameter if key is not None else name].tensor
-                boxes = boxes_by_rank(tensor, name, ranks)
-                whole = Box.whole(tensor.shape)
-                held = tuple((whole,) if sender == rank else () for rank, sender in enumerate(source_ranks))
-                source = move.LocalTensor.full(live) if live is not None and held[world.rank] else None
-                dtype = supply.dtypes[name]
-                transfers.append(move.Transfer(name, tensor.shape, dtype, held, boxes, source, None))
+        for name, source_ranks in sources.source_ranks.items():
+            live = sources.live.pop(name, None)
+            if source_ranks == matching.NO_SOURCES:
+                continue
+            is_buffer = name in self.refs and self.refs[name].kind is not TensorKind.PARAMETER
+            if is_buffer and source_ranks == tuple(range(world.size)):
+                continue
+            # The state of an optimizer is sharded like its parameter.
+            key = sources.keys.get(name)
+            tensor = self.refs[key.parameter if key is not None else name].tensor
+            boxes = boxes_by_rank(tensor, name, ranks)
+            # A rank that is its own source has the full tensor. The others have nothing of it.
+            full = Box.whole(tensor.shape)
+            sent = tuple((full,) if source == rank else () for rank, source in enumerate(source_ranks))
+            local = move.LocalTensor.full(live) if live is not None and sent[world.rank] else None
+            transfers.append(move.Transfer(name, tensor.shape, sources.dtypes[name], sent, boxes, local, None))
         return transfers
 
     def prepare(self, names: Sequence[str]) -> dict[str, move.LocalTensor]:
         """Allocate memory for tensors that are about to be received."""
-        keys = self.supply.keys
-        parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
-        wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
-        materialize(wanted, self.fsdp_params, self.device)
+        keys = self.sources.keys
+        # State takes the memory format of its parameter, which needs memory first.
+        refs = [self.refs[keys[name].parameter if name in keys else name] for name in names]
+        parameters = [item for item in refs if item.kind is TensorKind.PARAMETER]
+        materialize(parameters, self.fsdp_params, self.device)
         targets: dict[str, move.LocalTensor] = {}
         for name in names:
             if name in keys:
                 key = keys[name]
-                target = self.state[key] = state_like(self.held[key.parameter].tensor, self.supply.dtypes[name])
+                target = self.state[key] = state_like(self.refs[key.parameter].tensor, self.sources.dtypes[name])
             else:
-                item = self.held[name]
+                item = self.refs[name]
                 if item.kind is not TensorKind.PARAMETER:
-                    shape, dtype = item.tensor.shape, self.supply.dtypes[name]
+                    shape, dtype = item.tensor.shape, self.sources.dtypes[name]
                     item.install(torch.empty(shape, dtype=dtype, device=self.device))
                 target = item.tensor
             targets[name] = move.LocalTensor.from_tensor(target, name)
@@ -235,33 +248,31 @@ class IncomingShards:
         Return the names of parameters without values, for which memory has been allocated.
         """
         bound_names = {name for bound in bounds for names in bound.groups for name in names}
-        awaiting = [
-            item
-            for item in self.held.values()
-            if item.kind is TensorKind.PARAMETER
-            and item.tensor.is_meta
-            and (item.fqn in bound_names or _is_averaged(item.tensor, sharding))
-        ]
-        materialize(awaiting, self.fsdp_params, self.device)
-        for item in awaiting:
+        # An optimizer, or a hook that averages gradients, needs the final parameter: a later load then fills it in
+        # place. NaN shows where it did not.
+        awaiting_load: list[TensorRef] = []
+        for item in self.refs.values():
+            is_needed = item.fqn in bound_names or _is_averaged(item.tensor, sharding)
+            if item.kind is TensorKind.PARAMETER and item.tensor.is_meta and is_needed:
+                awaiting_load.append(item)
+        materialize(awaiting_load, self.fsdp_params, self.device)
+        for item in awaiting_load:
             if item.tensor.dtype.is_floating_point and item.tensor.dtype.itemsize > 1:
                 item.local.fill_(float("nan"))
+        # Buffers that every rank had are not transferred, only moved to the mesh's device.
         staging = upload_buffer(self.device, budget_bytes)
-        for item in self.held.values():
-            if (
-                item.kind is not TensorKind.PARAMETER
-                and not item.tensor.is_meta
-                and item.tensor.device != self.device
-            ):
+        for item in self.refs.values():
+            is_elsewhere = not item.tensor.is_meta and item.tensor.device != self.device
+            if item.kind is not TensorKind.PARAMETER and is_elsewhere:
                 values = item.tensor
                 item.install(torch.empty_like(values, device=self.device))
                 staging.copy(values, item.tensor)
-        parameters = {item.fqn: item.tensor for item in self.held.values() if isinstance(item.tensor, nn.Parameter)}
+        parameters = {item.fqn: item.tensor for item in self.refs.values() if isinstance(item.tensor, nn.Parameter)}
         for bound in bounds:
-            bound.rebind(parameters, self.state, self.supply.scalars)
+            bound.rebind(parameters, self.state, self.sources.scalars)
         if sharding.mesh is not None:
             average_replicated_gradients(self.model, sharding.mesh)
-        return [item.fqn for item in awaiting]
+        return [item.fqn for item in awaiting_load]
 
 
 def _is_averaged(tensor: torch.Tensor, sharding: Sharding) -> bool:

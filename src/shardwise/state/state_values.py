@@ -1,4 +1,4 @@
-"""Values of a state, held by ranks (:class:`ProvidedValues`) or in files (:class:`StoredValues`).
+"""Values of a state, in the memory of ranks (:class:`ProvidedValues`) or in files (:class:`StoredValues`).
 
 Either kind is resharded into tensors of a model or an optimizer.
 """
@@ -61,18 +61,18 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
     """Return a rank's part of a state under names without wrapper prefixes. Empty for None.
 
     Raises:
-        ConfigError: it is no mapping, or two names become one.
+        ConfigError: the state is no mapping, or two names are the same without prefixes.
     """
-    given: object = {} if state is None else state
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+    tensors: object = {} if state is None else state
+    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise ConfigError(
-            f"{what} is a mapping from names, or None on a rank that has none; got {type(given).__name__}"
+            f"{what}: is a {type(tensors).__name__}. Pass a mapping from names, or None on a rank without a state"
         )
     by_name: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in tensors.items():
         if by_name.setdefault(canonical(name), value) is not value:
             raise ConfigError(
-                f"{what} has {canonical(name)} twice, with and without the names of wrappers. Leave one of them"
+                f"{what}: has {canonical(name)} twice, with and without the names of wrappers. Leave out one"
             )
     return by_name
 
@@ -86,14 +86,13 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.SourceTen
     """
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name} in the state is a {type(value).__name__}. Only tensors can be set")
-    require_values(tensors, "the state that was given")
-    return {
-        name: matching.SourceTensor(
-            tuple(tensor.shape), torch_private.in_memory(tensor.dtype), tensor_metadata.get_boxes(tensor, name)
-        )
-        for name, tensor in tensors.items()
-    }
+            raise ConfigError(f"{name} in the state is a {type(value).__name__}. Pass tensors only")
+    require_values(tensors, "the given state")
+    provided: dict[str, matching.SourceTensor] = {}
+    for name, tensor in tensors.items():
+        dtype = torch_private.in_memory(tensor.dtype)
+        provided[name] = matching.SourceTensor(tuple(tensor.shape), dtype, tensor_metadata.get_boxes(tensor, name))
+    return provided
 
 
 def require_values(tensors: Mapping[str, torch.Tensor], what: str) -> None:
@@ -102,9 +101,11 @@ def require_values(tensors: Mapping[str, torch.Tensor], what: str) -> None:
     Raises:
         ShardingError: naming them.
     """
-    found = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if found:
-        raise ShardingError(f"{len(found)} tensors of {what} are on meta and have no values: {few_names(found)}")
+    on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if on_meta:
+        raise ShardingError(
+            f"{len(on_meta)} tensors of {what} are on meta and have no values: {few_names(on_meta)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +128,8 @@ class ProvidedValues:
             KeyMismatchError: naming the first two.
         """
         with world.collective("check ties"):
-            self._require_ties(_pairs(ties, self.tensors))
-
-    def _require_ties(self, pairs: Sequence[tuple[str, str]]) -> None:
-        _require_untied_equal(
-            [(one, two) for one, two in pairs if not _is_same(self.tensors[one], self.tensors[two])]
-        )
+            pairs = _pair_ties(ties, self.tensors)
+            _require_no_unequal([pair for pair in pairs if not _is_same(*(self.tensors[name] for name in pair))])
 
     def copy_into(
         self,
@@ -167,12 +164,12 @@ class ProvidedValues:
     ) -> move.Transfer:
         name = item.place.names[0]
         target = targets[name]
-        source = (
-            move.LocalTensor.from_tensor(self.tensors[item.name], item.name) if item.name in self.tensors else None
-        )
-        wanted = tuple(found[name].boxes for found in metadata)
+        source = None  # on ranks that provide nothing of this tensor
+        if item.name in self.tensors:
+            source = move.LocalTensor.from_tensor(self.tensors[item.name], item.name)
+        needed = tuple(rank_metadata[name].boxes for rank_metadata in metadata)
         into = move.LocalTensor.from_tensor(target, name)
-        return move.Transfer(name, target.shape, target.dtype, item.source_boxes, wanted, source, into)
+        return move.Transfer(name, target.shape, target.dtype, item.source_boxes, needed, source, into)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -180,21 +177,22 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     if isinstance(one, DTensor) != isinstance(other, DTensor) or one.dtype != other.dtype:
         return False
+    # As bytes, so that NaN equals itself. Of DTensors each rank compares its shard.
     first, second = local_tensor(one), local_tensor(other)
     return first.shape == second.shape and torch.equal(raw_bytes(first).to(second.device), raw_bytes(second))
 
 
-def _pairs(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
-    """Return the pairs of names of one tensor that are both present: the first one with each of the others."""
+def _pair_ties(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
+    """Return pairs of names of one tensor that are both present: the first present name with each other one."""
     tied = [[name for name in names if name in present] for names in ties]
     return [(names[0], other) for names in tied for other in names[1:]]
 
 
-def _require_untied_equal(unequal: Sequence[tuple[str, str]]) -> None:
+def _require_no_unequal(unequal: Sequence[tuple[str, str]]) -> None:
     for first, other in unequal:
         raise KeyMismatchError(
-            f"{first} and {other} are one tensor in the model, and two with different values in the state. "
-            "Leave out one of them"
+            f"{first} and {other}: are one tensor in the model, and have different values in the state. Leave out "
+            "one of them"
         )
 
 
@@ -230,13 +228,19 @@ class StoredValues:
         ]
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
-        if pairs := _pairs(ties, self.expressions):
-            with world.all_gather("compare tied values") as exchange:
-                exchange.local = self._unequal(world, pairs)
-            unequal: list[list[tuple[str, str]]] = exchange.result
-            _require_untied_equal([pair for found in unequal for pair in found])
+        """Raise when names of one tensor have different values in the files. Collective: yes.
 
-    def _unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        Raises:
+            KeyMismatchError: naming the first two.
+        """
+        if pairs := _pair_ties(ties, self.expressions):
+            with world.all_gather("compare tied values") as exchange:
+                exchange.local = self._find_unequal(world, pairs)
+            unequal: list[list[tuple[str, str]]] = exchange.result
+            # Each rank compares a part of the rows, so one rank may find what others do not.
+            _require_no_unequal([pair for pairs_of_rank in unequal for pair in pairs_of_rank])
+
+    def _find_unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the pairs that differ in this rank's part of the rows."""
         executor = self._executor(world)
         unequal: list[tuple[str, str]] = []
@@ -279,21 +283,23 @@ class StoredValues:
         plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
         executor.place(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
         for read in plan.items:
-            wanted = sum(piece.box.numel for piece in read.boxes)
-            if (written := executor.written.get(read.fqn, 0)) != wanted:
+            expected = sum(piece.box.numel for piece in read.boxes)
+            if (written := executor.written.get(read.fqn, 0)) != expected:
                 raise StorageError(
-                    f"{read.fqn}: {written} of {wanted} elements were read from "
-                    f"{self.index.root}. It is damaged: save it again"
+                    f"{read.fqn}: only {written} of {expected} elements could be read from {self.index.root}. Save "
+                    "it again"
                 )
         self.read_bytes += executor.read_bytes
 
     def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return full tensors, which are small. Collective: no."""
-        wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
+        expressions = [self.expressions[name] for name in names]
         executor = self._executor(World(0, 1))
-        found = executor.read_values([(item, box, torch_private.to_torch(item.dtype)) for item, box in wanted])
+        values = executor.read_values(
+            [(item, Box.whole(item.shape), torch_private.to_torch(item.dtype)) for item in expressions]
+        )
         self.read_bytes += executor.read_bytes
-        return found
+        return values
 
     def _executor(self, world: World) -> ReadExecutor:
         return ReadExecutor(self.reader, self.index, self.budget_bytes, world)
