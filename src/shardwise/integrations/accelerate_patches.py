@@ -210,11 +210,11 @@ def _is_sharded(model: nn.Module) -> bool:
 def _are_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     """Return whether all models are sharded already (True), or none is. Collective: yes."""
     with world.collective("look for sharded models"):
-        found = list(map(_is_sharded, models))
-    world.require_equal(found, "the state of the model (sharded already, or not)")
-    if any(found) and not all(found):
-        raise ShardingError("of the models, some are sharded already and some are not. Prepare them apart")
-    return any(found)
+        flags = list(map(_is_sharded, models))
+    world.require_equal(flags, "the state of the model (sharded already, or not)")
+    if any(flags) and not all(flags):
+        raise ShardingError("prepare: some models are sharded already and some are not. Prepare them separately")
+    return any(flags)
 
 
 def _require_supported(
@@ -257,6 +257,7 @@ def _prepare_sharded(
     """Prepare everything except the model, and register the model. Collective: yes."""
     with world.collective("check the arguments"):
         _require_supported(accelerator, objects, models, device_placement)
+    # First: accelerate prepares optimizers and data loaders by the distributed type.
     if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)

@@ -129,6 +129,7 @@ def defer_load(
         return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
     assert checkpoint_files is not None
     folder = Path(checkpoint_files[0]).parent
+    # A world of this rank alone: others may get here later, or not at all ([Note: Pending]).
     world, options = World(0, 1), LoadOptions(progress=False)
     names = [Path(file).name for file in checkpoint_files]
     # Several .bin files are found by their index, which has its usual name.
