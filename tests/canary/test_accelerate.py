@@ -22,7 +22,7 @@ from shardwise.models.lora import peft_private
 @pytest.fixture
 def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert not compat.is_begun()
+    assert not compat.has_state()
     yield Accelerator(cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -63,7 +63,7 @@ def test_functions_begin_with_the_arguments_that_are_known(owner, name, argument
 
 
 def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:
-    assert compat.is_begun()
+    assert compat.has_state()
     assert accelerator.distributed_type == compat.DistributedType.NO
     assert not accelerator.is_fsdp2
     assert compat.get_plugin(accelerator) is None
@@ -79,7 +79,7 @@ def test_objects_prepared_with_a_model(accelerator) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    found = compat.left_as_they_are(accelerator, (model, optimizer, schedule), (None, None, None))
+    found = compat.prepare_without_wrapping(accelerator, (model, optimizer, schedule), (None, None, None))
     assert found[0] is model
     assert plain_optimizer(found[1]) is optimizer
     assert type(found[2]).__name__ == "AcceleratedScheduler"

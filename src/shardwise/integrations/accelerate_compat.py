@@ -46,25 +46,25 @@ def fsdp2_plugin() -> Any:
     )
 
 
-def is_begun() -> bool:
+def has_state() -> bool:
     """Return whether an accelerator exists in this process, which determines the distributed type."""
     return bool(private("accelerate.state:PartialState._shared_state"))
 
 
-def left_as_they_are(
+def prepare_without_wrapping(
     accelerator: Any, objects: Sequence[Any], device_placement: Sequence[bool | None]
 ) -> tuple[Any, ...]:
     """Prepare objects as accelerate does, but only register models, and do not move optimizers to a device."""
     prepare = private("accelerate:Accelerator._prepare_one", accelerator)
     registered, _ = get_prepared(accelerator)
-    first = [
-        item
-        if isinstance(item, nn.Module)
-        else prepare(
-            item, first_pass=True, device_placement=False if isinstance(item, torch.optim.Optimizer) else placement
-        )
-        for item, placement in zip(objects, device_placement, strict=True)
-    ]
+    first: list[Any] = []
+    for item, placement in zip(objects, device_placement, strict=True):
+        if isinstance(item, nn.Module):
+            first.append(item)
+        else:
+            is_optimizer = isinstance(item, torch.optim.Optimizer)
+            first.append(prepare(item, first_pass=True, device_placement=False if is_optimizer else placement))
+    # The second pass wraps schedulers, which need the optimizers of the first.
     result = [item if isinstance(item, nn.Module) else prepare(item) for item in first]
     for item in result:
         if isinstance(item, nn.Module):

@@ -116,7 +116,7 @@ def _replacements() -> dict[str, Callable[..., Any]]:
         "accelerate.accelerator:load_fsdp_model": load_model,
         "accelerate.accelerator:save_fsdp_optimizer": save_optimizer,
         "accelerate.accelerator:load_fsdp_optimizer": load_optimizer,
-        LOADING_FUNCTION: pending.load_later,
+        LOADING_FUNCTION: pending.defer_load,
         ALLOCATING_FUNCTION: pending.place_missing,
         **dict.fromkeys(moving_functions(), pending.keep_adapter),
     }
@@ -177,14 +177,14 @@ def prepare_context_parallel(original: compat.Original, accelerator: Any, *objec
 def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: Any) -> None:
     """Replace the initializer of accelerate's state, to support FSDP2 on CPUs."""
     plugin = keywords.get("fsdp_plugin")
-    wanted = plugin is not None and plugin.fsdp_version == 2
-    if wanted and pending.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
+    is_fsdp2 = plugin is not None and plugin.fsdp_version == 2
+    ranks = pending.count_launched_ranks()
+    if is_fsdp2 and ranks and not compat.has_state() and not torch.accelerator.is_available():
         keywords["cpu"] = True  # else accelerate takes each rank for a single process
     original(state, *args, **keywords)
-    if wanted and state.distributed_type == compat.DistributedType.MULTI_CPU:
+    if is_fsdp2 and state.distributed_type == compat.DistributedType.MULTI_CPU:
         compat.become_fsdp2(state, plugin)
-    ranks = pending.launched_ranks()
-    if wanted and state.distributed_type == compat.DistributedType.NO and ranks > 1:
+    if is_fsdp2 and state.distributed_type == compat.DistributedType.NO and ranks > 1:
         raise ConfigError(
             f"accelerate takes each of the {ranks} ranks for a single process, and would train that many models. "
             "Make its first object, Accelerator or PartialState, with cpu=True"
@@ -210,11 +210,11 @@ def _is_sharded(model: nn.Module) -> bool:
 def _are_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     """Return whether all models are sharded already (True), or none is. Collective: yes."""
     with world.collective("look for sharded models"):
-        found = list(map(_is_sharded, models))
-    world.require_equal(found, "the state of the model (sharded already, or not)")
-    if any(found) and not all(found):
-        raise ShardingError("of the models, some are sharded already and some are not. Prepare them apart")
-    return any(found)
+        flags = list(map(_is_sharded, models))
+    world.require_equal(flags, "the state of the model (sharded already, or not)")
+    if any(flags) and not all(flags):
+        raise ShardingError("prepare: some models are sharded already and some are not. Prepare them separately")
+    return any(flags)
 
 
 def _require_supported(
@@ -237,13 +237,13 @@ def _require_supported(
             "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2. Pass "
             "FullyShardedDataParallelPlugin(fsdp_version=2), or set fsdp_version: 2 in its configuration"
         )
-    held = collect_tensors(without_compile(models[0]))
-    if on_meta := [item.fqn for item in held if item.tensor.is_meta]:
+    tensors = collect_tensors(without_compile(models[0]))
+    if on_meta := [item.fqn for item in tensors if item.tensor.is_meta]:
         raise ShardingError(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta. Call shardwise.load before prepare"
         )
     bind_optimizers(
-        [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], held, _PREPARE_FIRST
+        [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], tensors, _PREPARE_FIRST
     )
 
 
@@ -257,10 +257,11 @@ def _prepare_sharded(
     """Prepare everything except the model, and register the model. Collective: yes."""
     with world.collective("check the arguments"):
         _require_supported(accelerator, objects, models, device_placement)
+    # First: accelerate prepares optimizers and data loaders by the distributed type.
     if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
-    result = compat.left_as_they_are(accelerator, objects, placement)
+    result = compat.prepare_without_wrapping(accelerator, objects, placement)
     model = without_compile(models[0])
     mesh = next((parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     if mesh is not None:
@@ -298,10 +299,8 @@ def save_model(
     **others: Any,
 ) -> Any:
     """Replace ``save_fsdp_model``: the same files, written by all ranks at once."""
-    only, place = (
-        _selection(model, adapter_only=adapter_only),
-        _files_place(fsdp_plugin, output_dir, model_index, others),
-    )
+    only = _select(model, adapter_only=adapter_only)
+    place = _files_place(fsdp_plugin, output_dir, model_index, others)
     return writing.save_model(model, place, only, StateOptions())
 
 
@@ -315,7 +314,7 @@ def load_model(
     **_others: Any,
 ) -> Any:
     """Replace ``load_fsdp_model``: any of its forms, on any number of ranks."""
-    only = _selection(model, adapter_only=adapter_only)
+    only = _select(model, adapter_only=adapter_only)
     return load_accelerate_model(model, _input_folder(input_dir), number=model_index, only=only)
 
 
@@ -346,8 +345,8 @@ def get_state_dict(
 ) -> Mapping[str, torch.Tensor]:
     """Replace ``Accelerator.get_state_dict``: whole tensors on the first rank."""
     if not accelerator.is_fsdp2:
-        found: Mapping[str, torch.Tensor] = original(accelerator, model, unwrap)
-        return found
+        state_dict: Mapping[str, torch.Tensor] = original(accelerator, model, unwrap)
+        return state_dict
     return get_model_state_dict(model, "full")
 
 
@@ -378,9 +377,9 @@ def _files_place(plugin: Any, output_dir: str, number: int, others: Mapping[str,
     if plugin.state_dict_type.name == "FULL_STATE_DICT":
         form = "full"
     if isinstance(output_dir, TemporaryFolder):
-        return writing.FilesPlace(output_dir.folder, number, form, output_dir.state_save)
+        return writing.FilesPlace(output_dir.folder, number, form, output_dir)
     return writing.FilesPlace(Path(output_dir), number, form)
 
 
-def _selection(model: nn.Module, *, adapter_only: bool) -> Selection:
+def _select(model: nn.Module, *, adapter_only: bool) -> Selection:
     return AdapterOnly() if adapter_only and has_adapters(model) else None

@@ -20,7 +20,7 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.fsdp.named_tensors import canonical, collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, names_by_index, read
 from shardwise.fsdp.rebind import label
-from shardwise.integrations.accelerate_writing import agree_on_call, beside_trained
+from shardwise.integrations.accelerate_writing import agree_on_call, untrained_names
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
@@ -137,7 +137,14 @@ def load_accelerate_optimizer(
     with get_world(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
         with clock.phase("agree"):
             agree_on_call(world, load_accelerate_optimizer, source.path, number, consents, options)
-        return read_optimizer(world, model, optimizer, source, clock)
+        with ExitStack() as stack:
+            with clock.phase("agree"):
+                save = _find_save(world, source, accelerate_saves.OPTIMIZER, stack)
+                targets = collect_optimizer_targets(world, model, optimizer)
+                parsed, values = _read_optimizer_state(world, save, targets, options, stack)
+            return set_optimizer_values(
+                world, targets, parsed, values, consent=source.consent, options=options, clock=clock
+            )
 
 
 def read_model(world: World, model: nn.Module, source: FilesSource, only: Selection, clock: Clock) -> StateReport:
@@ -157,31 +164,11 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
                 # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
                 # what torch does not know as frozen: buffers, and the second names of tied parameters.
                 with world.collective("find untrained tensors"):
-                    untouched = beside_trained(collect_tensors(model), only.adapter)
-                missing, unexpected = consent.missing, consent.unexpected
-                consent = replace(
-                    consent, missing=_also(missing, untouched), unexpected=_also(unexpected, untouched)
-                )
+                    untrained = untrained_names(collect_tensors(model), only.adapter)
+                missing, unexpected = _also(consent.missing, untrained), _also(consent.unexpected, untrained)
+                consent = replace(consent, missing=missing, unexpected=unexpected)
         options = source.options
         return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
-
-
-def read_optimizer(
-    world: World, model: nn.Module, optimizer: Optimizer, source: FilesSource, clock: Clock
-) -> StateReport:
-    """Find an optimizer's files and give an optimizer their state. Collective: yes.
-
-    Memory, errors: as of :func:`load_accelerate_optimizer`.
-    """
-    options = source.options
-    with ExitStack() as stack:
-        with clock.phase("agree"):
-            found = _found(world, source, accelerate_saves.OPTIMIZER, stack)
-            targets = collect_optimizer_targets(world, model, optimizer)
-            given, values = _read_optimizer_state(world, found, targets, options, stack)
-        return set_optimizer_values(
-            world, targets, given, values, consent=source.consent, options=options, clock=clock
-        )
 
 
 def _also(consent: OnMissing | OnFault, names: Sequence[str]) -> Ignore:
@@ -190,45 +177,45 @@ def _also(consent: OnMissing | OnFault, names: Sequence[str]) -> Ignore:
 
 def _read_model_values(world: World, source: FilesSource, stack: ExitStack) -> state_values.Values:
     """Return the values of a model saved by accelerate, in any of its layouts. Collective: yes."""
-    found = _found(world, source, accelerate_saves.MODEL, stack)
-    match found:
+    save = _find_save(world, source, accelerate_saves.MODEL, stack)
+    match save:
         case accelerate_saves.FilePerRank(folder, files):
             state = read_rank_file(world, Path(folder), files)
             with world.collective("map the names"):
-                tensors = state_values.by_canonical_names(state, f"what {folder} has")
+                tensors = state_values.by_canonical_names(state, f"the state in {folder}")
             return state_values.ProvidedValues(tensors)
         case accelerate_saves.WholeFile(folder, file):
             return open_stored_values(world, folder, file, source.options, stack)
         case accelerate_saves.Distributed(folder):
             return open_stored_values(world, folder, METADATA, source.options, stack)
         case _:
-            assert_never(found)
+            assert_never(save)
 
 
 def _read_optimizer_state(
     world: World,
-    found: accelerate_saves.AccelerateSave,
+    save: accelerate_saves.AccelerateSave,
     targets: OptimizerTargets,
     options: state_values.StateOptions,
     stack: ExitStack,
 ) -> tuple[ParsedState, state_values.Values]:
     """Return this rank's part of the stored state, and the values of its tensors. Collective: yes."""
-    if isinstance(found, accelerate_saves.FilePerRank):
-        state = read_rank_file(world, Path(found.folder), found.files)
+    if isinstance(save, accelerate_saves.FilePerRank):
+        state = read_rank_file(world, Path(save.folder), save.files)
         with world.collective("parse the state"):
-            given, _ = _parse(state, targets)
-        return given, state_values.ProvidedValues(given.tensors)
+            parsed, _ = _parse(state, targets)
+        return parsed, state_values.ProvidedValues(parsed.tensors)
     with world.collective("open the folder"):
-        reader = stack.enter_context(LocalReader(found.folder))
-    file = found.file if isinstance(found, accelerate_saves.WholeFile) else None
+        reader = stack.enter_context(LocalReader(save.folder))
+    file = save.file if isinstance(save, accelerate_saves.WholeFile) else None
     with world.broadcast("read the values") as exchange:
         if world.rank == 0:
             exchange.local = _read_tree(reader, file, targets, options.budget_bytes)
-    saved, given, ways = exchange.result
-    expressions = stored_tensors(saved.index)
-    by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
-    values = state_values.StoredValues(reader, saved.index, by_label, options.budget_bytes)
-    return (given if world.rank == 0 else ParsedState()), values
+    tree, parsed, paths = exchange.result
+    expressions = stored_tensors(tree.index)
+    by_label = {name: expressions[tree.keys[paths[name]]] for name in parsed.tensors}
+    values = state_values.StoredValues(reader, tree.index, by_label, options.budget_bytes)
+    return (parsed if world.rank == 0 else ParsedState()), values
 
 
 def _read_tree(
@@ -236,11 +223,11 @@ def _read_tree(
 ) -> tuple[SavedTree, ParsedState, dict[str, Levels]]:
     """Parse a state in one file, or in a folder if ``file`` is None."""
     tree = read_distributed_tree(reader, budget_bytes) if file is None else read_file_tree(reader, file)
-    saved = tree.inside("optimizer")
-    return saved, *_parse(saved.tree, targets)
+    state = tree.inside("optimizer")
+    return state, *_parse(state.tree, targets)
 
 
-def _found(
+def _find_save(
     world: World, source: FilesSource, kind: accelerate_saves.SavedKind, stack: ExitStack
 ) -> accelerate_saves.AccelerateSave:
     """Find a save. If its renames are not finished, it is read through links until ``stack`` is closed.
@@ -266,24 +253,25 @@ def _found(
 def _parse(state: Any, targets: OptimizerTargets) -> tuple[ParsedState, dict[str, Levels]]:
     """Parse a state. Return also the path of each of its values in the stored tree, by label.
 
+    Parameters have indices, with their names in ``param_names`` of the groups, or names. A folder of DCP has the
+    indices as text.
+
     Raises:
         ConfigError, KeyMismatchError: it has another layout, or unknown parameters.
     """
-    if isinstance(state, Mapping) and "param_groups" in state:
-        state = {"state": {}, **state}  # a folder has no room for an empty dict
-        named = names_by_index(state)
-        groups = [
-            {**group, "params": [named.get(name, name) for name in group["params"]]}
-            for group in state["param_groups"]
-        ]
-    else:
+    if not isinstance(state, Mapping) or "param_groups" not in state:
         return read(state, targets.first_names, targets.shapes), {}
+    state = {"state": {}, **state}  # a folder of DCP does not keep an empty dict
+    named = names_by_index(state)
+    groups: list[dict[str, Any]] = []
+    for group in state["param_groups"]:
+        groups.append({**group, "params": [named.get(name, name) for name in group["params"]]})
     values: dict[str, Any] = {}
-    ways: dict[str, Levels] = {}
-    for name, entries in state["state"].items():
-        number = int(name) if isinstance(name, str) and name.isdecimal() and len(name) < _MOST_DIGITS else name
-        full = str(named.get(number, name))
-        values[full] = entries
-        plain = targets.first_names.get(canonical(full), canonical(full))
-        ways |= {label(plain, str(entry)): ("state", name, entry) for entry in entries}
-    return read({"state": values, "param_groups": groups}, targets.first_names, targets.shapes), ways
+    paths: dict[str, Levels] = {}
+    for key, entries in state["state"].items():
+        index = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _MOST_DIGITS else key
+        name = str(named.get(index, key))
+        values[name] = entries
+        fqn = targets.first_names.get(canonical(name), canonical(name))
+        paths |= {label(fqn, str(entry)): ("state", key, entry) for entry in entries}
+    return read({"state": values, "param_groups": groups}, targets.first_names, targets.shapes), paths

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.accelerate_saves import MODEL
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.integrations.accelerate_writing import TemporaryFolder, find_latest, keep_latest, state_saved
+from shardwise.integrations.accelerate_writing import TemporaryFolder, find_latest, keep_latest, saving_state
 from shardwise.ranks.world import World
 from shardwise.saving.rename_journal import has_broken_link, link_as_renamed
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 def save_state(
@@ -33,21 +29,24 @@ def save_state(
     if not accelerator.is_fsdp2 or (output_dir is None and not config.automatic_checkpoint_naming):
         return original(accelerator, output_dir, *others, **keywords)
     is_named = config.automatic_checkpoint_naming
-    folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
+    folder = _next_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
         with world.collective("check the folder"):
             _require_one_each("save_state", *map(len, compat.get_prepared(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
-        with state_saved(world, folder, is_new=is_named) as (saving, work):
-            config.automatic_checkpoint_naming = False
+        with saving_state(world, folder, is_new=is_named) as (saving, work):
+            config.automatic_checkpoint_naming = False  # accelerate would choose the folder, and not take ``work``
+            failure: Exception | None = None
+            location: Any = None
             try:
-                saved = _attempted(original, accelerator, work, *others, **keywords)
+                location = original(accelerator, work, *others, **keywords)
+            except Exception as error:
+                failure = saving.find_cause(error)
             finally:
                 config.automatic_checkpoint_naming = is_named
-            if isinstance(saved, Exception):
-                saved = saving.find_cause(saved)
-            with world.collective("unwrap the model"):
-                location = _unwrap(saved)
+            with world.collective("save the state"):
+                if failure is not None:
+                    raise failure
         if is_named:
             with world.broadcast("delete old checkpoints"):
                 if world.rank == 0:
@@ -80,10 +79,10 @@ def load_state(
             if is_numbered:
                 with world.broadcast("find the latest checkpoint") as exchange:
                     if world.rank == 0:
-                        exchange.local = find_latest(_numbered_folder(accelerator).parent)
+                        exchange.local = find_latest(_next_folder(accelerator).parent)
                 newest = exchange.result
                 if newest is None:
-                    return _all_done("load_state", original, accelerator, None, *others, **keywords)
+                    return original(accelerator, None, *others, **keywords)  # whose error says so
                 input_dir = str(newest)
             folder = Path(str(input_dir)).expanduser().resolve()
             with world.collective("open the folder"):
@@ -91,12 +90,18 @@ def load_state(
         if seen != folder:
             input_dir = TemporaryFolder(seen, folder)
 
-        def load() -> Any:
+        failure: Exception | None = None
+        loaded: Any = None
+        try:
             loaded = original(accelerator, input_dir, *others, **keywords)
             _require_still_there(seen, folder)
-            return loaded
-
-        return _all_done("load_state", load)
+        except Exception as error:
+            failure = error
+        # Another world: while accelerate loads, models and optimizers have worlds of their own.
+        with World.current(call="load_state") as world, world.collective("load the state"):
+            if failure is not None:
+                raise failure
+        return loaded
 
 
 def _require_one_each(call: str, models: int, optimizers: int) -> None:
@@ -114,26 +119,6 @@ def _require_still_there(seen: Path, folder: Path) -> None:
         raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
 
 
-def _attempted(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T | Exception:
-    try:
-        return function(*args, **keywords)
-    except Exception as error:
-        return error
-
-
-def _unwrap(found: T | Exception) -> T:
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def _all_done(call: str, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """Call a function of accelerate on each rank. If one fails, all raise. Collective: yes."""
-    found = _attempted(function, *args, **keywords)
-    with World.current(call=call) as world, world.collective("unwrap the model"):
-        return _unwrap(found)
-
-
-def _numbered_folder(accelerator: Any) -> Path:
+def _next_folder(accelerator: Any) -> Path:
     """Return the folder of the next state, as accelerate names it."""
     return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}").resolve()

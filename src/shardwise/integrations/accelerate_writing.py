@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, assert_never
 
@@ -45,22 +45,33 @@ from shardwise.state.state_values import StateOptions, require_same_call
 from shardwise.transfer.matching import FileForm
 
 
-@dataclass(frozen=True, slots=True)
-class StateSave:
-    """A save of a state, with the written files of its models and optimizers, which are committed together."""
+class TemporaryFolder(str):
+    """The path that accelerate loads from or saves into, in place of the folder of the state.
 
-    saving: Saving
-    written: list[WrittenFiles] = field(default_factory=list)
+    Attributes:
+        folder: the folder of the state.
+        saving: the save that models and optimizers belong to. None in a load.
+        written: their files, which are committed together.
+    """
+
+    folder: Path
+    saving: Saving | None
+    written: list[WrittenFiles]
+
+    def __new__(cls, path: str | Path, folder: Path, saving: Saving | None = None) -> Self:
+        self = super().__new__(cls, path)
+        self.folder, self.saving, self.written = folder, saving, []
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class FilesPlace:
-    """The folder, number and form of a model or an optimizer, and the save of its state, if any."""
+    """The folder, number and form of a model or an optimizer, and the state that it is saved with, if any."""
 
     folder: Path
     number: int
     form: FileForm
-    state_save: StateSave | None = None
+    state: TemporaryFolder | None = None
 
 
 def agree_on_call(
@@ -156,17 +167,16 @@ def save_model(model: nn.Module, place: FilesPlace, only: Selection, options: St
     start = time.perf_counter()
     model = without_compile(model)
     with get_world(options, "save_accelerate_model") as world, torch.device("cpu"):
-        agree_on_call(
-            world, save_accelerate_model, place.folder, place.number, {"form": place.form, "only": only}, options
-        )
-        taken = collect_model(world, model, only, options)
-        state = taken.by_name({name: tensor.detach() for name, tensor in taken.tensors.items()})
+        arguments = {"form": place.form, "only": only}
+        agree_on_call(world, save_accelerate_model, place.folder, place.number, arguments, options)
+        collected = collect_model(world, model, only, options)
+        state = collected.by_name({name: tensor.detach() for name, tensor in collected.tensors.items()})
         if place.form == "full" and isinstance(only, AdapterOnly):
-            untouched = beside_trained(taken.refs, only.adapter)
-            state = {fqn: state[name] for name, fqn in taken.names.items() if fqn not in untouched}
-        path, nbytes = _write(world, place, MODEL, state, taken.device, options)
+            untrained = untrained_names(collected.refs, only.adapter)
+            state = {fqn: state[name] for name, fqn in collected.names.items() if fqn not in untrained}
+        path, nbytes = _write(world, place, MODEL, state, collected.device, options)
     count = len({id(tensor) for tensor in state.values()})
-    return FilesReport(str(path), count, nbytes, time.perf_counter() - start, taken.differing)
+    return FilesReport(str(path), count, nbytes, time.perf_counter() - start, collected.differing)
 
 
 @torch.no_grad()
@@ -180,20 +190,20 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     with get_world(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
         arguments = {"form": place.form}
         agree_on_call(world, save_accelerate_optimizer, place.folder, place.number, arguments, options)
-        taken = collect_optimizers(world, model, optimizer, "the optimizer", options)
-        path, nbytes = _write(world, place, OPTIMIZER, taken.state_dict(), taken.device, options)
-    return FilesReport(str(path), len(taken.tensors), nbytes, time.perf_counter() - start)
+        state = collect_optimizers(world, model, optimizer, "the optimizer", options)
+        path, nbytes = _write(world, place, OPTIMIZER, state.state_dict(), state.device, options)
+    return FilesReport(str(path), len(state.tensors), nbytes, time.perf_counter() - start)
 
 
-def beside_trained(held: Sequence[TensorRef], adapter: str) -> list[str]:
+def untrained_names(tensors: Sequence[TensorRef], adapter: str) -> list[str]:
     """Return all names of tensors that are neither trained nor the adapter's. Empty if nothing is trained."""
-    untouched = [
-        name
-        for item in held
-        if not item.tensor.requires_grad and not any(f".{adapter}." in f".{name}." for name in item.names)
-        for name in item.names
-    ]
-    return untouched if any(item.tensor.requires_grad for item in held) else []
+    if not any(item.tensor.requires_grad for item in tensors):
+        return []
+    untrained: list[str] = []
+    for item in tensors:
+        if not item.tensor.requires_grad and not any(f".{adapter}." in f".{name}." for name in item.names):
+            untrained += item.names
+    return untrained
 
 
 def _write(
@@ -205,19 +215,20 @@ def _write(
     options: StateOptions,
 ) -> tuple[Path, int]:
     """Write a state and return its path and its bytes. Collective: yes."""
-    if place.state_save is not None:
-        path, nbytes, written = _written(world, place.state_save.saving, place, kind, state, device, options)
-        place.state_save.written.append(written)
+    if place.state is not None:
+        assert place.state.saving is not None, "a load writes nothing"
+        path, nbytes, written = _write_files(world, place.state.saving, place, kind, state, device, options)
+        place.state.written.append(written)  # committed with the state
         return path, nbytes
     with rename_journal.lock_and_clean_up(world, place.folder) as saving:
-        path, nbytes, written = _written(world, saving, place, kind, state, device, options)
+        path, nbytes, written = _write_files(world, saving, place, kind, state, device, options)
         with world.broadcast("commit the files"):
             if world.rank == 0:
-                commit.commit_written(saving.locked, written, _older(place, kind, written))
+                commit.commit_written(saving.locked, written, _find_older(place, kind, written))
     return path, nbytes
 
 
-def _written(
+def _write_files(
     world: World,
     saving: Saving,
     place: FilesPlace,
@@ -252,7 +263,7 @@ def _written(
     return folder / name, nbytes, written
 
 
-def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[str]:
+def _find_older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[str]:
     """Return the files that a newly committed model or optimizer replaces: the older one in the same form."""
     match place.form:
         case "full":
@@ -276,25 +287,8 @@ _ALWAYS_THERE = "random_states_0.pkl"
 """A file in every committed state."""
 
 
-class TemporaryFolder(str):
-    """The path that accelerate loads from or saves into, in place of the folder of the state.
-
-    Attributes:
-        folder: the folder of the state.
-        state_save: the save that models and optimizers belong to. None in a load.
-    """
-
-    folder: Path
-    state_save: StateSave | None
-
-    def __new__(cls, path: str | Path, folder: Path, state_save: StateSave | None = None) -> Self:
-        self = super().__new__(cls, path)
-        self.folder, self.state_save = folder, state_save
-        return self
-
-
 @contextmanager
-def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[tuple[Saving, TemporaryFolder]]:
+def saving_state(world: World, folder: Path, *, is_new: bool) -> Iterator[tuple[Saving, TemporaryFolder]]:
     """Lock a folder, and yield its save and the folder that accelerate saves into within the block.
 
     The files written in the block are committed at its end and replace the older state. Other files stay. With
@@ -309,27 +303,22 @@ def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[tuple[S
     """
     carried: set[str] = set()
     with rename_journal.lock_and_clean_up(world, folder, carried) as saving:
-        state_save = StateSave(saving)
         path = rename_journal.work_folder(saving.folder, saving.save_id)
-        work = TemporaryFolder(path, Path(saving.folder), state_save)
+        work = TemporaryFolder(path, Path(saving.folder), saving)
         with world.broadcast("begin the state files"):
             if world.rank == 0:
-                _begin_state(saving, work, is_new=is_new)
+                if is_new:
+                    _require_new(saving.locked)
+                os.mkdir(work)
         yield saving, work
-        with world.all_gather("list the names") as exchange:
-            exchange.local = _names_in(work)
-        seen = exchange.result
-        names = sorted({name for found in seen for name in found})
+        # Every rank lists the names: on a network file system the first may not see new files of others yet.
+        with world.all_gather("list the names") as exchange, LocalWriter(work, folders=folders_in(work)) as writer:
+            exchange.local = writer.list()
+        names = sorted(set().union(*exchange.result))
         carried |= {name.rpartition("/")[0] for name in names} - {""}
         with world.broadcast("commit the state files"):
             if world.rank == 0:
-                _commit_state(state_save, work, names)
-
-
-def _begin_state(saving: Saving, work: str, *, is_new: bool) -> None:
-    if is_new:
-        _require_new(saving.locked)
-    os.mkdir(work)
+                _commit_state(saving.locked, work, names)
 
 
 def find_latest(place: Path) -> Path | None:
@@ -351,8 +340,10 @@ def keep_latest(place: Path, newest: Path, limit: int | None) -> None:
     Raises:
         StorageError: something cannot be removed, or is being saved.
     """
-    found = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
-    for folder in found[: max(0, len(found) - limit)] if limit is not None else ():
+    if limit is None:
+        return
+    committed = [folder for _, folder in sorted(_numbered(place)) if (folder / _ALWAYS_THERE).is_file()]
+    for folder in committed[: max(0, len(committed) - limit)]:
         if folder != newest and not folder.is_symlink():  # a link leads to another folder
             with lock_here(folder) as saving, LocalWriter(folder, folders=()) as writer:
                 rename_journal.clean_up(saving)
@@ -364,7 +355,7 @@ def keep_latest(place: Path, newest: Path, limit: int | None) -> None:
 def _numbered(place: Path) -> list[tuple[int, Path]]:
     if not place.is_dir():
         return []
-    return [(int(found[1]), path) for path in place.iterdir() if (found := _NUMBERED.fullmatch(path.name))]
+    return [(int(match[1]), path) for path in place.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
 
 
 def _require_new(locked: LockedFolder) -> None:
@@ -377,15 +368,10 @@ def _require_new(locked: LockedFolder) -> None:
         )
 
 
-def _names_in(work: str) -> list[str]:
-    with LocalWriter(work, folders=folders_in(work)) as writer:
-        return writer.list()
-
-
-def _commit_state(state_save: StateSave, work: str, names: list[str]) -> None:
+def _commit_state(locked: LockedFolder, work: TemporaryFolder, names: list[str]) -> None:
     """Copy accelerate's files and commit everything."""
-    locked, written = state_save.saving.locked, WrittenFiles()
-    for files in state_save.written:
+    written = WrittenFiles()
+    for files in work.written:
         written = written.with_more(files)
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}
@@ -397,10 +383,10 @@ def _commit_state(state_save: StateSave, work: str, names: list[str]) -> None:
             copies[name] = commit.copy_in(writer, os.path.join(work, name), temporary_name(name, locked.save_id))
         writer.sync_names()
     written = written.with_more(WrittenFiles(copies))
-    commit.commit_written(locked, written, _older_state(locked.writer.root, written))
+    commit.commit_written(locked, written, _find_older_state(locked.writer.root, written))
 
 
-def _older_state(root: str, written: WrittenFiles) -> list[str]:
+def _find_older_state(root: str, written: WrittenFiles) -> list[str]:
     """Return the files of an older state that are not replaced by a new one."""
     with LocalWriter(root, folders=rename_journal.distributed_folders(root)) as writer:
         new = {*written.named, *written.beside}

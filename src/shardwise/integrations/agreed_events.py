@@ -50,25 +50,25 @@ class AgreedEvents:
             with busy_with(f"the callbacks of {event}"):
                 control = self._call_event(event, args, state, control, **others)
         except Exception as error:
-            self._failure = self._failure or error
+            self._failure = self._failure or error  # raised at the next event of _MEETINGS, on all ranks
         if event in _MEETINGS:
             self._synchronize(control)
         return control
 
     def _synchronize(self, control: TrainerControl) -> None:
-        own = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
-        is_failed, *flags = self._on_any_rank(own)
+        local = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
+        is_failed, *flags = self._reduce_any(local)
         for name, value in zip(_FLAGS, flags, strict=True):
             setattr(control, name, value)
         if is_failed:
             failure, self._failure = self._failure, None
             raise_together(self._world, failure)
 
-    def _on_any_rank(self, own: list[bool]) -> list[bool]:
+    def _reduce_any(self, local: list[bool]) -> list[bool]:
         """Return which of these are true on any rank, without waiting for an accelerator. Collective: yes."""
         if not torch_private.has_collectives(torch.device("cpu")):
-            return self._world.all_reduce_object(own, _any_by_place)
-        flags = torch.tensor(own, dtype=torch.int32, device="cpu")
+            return self._world.all_reduce_object(local, _any_by_place)
+        flags = torch.tensor(local, dtype=torch.int32, device="cpu")
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return [bool(value) for value in flags.tolist()]
 

@@ -6,19 +6,15 @@ other attentions see the chunk alone: the loss is wrong, without an error.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.named_tensors import without_compile
 from shardwise.models.pretrained import get_attention_implementation, outermost_pretrained
-
-
-class _Splits(Protocol):
-    def __call__(self, **buffers: Any) -> AbstractContextManager[None]: ...
 
 
 class SplitSequences:
@@ -28,7 +24,7 @@ class SplitSequences:
         split: a function that returns the context.
     """
 
-    def __init__(self, split: _Splits) -> None:
+    def __init__(self, split: Callable[..., AbstractContextManager[None]]) -> None:
         self._split = split
         self._is_entered = False
 

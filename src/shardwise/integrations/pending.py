@@ -76,30 +76,30 @@ PendingTensors: TypeAlias = tuple[Pending, dict[str, Expression]]
 """Files of a pending model, and the expressions of its tensors by their current names."""
 
 
-def pending_tensors(model: nn.Module) -> list[PendingTensors]:
+def collect_pending(model: nn.Module) -> list[PendingTensors]:
     """Return the pending tensors of a model and the models inside of it."""
-    held = collect_tensors(model)
-    on_meta = {name for item in held for name in item.names if item.tensor.is_meta}
+    tensors = collect_tensors(model)
+    on_meta = {name for item in tensors for name in item.names if item.tensor.is_meta}
     copies = peft_private.map_copied_names(model)
-    found: list[PendingTensors] = []
-    for module in model.modules():
+    result: list[PendingTensors] = []
+    for module in model.modules():  # the model itself, or one inside of PEFT's
         pending = _pending.get(module)
         if pending is None:
             continue
-        by_name = {
-            name: expression
-            for item in held
-            if (expression := pending.get_expression(item.tensor)) is not None
-            for name in item.names
-        }
-        of_copies = {
-            name: by_name[original] for name, original in copies.items() if original in by_name and name in on_meta
-        }
-        found.append((pending, {**by_name, **of_copies}))
-    return found
+        expressions: dict[str, Expression] = {}
+        for item in tensors:
+            expression = pending.get_expression(item.tensor)
+            if expression is not None:
+                expressions |= dict.fromkeys(item.names, expression)
+        # PEFT's copies of modules (modules_to_save) are other tensors, which begin with the original's values.
+        for name, original in copies.items():
+            if original in expressions and name in on_meta:
+                expressions[name] = expressions[original]
+        result.append((pending, expressions))
+    return result
 
 
-def settle(model: nn.Module) -> None:
+def record_filled(model: nn.Module) -> None:
     """Record that a model is filled, and the conversions that saves need."""
     for module in model.modules():
         pending = _pending.pop(module, None)
@@ -107,7 +107,7 @@ def settle(model: nn.Module) -> None:
             pretrained.record_conversions(module, pending.transforms)
 
 
-def load_later(
+def defer_load(
     original: compat.Original,
     model: Any,
     state_dict: Any,
@@ -129,9 +129,10 @@ def load_later(
         return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
     assert checkpoint_files is not None
     folder = Path(checkpoint_files[0]).parent
+    # A world of this rank alone: others may get here later, or not at all ([Note: Pending]).
     world, options = World(0, 1), LoadOptions(progress=False)
     names = [Path(file).name for file in checkpoint_files]
-    # Several files of torch are found by their index, which has its usual name.
+    # Several .bin files are found by their index, which has its usual name.
     is_named = len(names) == 1 or names[0].endswith(".safetensors")
     source = read_index(
         world,
@@ -153,38 +154,38 @@ def load_later(
     return _record(model, folder, outline, source.index), None
 
 
-def place_missing(original: compat.Original, model: nn.Module, *given: Any, **keywords: Any) -> Any:
+def place_missing(original: compat.Original, model: nn.Module, *others: Any, **keywords: Any) -> Any:
     """Replace the function that allocates missing tensors: for pending models the same on every rank."""
     with compat.patch_environment(**{EFFICIENT: "False"}) if model in _pending else nullcontext():
-        return original(model, *given, **keywords)
+        return original(model, *others, **keywords)
 
 
-def keep_adapter(original: compat.Original, *given: Any, **keywords: Any) -> Any:
+def keep_adapter(original: compat.Original, *args: Any, **keywords: Any) -> Any:
     """Replace PEFT's move of a new adapter to its layer: the adapter of a pending layer keeps its values.
 
     They are the first rank's, and would be lost on meta.
     """
-    layer: Any = peft_private.find_adapter_layer(given)
+    layer: Any = peft_private.find_adapter_layer(args)
     if layer is None or not any(
         pending.get_expression(tensor) is not None
         for pending in _pending.values()
         for tensor in layer.get_base_layer().parameters()
     ):
-        return original(*given, **keywords)
-    before = _registered(layer)
-    outcome = original(*given, **keywords)
-    for (module, name), moved in _registered(layer).items():
+        return original(*args, **keywords)
+    before = _get_registered(layer)
+    outcome = original(*args, **keywords)
+    for (module, name), moved in _get_registered(layer).items():
         tensor = before.get((module, name))
         if tensor is not None and not tensor.is_meta and moved.is_meta:
-            kept = tensor.detach().to(moved.dtype)
+            value = tensor.detach().to(moved.dtype)
             if isinstance(moved, nn.Parameter):
-                get_parameters(module)[name] = nn.Parameter(kept, requires_grad=moved.requires_grad)
+                get_parameters(module)[name] = nn.Parameter(value, requires_grad=moved.requires_grad)
             else:
-                get_buffers(module)[name] = kept
+                get_buffers(module)[name] = value
     return outcome
 
 
-def _registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
+def _get_registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
     """Return the registered tensors of all modules in a model."""
     return {
         (module, name): tensor
@@ -220,38 +221,16 @@ def _record(model: Any, folder: Path, outline: MetaModel, index: CheckpointIndex
 
 USE = "ACCELERATE_USE_FSDP"
 EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-_set_here: set[str] = set()
-
-
-def enable_fsdp_ram_efficient_loading() -> None:
-    """Turn on memory-efficient loading in transformers and accelerate. Your own ``ACCELERATE_USE_FSDP`` is kept."""
-    if USE not in os.environ:
-        os.environ[USE] = "True"
-        _set_here.add(USE)
-    os.environ[EFFICIENT] = "True"
-
-
-def disable_fsdp_ram_efficient_loading() -> None:
-    """Undo :func:`enable_fsdp_ram_efficient_loading`, including the ``ACCELERATE_USE_FSDP`` that it set."""
-    if USE in _set_here:
-        _set_here.discard(USE)
-        os.environ.pop(USE, None)
-    os.environ[EFFICIENT] = "False"
 
 
 @contextmanager
 def fsdp_ram_efficient_loading() -> Iterator[None]:
     """Turn on memory-efficient loading within the block, and restore both variables afterwards. May be nested."""
-    before = set(_set_here)
     with compat.patch_environment(**{USE: "True", EFFICIENT: "True"}):
-        try:
-            yield
-        finally:
-            _set_here.clear()
-            _set_here.update(before)
+        yield
 
 
-def launched_ranks() -> int:
+def count_launched_ranks() -> int:
     """Return the number of ranks of the launcher that started this process, or 0 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 0
 
@@ -281,15 +260,16 @@ def prepare_fsdp2(original: compat.Original, accelerator: Any, *objects: Any) ->
     optimizers = [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)]
     with World.current(call="prepare") as world:
         with world.collective("bind the optimizer"):
-            bounds, found = _bind(accelerator, model, optimizers)
-        names = [sorted(expressions) for _, expressions in found]
+            bounds, pending_here = _bind(accelerator, model, optimizers)
+        names = [sorted(expressions) for _, expressions in pending_here]
         world.require_equal(names, "the list of tensors that from_pretrained has left on meta")
-    if found:
-        _in_prepare[model] = found
+    if pending_here:
+        _in_prepare[model] = pending_here  # for load_full_state_dict, which accelerate calls once it has sharded
     try:
         result = original(accelerator, *objects)
     finally:
         _in_prepare.pop(model, None)
+    # Last: only now are the model's parameters those that the optimizers step.
     _rebind(model, bounds)
     return result
 
@@ -317,7 +297,7 @@ def load_full_state_dict(
     in_files = {name for _, expressions in pending_here for name in expressions}
     with World.current(call="prepare") as world, torch.no_grad(), torch.device("cpu"), ExitStack() as stack:
         with world.collective("look up live tensors"):
-            live = _live(full_sd, in_files)
+            live = _collect_live(full_sd, in_files)
         with world.broadcast("check for values") as exchange:
             if world.rank == 0:
                 exchange.local = _require_values(full_sd, live, in_files)
@@ -325,10 +305,12 @@ def load_full_state_dict(
         for pending, expressions in pending_here:
             with world.collective("open the folder"):
                 reader = stack.enter_context(LocalReader(pending.folder))
-            _set(world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options)
+            _set_values(
+                world, plain, StoredValues(reader, pending.index, expressions, options.budget_bytes), options
+            )
         if has_live:
-            _set(world, plain, ProvidedValues(live if world.rank == 0 else {}), options)
-    settle(plain)
+            _set_values(world, plain, ProvidedValues(live if world.rank == 0 else {}), options)
+    record_filled(plain)
     return model
 
 
@@ -344,13 +326,13 @@ def _bind(
                 f"optimizer {bound.index} ({type(bound.optimizer).__name__}) has stepped already, and accelerate "
                 "would lose its state. Prepare it before its first step, and load its state afterwards"
             )
-    found = pending_tensors(model)
-    if found and not compat.get_plugin(accelerator).cpu_ram_efficient_loading:
+    pending_here = collect_pending(model)
+    if pending_here and not compat.get_plugin(accelerator).cpu_ram_efficient_loading:
         raise ConfigError(
             f"{type(model).__name__} was left on meta by from_pretrained, since FSDP_CPU_RAM_EFFICIENT_LOADING was "
             "set, but the plugin has cpu_ram_efficient_loading=False. Set both, or neither"
         )
-    return bounds, found
+    return bounds, pending_here
 
 
 def _rebind(model: nn.Module, bounds: list[Bound]) -> None:
@@ -361,7 +343,7 @@ def _rebind(model: nn.Module, bounds: list[Bound]) -> None:
             group["params"] = [parameters[name] for name in names]
 
 
-def _live(full_sd: Mapping[str, torch.Tensor], in_files: set[str]) -> dict[str, torch.Tensor]:
+def _collect_live(full_sd: Mapping[str, torch.Tensor], in_files: set[str]) -> dict[str, torch.Tensor]:
     """Return tensors that have values on this rank and are in no file, by canonical names."""
     named = by_canonical_names({name: value for name, value in full_sd.items() if not value.is_meta}, "the model")
     return {name: value for name, value in named.items() if name not in in_files}
@@ -382,7 +364,7 @@ def _require_values(
     return bool(live)
 
 
-def _set(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:
+def _set_values(world: World, model: nn.Module, values: Values, options: StateOptions) -> None:
     """Set the tensors that there are values for. Others are unchanged."""
     consent = Consent(missing=Ignore())
     set_model_values(world, model, values, only=None, consent=consent, options=options, clock=Clock())

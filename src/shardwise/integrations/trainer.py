@@ -16,14 +16,14 @@ numbers, on the host, because an accelerator would return it only after the whol
 """
 
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
-from unittest.mock import patch
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
@@ -47,8 +47,8 @@ from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.trainer_marks import (
-    already_sharded,
-    named_arguments,
+    bind_arguments,
+    double_sharding_error,
     require_rows_or_sequences,
     require_trainable,
 )
@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
-
-P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 
@@ -99,9 +97,9 @@ class ShardwiseTrainer(_Trainer):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
-        given = named_arguments(after, positional, keywords)
+        kwargs = bind_arguments(after, positional, keywords)
         with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
-            require_trainable(type(self), given, world)
+            require_trainable(type(self), kwargs, world)
         try:
             super().__init__(*positional, **keywords)
         finally:
@@ -112,8 +110,10 @@ class ShardwiseTrainer(_Trainer):
         # On the instance, over the handler's method: on_step_end and all others go through it.
         vars(self.callback_handler)["call_event"] = self._events
         self._saved_step: int | None = None
-        self._position: folders.StreamPosition | None = None
-        """Where in a stream a training resumes."""
+        self._header: TrainerHeader | None = None
+        """Header of the checkpoint that a training resumes from."""
+        self._position: tuple[int, float] | None = None
+        """Passes, and optimizer steps of the pass, after which a training resumes in a stream."""
         if isinstance(reference := getattr(self, "ref_model", None), FSDPModule):
             reference.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
         self._on_other_base: OnFault = "error"
@@ -126,8 +126,12 @@ class ShardwiseTrainer(_Trainer):
             settings: Any = self.args.accelerator_config
             settings.non_blocking = True
         config, is_split = self.args.parallelism_config, self._cp_size > 1
-        with patch.object(self.args, "parallelism_config", None if is_split else config):
+        # accelerate takes cp_size only with a plugin of FSDP2, by which the Trainer would shard the model again.
+        self.args.parallelism_config = None if is_split else config
+        try:
             super().create_accelerator_and_postprocess()
+        finally:
+            self.args.parallelism_config = config
         if accelerate_compat.is_context_parallel(self.accelerator):
             raise ConfigError(
                 "accelerate's configuration has cp_size. Pass TrainingArguments(parallelism_config="
@@ -143,7 +147,7 @@ class ShardwiseTrainer(_Trainer):
                 "and on CPUs pass use_cpu=True"
             )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise already_sharded(
+            raise double_sharding_error(
                 "ACCELERATE_USE_FSDP, or accelerate's configuration," if self.is_fsdp_enabled else "deepspeed"
             )
         if self.accelerator.parallelism_config is not None:
@@ -210,22 +214,15 @@ class ShardwiseTrainer(_Trainer):
                 if world.rank == 0:
                     exchange.local = folders.resume_source(run, requested)
             source, has_incomplete = exchange.result
-            self._events.best, self._position = None, None
+            self._header, self._events.best, self._position = None, None, None
             if source is not None:
                 with world.broadcast("read the header") as exchange:
                     if world.rank == 0:
-                        exchange.local = folders.read_complete_header(source)
-                header: TrainerHeader = exchange.result
+                        exchange.local = folders.read_checkpoint(source)
+                header, self._events.best, self._position = exchange.result
                 with world.collective("compare with the run"):
                     self._require_same(header, source)
-                with world.broadcast("find the best checkpoint") as exchange:
-                    if world.rank == 0:
-                        exchange.local = folders.find_best(source)
-                self._events.best = exchange.result
-                with world.broadcast("read the position") as exchange:
-                    if world.rank == 0:
-                        exchange.local = folders.read_position(source)
-                self._position = exchange.result
+                self._header = header
             if has_incomplete:
                 with world.broadcast("remove what a stopped save left"):
                     if world.rank == 0:
@@ -244,17 +241,24 @@ class ShardwiseTrainer(_Trainer):
             # An error leaves it set, and AgreedEvents would go on to wait for the other ranks.
             self.is_in_train = False
 
-    def _synchronized(self, world: World) -> ExitStack:
+    @contextmanager
+    def _synchronized(self, world: World) -> Iterator[None]:
         """Synchronize the ranks in each step within the block. See [Note: A rank that fails alone]."""
-        # On the instance, and within the block only: outside a training nothing is synchronized here.
-        stack = ExitStack()
+        # Within the block only: outside a training nothing is synchronized here. On the instance, over methods of
+        # subclasses, too, which may raise after they have called this class's.
+        methods: dict[str, Any] = {}
         if world.size > 1:
-            batches = partial(self._make_batches, world, self.get_batch_samples)
-            stack.enter_context(patch.object(self, "get_batch_samples", batches))
+            methods["get_batch_samples"] = partial(self._make_batches, world, self.get_batch_samples)
             if self.args.device.type == "cpu":
-                loss = partial(self._make_loss, world, self.compute_loss)
-                stack.enter_context(patch.object(self, "compute_loss", loss))
-        return stack
+                methods["compute_loss"] = partial(self._make_loss, world, self.compute_loss)
+        before = {name: vars(self)[name] for name in methods if name in vars(self)}
+        vars(self).update(methods)
+        try:
+            yield
+        finally:
+            for name in methods:
+                del vars(self)[name]
+            vars(self).update(before)
 
     def _make_batches(
         self,
@@ -274,7 +278,7 @@ class ShardwiseTrainer(_Trainer):
         is_sent = world.rank > 0 and isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
         with busy_with("" if is_sent else "the next batch"):
             batches = list(islice(epoch_iterator, num_batches))
-        # Full steps send nothing, so that the meeting stays small.
+        # A full step has None to compare, so that the synchronization stays small.
         short = len(batches) if len(batches) < num_batches else None
         if mismatched := self._synchronize(world, short):
             raise RankMismatchError(
@@ -310,10 +314,10 @@ class ShardwiseTrainer(_Trainer):
 
     def _require_same(self, header: TrainerHeader, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
-        own = describe_selection(self._only())
-        if header.holds not in (own, MODEL_ALONE):
+        current = describe_selection(self._only())
+        if header.holds not in (current, MODEL_ALONE):
             raise KeyMismatchError(
-                f"{what}: holds the state of {header.holds}, and this training has {own}. Resume it with the "
+                f"{what}: holds the state of {header.holds}, and this training has {current}. Resume it with the "
                 "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
         rows = self.get_total_train_batch_size(self.args)
@@ -337,11 +341,15 @@ class ShardwiseTrainer(_Trainer):
             World.current(call="Trainer._save_checkpoint") as world,
             folders.locked_for(world, run, step) as saving,
         ):
-            limit = self.args.save_total_limit
-            with patch.object(self.args, "save_total_limit", None):  # older ones are removed after the commit
-                failure = _catch(super()._save_checkpoint, model, trial)
-            if failure is not None:
-                failure = saving.find_cause(failure)
+            # Older checkpoints are removed after the commit, and not by the Trainer.
+            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            failure: Exception | None = None
+            try:
+                super()._save_checkpoint(model, trial)
+            except Exception as error:
+                failure = saving.find_cause(error)
+            finally:
+                self.args.save_total_limit = limit
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
@@ -364,19 +372,21 @@ class ShardwiseTrainer(_Trainer):
             self.control.should_training_stop = True  # passes over a stream have no end
             return
         if self._position is not None and not compat.has_length(keywords["train_dataloader"]):
-            if keywords["epoch"] < self._position.epoch:
+            epoch, steps = self._position
+            if keywords["epoch"] < epoch:
                 return
-            batches = self._position.batches(self.args.gradient_accumulation_steps)
+            # Rounded first: steps come from the Trainer's fraction of a pass, with a rounding error.
+            batches = math.ceil(round(steps * self.args.gradient_accumulation_steps, 3))
             skipped = 0 if self.args.ignore_data_skip else batches
-            keywords |= {"epochs_trained": self._position.epoch, "steps_trained_in_current_epoch": skipped}
+            keywords |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": skipped}
         super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
 
     def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
         """Remove checkpoints above the limit, and release the lock."""
         kinds = folders.checkpoints_in(run)
         complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]
-        kept = folders.step_in(run, self.state.best_model_checkpoint)
-        folders.remove_under(saving.locked, run, folders.steps_to_remove(complete, limit, kept))
+        best = folders.step_in(run, self.state.best_model_checkpoint)
+        folders.remove_under(saving.locked, run, folders.steps_to_remove(complete, limit, best))
         saving.locked.release()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -386,13 +396,17 @@ class ShardwiseTrainer(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        failure = _catch(super()._save, output_dir, state_dict)
+        failure: Exception | None = None
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception as error:
+            failure = error
         with World.current(call="Trainer.save_model") as world:
             raise_together(world, failure)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with Checkpointer(Path(output_dir) / folders.STATE_FOLDER, keep=None, only=self._only()) as keeper:
-            keeper.save(self.state.global_step, self._training_state())
+        with Checkpointer(Path(output_dir) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
+            checkpointer.save(self.state.global_step, self._training_state())
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing. The Checkpointer saves the scaler."""
@@ -403,13 +417,9 @@ class ShardwiseTrainer(_Trainer):
     # Resuming
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
-        folder = Path(resume_from_checkpoint)
-        with World.current(call="Trainer.train") as world:
-            with world.broadcast("read the header") as exchange:
-                if world.rank == 0:
-                    exchange.local = folders.read_header(folder)
-            header = exchange.result
-        if header.holds == MODEL_ALONE:
+        folder, header = Path(resume_from_checkpoint), self._header
+        assert header is not None, "train has read it"
+        if header.holds == MODEL_ALONE:  # otherwise the Checkpointer restores the model, too
             _log.warning(
                 "%s: holds the model alone (save_only_model). The optimizer and the learning-rate schedule start "
                 "from the beginning, with its warm-up, though steps are counted from %d. Train without "
@@ -422,8 +432,9 @@ class ShardwiseTrainer(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / folders.STATE_FOLDER).is_dir():
             return
-        with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as keeper:
-            report = keeper.restore(self._training_state(), on_other_base=self._on_other_base)
+        with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
+            report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
+        # The Trainer skips batches after this, which draws random numbers.
         self._generators = generator_states()
         _log.info("%s", report)
 
@@ -470,14 +481,6 @@ def _requested_checkpoint(resume_from_checkpoint: Any) -> Path | Literal["newest
     if resume_from_checkpoint is True:
         return "newest"
     return Path(resume_from_checkpoint) if resume_from_checkpoint else None
-
-
-def _catch(action: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> Exception | None:
-    try:
-        action(*args, **keywords)
-    except Exception as error:
-        return error
-    return None
 
 
 def _end_stuck(lost: ShardwiseError) -> None:

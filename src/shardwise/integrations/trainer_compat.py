@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import has_length as has_length
 
 from shardwise.core.errors import ConfigError, private, require_private, require_version
 from shardwise.fsdp.torch_private import original_class
@@ -43,15 +44,6 @@ def require_names() -> None:
     require_private("transformers:Trainer", "_sync_replicated_trainable_parameters get_batch_samples compute_loss")
     require_private("transformers:Trainer", "get_total_train_batch_size _run_epoch")
     require_private("transformers:Trainer", "create_accelerator_and_postprocess")
-
-
-def has_length(loader: object) -> bool:
-    """Return whether a loader of data has a length, by which the Trainer counts steps."""
-    try:
-        len(loader)  # type: ignore[arg-type]
-    except (AttributeError, TypeError):
-        return False
-    return True
 
 
 def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:

@@ -14,8 +14,8 @@ ranks, so gathering is safe.
 
 [Note: Patches] The Trainer neither moves nor wraps a model that transformers itself has sharded while loading, and
 defers its gradient reduction between micro-batches by FSDP2's own switch. It recognizes such a model by a mark. A
-model of ours has the same properties, so it gets the same mark, and attributes on the instance that override
-methods of its class: ``save_pretrained``, which would gather, and for an adapter ``add_adapter`` and
+model that shardwise has sharded has the same properties, so it gets the same mark, and attributes on the instance
+that override methods of its class: ``save_pretrained``, which would gather, and for an adapter ``add_adapter`` and
 ``get_parameter``, by which TRL makes the frozen copy that it compares with ([Note: References]). Unsharded
 parameters whose gradients are averaged already get the mark that keeps the Trainer from averaging them.
 """
@@ -96,16 +96,17 @@ def for_trainer(model: ModelT) -> ModelT:
             average_replicated_gradients(model, mesh)
         with world.collective("check gradient synchronization"):
             require_synchronized(model, world.size)
-    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1  # (replicas, shards) of HSDP
     compat.add_marks(inner, replicas, by_fsdp=mesh is not None)
+    # After average_replicated_gradients, which decides which gradients are averaged.
     for parameter in model.parameters():
         if is_averaged(parameter):
             setattr(parameter, compat.HOOKED, True)
-    attributes = vars(model)
+    attributes = vars(model)  # of the instance, over the methods of its class; a module would register them
     attributes["save_pretrained"] = _SavePretrained(model)
-    if inner is not model and getattr(model, _CAST_ADAPTERS, False):
-        attributes[_CAST_ADAPTERS] = False
     if inner is not model:
+        if getattr(model, _CAST_ADAPTERS, False):
+            attributes[_CAST_ADAPTERS] = False
         attributes["add_adapter"] = _AddAdapter(model)
         attributes["get_parameter"] = _GetParameter(model)
     return model
@@ -131,8 +132,8 @@ class _SavePretrained:
         safe_serialization: bool = True,  # noqa: FBT001, FBT002
         **others: Any,
     ) -> None:
-        given = {"state_dict": state_dict is not None, "safe_serialization": not safe_serialization, **others}
-        if names := [name for name, value in given.items() if value]:
+        unsupported = {"state_dict": state_dict is not None, "safe_serialization": not safe_serialization, **others}
+        if names := [name for name, value in unsupported.items() if value]:
             raise ConfigError(
                 f"save_pretrained({', '.join(names)}) after for_trainer: every rank writes its own bytes as "
                 "safetensors, without options. Call shardwise.save(...)"
@@ -162,14 +163,17 @@ class _AddAdapter:
                     return
         type(self.model).add_adapter(self.model, adapter_name, peft_config, **options)
         if adapter_name == compat.REFERENCE:
+            # PEFT copies modules_to_save with this rank's shards, and TRL then sets the copies to whole values.
             for _, copy in peft_private.copies(self.model, adapter_name):
                 _allocate_whole(copy)
 
 
 def _is_any_change(ranks: Sequence[Sequence[Sequence[bool]]]) -> bool:
-    """Return whether an adapter changes the model, from ``peft_compat.find_changes`` of all ranks."""
+    """Return whether an adapter changes the model, from ``peft_private.find_changes`` of all ranks."""
+    # ranks[r][layer][factor]: whether rank r's shard of a factor of the layer's product is not zero. A layer
+    # changes the model if each of its factors (lora_A and lora_B) is not zero on some rank.
     layers = zip(*ranks, strict=True)
-    return any(all(any(values) for values in zip(*by_rank, strict=True)) for by_rank in layers)
+    return any(all(any(factor) for factor in zip(*by_rank, strict=True)) for by_rank in layers)
 
 
 def _allocate_whole(module: nn.Module) -> None:
@@ -191,21 +195,21 @@ class _GetParameter:
         is_reference = f".{compat.REFERENCE}." in target
         if is_reference and compat.REFERENCE not in self.model.peft_config:
             return _GatheringProxy(None)
-        found = type(self.model).get_parameter(self.model, target)
-        return _GatheringProxy(found) if is_reference and not isinstance(found, DTensor) else found
+        parameter = type(self.model).get_parameter(self.model, target)
+        return _GatheringProxy(parameter) if is_reference and not isinstance(parameter, DTensor) else parameter
 
 
-def _inner(model: nn.Module) -> PreTrainedModel:
+def _get_pretrained(model: nn.Module) -> PreTrainedModel:
     """Return the model of transformers inside of PEFT's."""
-    found: Any = model
-    while has_adapters(found) and not isinstance(found, PreTrainedModel):
-        found = found.get_base_model()
-    if not isinstance(found, PreTrainedModel):
+    inner: Any = model
+    while has_adapters(inner) and not isinstance(inner, PreTrainedModel):
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
         raise ConfigError(
             f"for_trainer({type(model).__name__}): is not a model of transformers, nor a PEFT model around one, "
             "and the Trainer recognizes sharded models by transformers' attributes. Pass such a model"
         )
-    return found
+    return inner
 
 
 def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
@@ -220,7 +224,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
             "for_trainer: the model was returned by torch.compile. Pass the model itself, and call "
             "compile() on each of its blocks"
         )
-    inner = _inner(model)
+    inner = _get_pretrained(model)
     on_meta = [name for name, item in [*model.named_parameters(), *model.named_buffers()] if item.is_meta]
     if on_meta:
         raise ShardingError(
@@ -251,7 +255,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
 # Arguments of ShardwiseTrainer
 
 
-def named_arguments(
+def bind_arguments(
     classes: Sequence[type], positional: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return arguments by name, for the first of these classes that has a constructor."""
@@ -260,15 +264,15 @@ def named_arguments(
     return {**dict(zip(names, positional, strict=False)), **keywords}
 
 
-def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> None:
+def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> None:
     """Check the arguments of a Trainer before anything is created.
 
     Raises:
         ConfigError: an argument is not supported.
     """
     compat.require_names()
-    model, args = given.get("model"), given.get("args")
-    if given.get("model_init") is not None or not isinstance(model, nn.Module):
+    model, args = kwargs.get("model"), kwargs.get("args")
+    if kwargs.get("model_init") is not None or not isinstance(model, nn.Module):
         shown = repr(model) if isinstance(model, str) else type(model).__name__
         raise ConfigError(
             f"{kind.__name__}(model={shown}): ShardwiseTrainer trains a loaded model. Call "
@@ -277,13 +281,13 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
     if not is_for_trainer(model):
         raise ConfigError(f"{kind.__name__}(model={type(model).__name__}): pass model=for_trainer(model)")
     if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
-        raise already_sharded("fsdp" if getattr(args, "fsdp", None) else "deepspeed")
+        raise double_sharding_error("fsdp" if getattr(args, "fsdp", None) else "deepspeed")
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None:
         require_rows_or_sequences(parallelism)
     if parallelism is not None and parallelism.cp_size > 1:
-        _require_splittable(kind, model, args, given, world)
-    if given.get("peft_config") is not None:
+        _require_splittable(kind, model, args, kwargs, world)
+    if kwargs.get("peft_config") is not None:
         raise ConfigError(
             f"{kind.__name__}(peft_config=...): an adapter that is added after sharding would not be sharded, and "
             "could differ between ranks. Load the model with from_pretrained(tuning=Lora(config)) instead"
@@ -297,11 +301,11 @@ def require_trainable(kind: type, given: Mapping[str, Any], world: World) -> Non
             "FSDP2 group of its own, so that its gradient would not be averaged over ranks. Shard with a wrap "
             "policy that leaves the head in the root group (the default, 'auto', does)"
         )
-    _require_reference(kind, model, args, given)
+    _require_reference(kind, model, args, kwargs)
 
 
-def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[str, Any]) -> None:
-    reference = given.get("ref_model")
+def _require_reference(kind: type, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    reference = kwargs.get("ref_model")
     if getattr(args, "precompute_ref_log_probs", False):
         raise ConfigError(
             f"{kind.__name__}(precompute_ref_log_probs=True): TRL would hash the model's weights, which are "
@@ -313,8 +317,10 @@ def _require_reference(kind: type, model: nn.Module, args: Any, given: Mapping[s
         )
     compares = compat.wants_reference(kind) or bool(getattr(args, "beta", 0))
     if reference is None and compares and not has_adapters(model):
-        pass_model = "Pass ref_model=for_trainer(reference), sharded as the model is"
-        hint = pass_model if compat.wants_reference(kind) else "Pass beta=0.0"
+        if compat.wants_reference(kind):
+            hint = "Pass ref_model=for_trainer(reference), sharded as the model is"
+        else:
+            hint = "Pass beta=0.0"
         raise ConfigError(
             f"{kind.__name__}: compares with a reference model, which TRL would load whole on every rank. {hint}, "
             "or train a LoRA, whose reference is the model without it"
@@ -335,7 +341,7 @@ def require_rows_or_sequences(config: Any) -> None:
         )
 
 
-def _require_splittable(kind: type, model: nn.Module, args: Any, given: Mapping[str, Any], world: World) -> None:
+def _require_splittable(kind: type, model: nn.Module, args: Any, kwargs: Mapping[str, Any], world: World) -> None:
     """Check that a Trainer can train with sequences that ranks share.
 
     Raises:
@@ -350,10 +356,11 @@ def _require_splittable(kind: type, model: nn.Module, args: Any, given: Mapping[
     require_sdpa(model)
     unfit = {
         "a trainer of TRL": compat.is_trl_trainer(kind),
-        "compute_loss_func": given.get("compute_loss_func") is not None,
+        "compute_loss_func": kwargs.get("compute_loss_func") is not None,
         f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor > 0,
         f"eval_strategy={args.eval_strategy.value!r}": args.eval_strategy != "no",
-        "a model that is not a causal language model": getattr(_inner(model), "loss_type", None) != "ForCausalLM",
+        "a model that is not a causal language model": getattr(_get_pretrained(model), "loss_type", None)
+        != "ForCausalLM",
     }
     if named := [name for name, is_unfit in unfit.items() if is_unfit]:
         raise ConfigError(
@@ -362,7 +369,8 @@ def _require_splittable(kind: type, model: nn.Module, args: Any, given: Mapping[
         )
 
 
-def already_sharded(what: str) -> ConfigError:
+def double_sharding_error(what: str) -> ConfigError:
+    """Return the error for a setting by which the Trainer would shard the model again."""
     return ConfigError(
         f"{what} would have the Trainer shard a model that is sharded already. Leave it out, and pass "
         "from_pretrained(sharding=Sharding(...))"

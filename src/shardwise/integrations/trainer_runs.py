@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -52,7 +51,7 @@ class TrainerHeader:
 
     Attributes:
         step: optimizer steps done.
-        holds: content of its state, as ``checkpoints.state.describe_selection`` returns it, or ``MODEL_ALONE``.
+        holds: content of its state, of ``checkpoints.train_state.describe_selection``, or ``MODEL_ALONE``.
         rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
         world_size: number of ranks that saved it.
     """
@@ -104,7 +103,7 @@ def checkpoints_in(run: Path) -> dict[int, FolderKind]:
         return {}
     except OSError as error:
         raise StorageError(f"{run}: looking for checkpoints failed, {error.strerror}. Check output_dir") from error
-    steps = sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))
+    steps = sorted(int(match[1]) for name in names if (match := _FOLDER.fullmatch(name)))
     return {step: get_folder_kind(checkpoint_folder(run, step)) for step in steps}
 
 
@@ -115,55 +114,39 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 def step_in(run: Path, folder: str | None) -> int | None:
     """Return the step of a checkpoint of this run, or None for other folders."""
-    found = None if folder is None else _FOLDER.fullmatch(Path(folder).name)
-    if folder is None or found is None or Path(folder).parent.resolve() != run.resolve():
+    match = None if folder is None else _FOLDER.fullmatch(Path(folder).name)
+    if folder is None or match is None or Path(folder).parent.resolve() != run.resolve():
         return None
-    return int(found[1])
+    return int(match[1])
 
 
-def find_best(source: Path) -> str | None:
-    """Return the best checkpoint so far of a training that resumes from ``source``, or None.
+def read_checkpoint(source: Path) -> tuple[TrainerHeader, str | None, tuple[int, float]]:
+    """Read the header of a complete checkpoint, the best one so far of its run, and its position in a stream.
 
-    A run may have been moved, so a sibling of ``source`` with the recorded name is used.
+    The position is the number of passes before, and of optimizer steps in this pass.
 
     Raises:
-        FormatError, StorageError: the Trainer's state in ``source`` cannot be read.
+        ConfigError, FormatError, StorageError: as :func:`read_complete_header`, or the Trainer's state in
+            ``source`` cannot be read.
     """
-    recorded = TrainerFolder.open(source).state.get("best_model_checkpoint")
+    header, folder = read_complete_header(source), TrainerFolder.open(source)
+    epoch, steps = int(folder.epoch), folder.state.get("max_steps")
+    # Of a stream, whose length it does not know, the Trainer counts max_steps as one pass.
+    return header, _find_best(folder), (epoch, (folder.epoch - epoch) * steps if type(steps) is int else 0)
+
+
+def _find_best(folder: TrainerFolder) -> str | None:
+    """Return the best checkpoint so far of a run, or None.
+
+    A run may have been moved, so a sibling of ``folder`` with the recorded name is used.
+    """
+    recorded = folder.state.get("best_model_checkpoint")
     if not isinstance(recorded, str):
         return None
-    beside = source.parent / Path(recorded).name
+    beside = folder.path.parent / Path(recorded).name
     if _FOLDER.fullmatch(beside.name) and get_folder_kind(beside) is FolderKind.COMPLETE:
         return str(beside)
     return recorded if Path(recorded).is_dir() else None
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPosition:
-    """Position in a dataset of unknown length, of a checkpoint.
-
-    Attributes:
-        epoch: passes before.
-        steps: optimizer steps of this pass.
-    """
-
-    epoch: int
-    steps: float
-
-    def batches(self, gradient_accumulation_steps: int) -> int:
-        """Return the number of batches of this pass on a rank."""
-        return math.ceil(round(self.steps * gradient_accumulation_steps, 3))
-
-
-def read_position(source: Path) -> StreamPosition:
-    """Read where in a stream a checkpoint was saved. The Trainer counts ``max_steps`` as one pass.
-
-    Raises:
-        FormatError, StorageError: the Trainer's state in ``source`` cannot be read.
-    """
-    folder = TrainerFolder.open(source)
-    epoch, steps = int(folder.epoch), folder.state.get("max_steps")
-    return StreamPosition(epoch, (folder.epoch - epoch) * steps if type(steps) is int else 0)
 
 
 def get_folder_kind(folder: Path) -> FolderKind:
@@ -229,9 +212,9 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
         ConfigError: there is no checkpoint to resume from, or there are checkpoints that it would overwrite.
         FormatError, StorageError: a folder cannot be read.
     """
-    found = checkpoints_in(run)
-    complete = [step for step, kind in found.items() if kind is FolderKind.COMPLETE]
-    foreign = [step for step, kind in found.items() if kind is FolderKind.FOREIGN]
+    kinds = checkpoints_in(run)
+    complete = [step for step, kind in kinds.items() if kind is FolderKind.COMPLETE]
+    foreign = [step for step, kind in kinds.items() if kind is FolderKind.FOREIGN]
     source, at = None, -1
     if requested == "newest":
         if not complete:
@@ -250,7 +233,7 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
             f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "
             f"or remove. Pass {resume}another output_dir, or remove them"
         )
-    return source, FolderKind.LEFT in found.values()
+    return source, FolderKind.LEFT in kinds.values()
 
 
 def _names(steps: Sequence[int]) -> str:
@@ -315,8 +298,8 @@ def _undo(run: Path, step: int, locked: LockedFolder) -> None:
     with LocalWriter(folder, folders=folders_in(folder)) as writer:
         writer.remove(pending_name(HEADER_FILE, locked.save_id))
         names = writer.list()
-        is_begun = BEGUN_FILE in names or HEADER_FILE in names
-        if not is_begun and (names or writer.folders):  # it was removed, and this save's files came later
+        is_marked = BEGUN_FILE in names or HEADER_FILE in names
+        if not is_marked and (names or writer.folders):  # it was removed, and this save's files came later
             with contextlib.suppress(OSError):
                 remove_files(writer, names)
                 os.rmdir(folder)
@@ -335,8 +318,8 @@ def complete(saving: Saving, folder: Path, header: TrainerHeader) -> None:
             raise StorageError(
                 f"{folder}: another training has begun to save there. Use a different output_dir for each"
             )
-        durable = _durable(writer)
-        for name in writer.list():
+        durable = _find_durable(writer)
+        for name in writer.list():  # those of the Trainer, which syncs none
             if name not in durable and not name.startswith(f"{STATE_FOLDER}/"):
                 write_again(writer, name, locked.save_id)
         writer.sync_names()
@@ -344,16 +327,16 @@ def complete(saving: Saving, folder: Path, header: TrainerHeader) -> None:
         publish(writer, locked, HEADER_FILE, header.to_bytes(), files)
 
 
-def _durable(writer: LocalWriter) -> set[str]:
+def _find_durable(writer: LocalWriter) -> set[str]:
     """Return the files that saves of shardwise have synced and recorded, and the start marker."""
-    found = {BEGUN_FILE}
+    durable = {BEGUN_FILE}
     for name in writer.list():
         if not name.endswith(fingerprints.fingerprint_file("")):
             continue
         folder, slash, _ = name.rpartition("/")
         for saved in fingerprints.from_bytes(writer.read(name)):
-            found |= {f"{folder}{slash}{file}" for file in saved.files}
-    return found
+            durable |= {f"{folder}{slash}{file}" for file in saved.files}
+    return durable
 
 
 def remove_under(locked: LockedFolder, run: Path, steps: Sequence[int]) -> None:

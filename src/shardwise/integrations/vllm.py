@@ -56,8 +56,8 @@ def weight_source(
 
         @cached_property
         def metadata(self) -> list[Any]:
-            found = describe_tensors(without_compile(model), "hub", only, dtype)
-            return [vllm.ParamMeta(name, kind, shape) for name, (kind, shape) in found.items()]
+            tensors = describe_tensors(without_compile(model), "hub", only, dtype)
+            return [vllm.ParamMeta(name, kind, shape) for name, (kind, shape) in tensors.items()]
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             return iter_hf_tensors(model, to=to, only=only, dtype=dtype, options=options)
@@ -108,7 +108,7 @@ def load_into(
         CheckpointError: (or a subclass) as for :func:`~shardwise.saving.stream.iter_hf_tensors`.
     """
     tensors = iter_hf_tensors(model, only=only, dtype=dtype, options=options)
-    handed = itertools.count()
+    counter = itertools.count()
 
     # One rank may have all of its tensors before another one fails, so all ranks agree on the outcome.
     with (
@@ -116,11 +116,11 @@ def load_into(
         world.collective("hand over weights"),
         contextlib.closing(tensors),  # type: ignore[type-var]
     ):
-        load_weights(pair for pair, _ in zip(tensors, handed, strict=False))
-        taken, ended = next(handed), object()
-        if next(tensors, ended) is not ended:
+        # zip takes a tensor before a number, so at the end the next number is the count of tensors taken.
+        load_weights(pair for pair, _ in zip(tensors, counter, strict=False))
+        count, end = next(counter), object()
+        if next(tensors, end) is not end:
             raise ConfigError(
-                f"the engine took {taken} tensors and left the rest. Hand in a load_weights that goes through all "
-                "of them"
+                f"load_weights: took {count} tensors and left the rest. Pass a function that consumes all of them"
             )
-        return taken
+        return count
