@@ -85,7 +85,9 @@ def test_recorded_trainings(
 ) -> None:
     """Peaks within a tenth, and 64 MiB for libraries; states within a hundredth."""
     monkeypatch.setattr(
-        estimate.estimate_arithmetic, "trl_logits_bytes", lambda tokens, head: 12 * min(tokens, 512) * head.vocab_size
+        estimate.estimate_arithmetic,
+        "trl_logits_bytes",
+        lambda tokens, head: 12 * min(tokens, 512) * head.vocab_size,
     )
     is_nested, ranks = "nested" in cell["trained"], cell["ranks"]
     options: dict[str, Any] = {

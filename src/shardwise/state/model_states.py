@@ -160,6 +160,7 @@ def set_model_values(
         # The last check: nothing has been changed so far.
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
+        # Memory is allocated only now, after all checks of the model and the state.
         device = staging_device(refs, [item.tensor for item in refs])
         awaiting = [*matched_refs.values(), *(item for item, _ in computed)]
         with world.collective("allocate shards"):
@@ -266,6 +267,7 @@ def get_model_state_dict(
             check_options(get_hints(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, options=options)
         collected = collect_model(world, model, only, options)
+        # Shards share the memory of the model, so they need no exchange.
         if form == "sharded":
             return collected.by_name({name: tensor.detach() for name, tensor in collected.tensors.items()})
         budget = options.budget_bytes
@@ -357,6 +359,7 @@ def _exchange_experts(
     refs, exchanged = collect_tensors(model), expressions
     for name in model.peft_config if adapter is None else [adapter]:
         exchanged = exchange_experts(model, refs, name, exchanged, version, folder)
+    # Expressions are rearranged while they are read. Tensors that ranks pass would have to be resharded.
     changed = [name for name, item in exchanged.items() if item != expressions[name]]
     if not changed:
         return values

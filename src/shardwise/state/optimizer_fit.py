@@ -80,6 +80,7 @@ def _agree_on_state(world: World, state: ParsedState) -> tuple[ParsedState, tupl
     providers = [rank for rank, provided in enumerate(states) if provided]
     if not providers:
         return ParsedState(), ()
+    # Groups and numbers are taken from one rank, so the others must provide the same.
     first = states[providers[0]]
     for rank in providers[1:]:
         other = states[rank]
@@ -238,6 +239,7 @@ def _match_all(
     consent: Consent,
     global_ranks: Sequence[int],
 ) -> OptimizerMatch:
+    # First: entries of another class of optimizer would all be missing and unexpected.
     _require_same_kind(targets, agreed)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
     groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)

@@ -99,6 +99,7 @@ def set_optimizer_values(
         fitting = match_optimizer_state(world, targets, state, values.describe(world), consent)
         matched = fitting.matched
     with clock.phase("exchange"):
+        # Existing tensors are written in place. Missing ones get memory here, and are bound at the end.
         with world.collective("find the tensors to restore"):
             tensors = fitting.targets(targets)
         by_label = {key.label: tensor for key, tensor in tensors.items()}
@@ -206,6 +207,7 @@ def get_optimizer_state_dict(
         if form == "sharded":
             return collected.state_dict()
         tensors = gather(world, collected.tensors, form, budget_bytes=options.budget_bytes, device=collected.device)
+        # After the gather, in which every rank takes part.
         if world.rank not in receivers(form, world.size):
             return {}
         scalars = {name: copied(value) for name, value in collected.scalars.items()}
