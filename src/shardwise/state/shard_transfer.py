@@ -128,7 +128,7 @@ def _scalars(
         ranks = [rank for rank, values in enumerate(gathered) if key in values]
         rank = matching.leading(ranks, counts)
         chosen[key] = gathered[rank][key]
-        # By repr, which tells 1 from 1.0 and True, and NaN equal to itself.
+        # By repr: it distinguishes 1, 1.0 and True, and NaN equals itself.
         if len({repr(gathered[other][key]) for other in ranks}) > 1:
             differed[str(key)] = rank
     return chosen
