@@ -82,7 +82,7 @@ def build_and_load(
     There is no report if nothing is loaded.
 
     Collective: yes.
-    Memory, errors: as of :func:`~shardwise.loading.from_pretrained.from_pretrained`.
+    Memory, errors: as in :func:`~shardwise.loading.from_pretrained.from_pretrained`.
     """
     options = keywords.get("options", LoadOptions())
     with world.collective("build the mesh"):

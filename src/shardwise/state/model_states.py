@@ -100,7 +100,7 @@ def collect_model(
     """Collect the tensors of a state, and compare replicas between ranks. Collective: yes.
 
     Raises:
-        ConfigError, ShardingError, RankMismatchError: as of
+        ConfigError, ShardingError, RankMismatchError: as in
             :func:`~shardwise.state.model_states.get_model_state_dict`.
     """
     with world.collective("collect the tensors"):
@@ -135,7 +135,7 @@ def set_model_values(
     """Set the values of a model.
 
     Collective: yes.
-    Memory, errors: as of :func:`set_model_state_dict`.
+    Memory, errors: as in :func:`set_model_state_dict`.
     """
     with clock.phase("agree"):
         with world.collective("collect the tensors"):
@@ -236,7 +236,7 @@ def get_model_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a model, by the names of the plain model.
 
-    They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
+    They equal ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, also in their
     order. Tied parameters are there under each of their names, as one tensor.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).

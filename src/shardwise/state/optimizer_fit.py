@@ -176,7 +176,7 @@ class OptimizerMatch:
         return self.groups.unexpected + self.matched.unexpected
 
     def targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
-        """Return the target tensors: those that the optimizers already have, otherwise new memory."""
+        """Return the target tensors: the tensors that the optimizers already have, otherwise new memory."""
         optimizer_indices = targets.optimizer_indices
         tensors: dict[Key, torch.Tensor] = {}
         for item in self.matched.taken:

@@ -53,7 +53,7 @@ def collect_optimizers(
     ``what`` names them in messages.
 
     Raises:
-        ConfigError, ShardingError, RankMismatchError: as of
+        ConfigError, ShardingError, RankMismatchError: as in
             :func:`~shardwise.state.optimizer_states.get_optimizer_state_dict`.
     """
     refs, bounds = _bind(world, model, optimizers)
@@ -75,7 +75,7 @@ def collect_optimizer_targets(
     """Return optimizers whose state is to be set. Collective: yes.
 
     Raises:
-        ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
+        ConfigError, ShardingError, RankMismatchError: as in :func:`set_optimizer_state_dict`.
     """
     return OptimizerTargets.from_optimizers(*_bind(world, model, optimizers))
 
@@ -93,7 +93,7 @@ def set_optimizer_values(
     """Set the state of optimizers: this rank's part of a state, with the values of its tensors.
 
     Collective: yes.
-    Memory, errors: as of :func:`set_optimizer_state_dict`.
+    Memory, errors: as in :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
         fitting = match_optimizer_state(world, targets, state, values.describe(world), consent)
