@@ -43,17 +43,17 @@ _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keep
 
 
 class PlanOptions(meta_model.FilledOptions, total=False):
-    """Keyword arguments of :func:`plan`, in addition to those of :class:`FilledOptions`. Each is optional.
+    """Keyword arguments of :func:`plan`, in addition to :class:`FilledOptions`. Each is optional.
 
     ``sharding`` has no mesh, as there are no ranks. Arguments of the second group describe a training with
-    ``tuning``. Their names are those of ``TrainingArguments`` and TRL.
+    ``tuning``. They are named as in ``TrainingArguments`` and TRL.
 
     Attributes:
         mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: one axis of all
             ranks.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.loading.prepare.LoadOptions`.
-        read_policy: read policy of the storage. Default: that of the checkpoint's folder.
+        read_policy: read policy of the storage. Default: the policy of the checkpoint's storage.
 
         optim: name of the optimizer (default "adamw_torch_fused").
         per_device_train_batch_size, max_length: rows of a forward pass and tokens of a row. If both are given,

@@ -232,7 +232,7 @@ class _GroupSizes:
     def from_groups(
         cls, world: WorldLayout, groups: Sequence[GroupEstimate], placement: MemoryPlacement
     ) -> _GroupSizes:
-        copies = 2 if placement.device == "cpu" else 1  # gloo copies what it sums
+        copies = 2 if placement.device == "cpu" else 1  # gloo copies its input
         if world.mesh.ranks == 1:
             return cls(0, 0, 0, 0, 0)
         roots = [group for group in groups if "" in group.modules]

@@ -82,7 +82,7 @@ def build_and_load(
     There is no report if nothing is loaded.
 
     Collective: yes.
-    Memory, errors: as of :func:`~shardwise.loading.from_pretrained.from_pretrained`.
+    Memory, errors: as in :func:`~shardwise.loading.from_pretrained.from_pretrained`.
     """
     options = keywords.get("options", LoadOptions())
     with world.collective("build the mesh"):
@@ -92,14 +92,15 @@ def build_and_load(
         with clock.phase("index"):
             opened = open_model(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
+            # After open_model(), because a tuning may depend on the configs of stored adapters.
             with world.collective("describe the tuning"):
                 tuning = meta_model.comparable_tuning(keywords, opened.adapters)
             world.require_equal(tuning, "what is tuned, and how,")
             built, pairs = build_together(world, opened, keywords)
             untied, already_read_bytes = decide_ties(world, built, pairs, opened.source, options)
+            casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
             # Ties and adapters before fully_shard: it shards a shared parameter once, and puts the matrices of a
             # LoRA into the group of their block.
-            casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
             with world.collective("prepare for training"):
                 tuned = meta_model.prepare_for_training(
                     built, untied, keywords, adapters=opened.adapters, casts_to=casts_to

@@ -381,7 +381,7 @@ def _check_load(
     key_mapping: Mapping[str, str] | None,
     hub: HubOptions,
 ) -> dict[str, str]:
-    """Check the arguments of :func:`load` on this rank. Return those that ranks must have in common."""
+    """Check the arguments of :func:`load` on this rank. Return the ones that must be equal on all ranks."""
     consent = request.consent
     arguments = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": request.options}
     arguments |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}

@@ -63,7 +63,7 @@ class ModelOptions(TypedDict, total=False):
         attn_implementation: attention implementation ("sdpa", "eager", "flash_attention_2", ...), or a dict of them
             by part of the model.
         experts_implementation: how experts are computed.
-        revision, cache_dir, token, local_files_only, subfolder: as of :class:`HubOptions`.
+        revision, cache_dir, token, local_files_only, subfolder: as in :class:`HubOptions`.
         low_cpu_mem_usage: no rank ever holds more than its shards, so True changes nothing, and False is refused.
     """
 
@@ -89,7 +89,7 @@ class ModelOptions(TypedDict, total=False):
 class FilledOptions(ModelOptions, total=False):
     """Options that choose what of a model is trained, and how it is wrapped and filled.
 
-    Each is optional. They include those of :class:`ModelOptions`.
+    Each is optional. The options of :class:`ModelOptions` are included.
 
     Attributes:
         tuning: the trained parameters: ``Full()``, ``Freeze(...)``, ``Lora(...)``, ``ExistingLora(...)``, or any
@@ -121,7 +121,7 @@ class FilledOptions(ModelOptions, total=False):
 
 
 class PretrainedOptions(FilledOptions, total=False):
-    """Keyword arguments of :func:`from_pretrained`, in addition to those of :class:`FilledOptions`.
+    """Keyword arguments of :func:`from_pretrained`, in addition to :class:`FilledOptions`.
 
     Each is optional.
 

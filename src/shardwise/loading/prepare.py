@@ -265,7 +265,7 @@ def plan_initial_values(
     """Return the programs that initialize missing tensors.
 
     Raises:
-        KeyMismatchError: naming those that no initializer writes, or that need more than the budget.
+        KeyMismatchError: naming tensors that no initializer writes, or that need more than the budget.
     """
     grown = [name for name, read in plan.reads().items() if count_stored_rows(read.expression) is not None]
     programs = initializers.programs([*plan.names(Init), *grown])

@@ -100,7 +100,7 @@ def collect_model(
     """Collect the tensors of a state, and compare replicas between ranks. Collective: yes.
 
     Raises:
-        ConfigError, ShardingError, RankMismatchError: as of
+        ConfigError, ShardingError, RankMismatchError: as in
             :func:`~shardwise.state.model_states.get_model_state_dict`.
     """
     with world.collective("collect the tensors"):
@@ -131,7 +131,7 @@ def set_model_values(
     """Set the values of a model.
 
     Collective: yes.
-    Memory, errors: as of :func:`set_model_state_dict`.
+    Memory, errors: as in :func:`set_model_state_dict`.
     """
     with clock.phase("agree"):
         with world.collective("collect the tensors"):
@@ -153,6 +153,7 @@ def set_model_values(
         # The last check: nothing has been changed so far.
         values.require_ties(world, [item.place.names for item in matched.tensors])
     with clock.phase("exchange"):
+        # Memory is allocated only now, after all checks of the model and the state.
         device = staging_device(refs, [item.tensor for item in refs])
         awaiting = [*matched_refs.values(), *(item for item, _ in computed)]
         with world.collective("allocate shards"):
@@ -228,7 +229,7 @@ def get_model_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a model, by the names of the plain model.
 
-    They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
+    They equal ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, also in their
     order. Tied parameters are there under each of their names, as one tensor.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
@@ -259,6 +260,7 @@ def get_model_state_dict(
             check_options(get_hints(get_model_state_dict), {"form": form})
         state_values.require_same_call(world, form, only, options=options)
         collected = collect_model(world, model, only, options)
+        # Shards share the memory of the model, so they need no exchange.
         if form == "sharded":
             return collected.by_name({name: tensor.detach() for name, tensor in collected.tensors.items()})
         budget = options.budget_bytes
@@ -350,6 +352,7 @@ def _exchange_experts(
     refs, exchanged = collect_tensors(model), expressions
     for name in model.peft_config if adapter is None else [adapter]:
         exchanged = exchange_experts(model, refs, name, exchanged, version, folder)
+    # Expressions are rearranged while they are read. Tensors that ranks pass would have to be resharded.
     changed = [name for name, item in exchanged.items() if item != expressions[name]]
     if not changed:
         return values

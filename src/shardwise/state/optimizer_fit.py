@@ -86,6 +86,7 @@ def _agree_on_state(world: World, state: ParsedState) -> tuple[ParsedState, tupl
     providers = [rank for rank, provided in enumerate(states) if provided]
     if not providers:
         return ParsedState(), ()
+    # Groups and numbers are taken from one rank, so the others must provide the same.
     first = states[providers[0]]
     for rank in providers[1:]:
         other = states[rank]
@@ -181,7 +182,7 @@ class OptimizerMatch:
         return self.groups.unexpected + self.matched.unexpected
 
     def targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
-        """Return the target tensors: those that the optimizers already have, otherwise new memory."""
+        """Return the target tensors: the tensors that the optimizers already have, otherwise new memory."""
         optimizer_indices = targets.optimizer_indices
         tensors: dict[Key, torch.Tensor] = {}
         for item in self.matched.tensors:
@@ -244,6 +245,7 @@ def _match_all(
     consent: Consent,
     global_ranks: Sequence[int],
 ) -> OptimizerMatch:
+    # First: entries of another class of optimizer would all be missing and unexpected.
     _require_same_kind(targets, agreed)
     stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
     groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)

@@ -52,7 +52,7 @@ def collect_optimizers(
     ``what`` names them in messages.
 
     Raises:
-        ConfigError, ShardingError, RankMismatchError: as of
+        ConfigError, ShardingError, RankMismatchError: as in
             :func:`~shardwise.state.optimizer_states.get_optimizer_state_dict`.
     """
     refs, bounds = _bind(world, model, optimizers)
@@ -74,7 +74,7 @@ def collect_optimizer_targets(
     """Return optimizers whose state is to be set. Collective: yes.
 
     Raises:
-        ConfigError, ShardingError, RankMismatchError: as of :func:`set_optimizer_state_dict`.
+        ConfigError, ShardingError, RankMismatchError: as in :func:`set_optimizer_state_dict`.
     """
     return OptimizerTargets.from_optimizers(*_bind(world, model, optimizers))
 
@@ -92,12 +92,13 @@ def set_optimizer_values(
     """Set the state of optimizers: this rank's part of a state, with the values of its tensors.
 
     Collective: yes.
-    Memory, errors: as of :func:`set_optimizer_state_dict`.
+    Memory, errors: as in :func:`set_optimizer_state_dict`.
     """
     with clock.phase("agree"):
         fitting = match_optimizer_state(world, targets, state, values.describe(world), consent)
         matched = fitting.matched
     with clock.phase("exchange"):
+        # Existing tensors are written in place. Missing ones get memory here, and are bound at the end.
         with world.collective("find the tensors to restore"):
             tensors = fitting.targets(targets)
         by_label = {key.label: tensor for key, tensor in tensors.items()}
@@ -205,6 +206,7 @@ def get_optimizer_state_dict(
         if form == "sharded":
             return collected.state_dict()
         tensors = gather(world, collected.tensors, form, budget_bytes=options.budget_bytes, device=collected.device)
+        # After the gather, in which every rank takes part.
         if world.rank not in receivers(form, world.size):
             return {}
         scalars = {name: copy_value(value) for name, value in collected.scalars.items()}

@@ -56,8 +56,8 @@ def shard(
     """Shard a model in place with ``fully_shard``, whatever state it is in, and bind its optimizers to the shards.
 
     Every tensor may be live (with values) on all ranks, on some, or on none. If some ranks have its values, the
-    lowest of those that have the most of the model sends the others their shards (full tensors for buffers). If
-    values differ, those of that rank replace the others', and ``report.differed`` names the tensors. If no rank has
+    lowest rank with the most values of the model sends the other ranks their shards (full tensors for buffers). If
+    values differ, this rank's values are used, and ``report.differed`` names the tensors. If no rank has
     values, the tensor stays on meta for :func:`~shardwise.loading.load.load` to fill. A model that is sharded
     already is left alone.
 
@@ -75,7 +75,7 @@ def shard(
             are unwrapped.
         sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one. Without a process
             group nothing is sharded.
-        optimizers: those that were made of the model's parameters, on every rank in the same order.
+        optimizers: optimizers of the model's parameters, on every rank in the same order.
         trained_dtype: dtype of the trained parameters: ``torch.float32``, or ``"unchanged"`` for the one they have.
         options: budget, process group, timeouts.
 

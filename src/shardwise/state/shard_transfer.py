@@ -62,11 +62,13 @@ def agree_on_sources(
     for bound in bounds:
         tensors.update({str(key): tensor for key, tensor in bound.tensors.items()})
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+    # In one order on all ranks, which exchange facts by position.
     names = [*(item.fqn for item in refs), *keys]
     local_dtypes = [_dtype_name(tensors[name].dtype) if name in tensors else "" for name in names]
     gathered = world.all_gather_object((local_dtypes, [name in live for name in names]))
     dtypes_by_rank = [dtype_names for dtype_names, _ in gathered]
     is_live = [flags for _, flags in gathered]  # (ranks, tensors)
+    # For each tensor the source of each rank: (0, 0, 0, 3) if ranks 0 and 3 of four have values.
     chosen = matching.select_sources(is_live)
     stored = _with_source_dtypes(dtypes_by_rank, chosen)
     with world.collective("select dtypes"):
@@ -117,6 +119,7 @@ def _scalars(
     for bound in bounds:
         for key, value in bound.scalars.items():
             local[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    # Digests first: the values are exchanged only if they differ.
     if len(set(world.all_gather_object(repr_digest(list(local.items()))))) == 1:
         return local
     gathered = world.all_gather_object(local)
@@ -125,6 +128,7 @@ def _scalars(
         ranks = [rank for rank, values in enumerate(gathered) if key in values]
         rank = matching.select_leader(ranks, counts)
         chosen[key] = gathered[rank][key]
+        # By repr: it distinguishes 1, 1.0 and True, and NaN equals itself.
         if len({repr(gathered[other][key]) for other in ranks}) > 1:
             differed[str(key)] = rank
     return chosen
@@ -208,6 +212,7 @@ class IncomingShards:
             if source_ranks == matching.NO_SOURCES:
                 continue
             is_buffer = name in self.refs and self.refs[name].kind is not TensorKind.PARAMETER
+            # Buffers are full on every rank. Where each rank has its own equal values, nothing is sent.
             if is_buffer and source_ranks == tuple(range(world.size)):
                 continue
             # The state of an optimizer is sharded like its parameter.

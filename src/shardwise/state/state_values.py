@@ -152,6 +152,7 @@ class ProvidedValues:
             exchange.local = tensor_metadata.metadata_by_name(targets)
         metadata = exchange.result
         with world.collective("compare the ranks' tensors"):
+            # Before planning: the plan pairs tensors of the ranks by name and shape.
             tensor_metadata.require_same_tensors(metadata, world.global_ranks)
             items = [self._transfer(item, targets, metadata) for item in match.tensors]
         return move.transfer(world, items, budget_bytes=budget_bytes, device=device)
@@ -246,6 +247,7 @@ class StoredValues:
         unequal: list[tuple[str, str]] = []
         for pair in pairs:
             one, other = (self.expressions[name] for name in pair)
+            # The same numbers in two dtypes would be cast differently.
             is_same_dtype = one.dtype is other.dtype
             if not is_same_dtype or not are_equal(one, other, one.dtype, executor, world.rank, world.size):
                 unequal.append(pair)
@@ -277,11 +279,14 @@ class StoredValues:
         items: list[ReadItem] = []
         for item in match.tensors:
             name = item.place.names[0]
+            # Shards of a rank may be empty: 2 rows on 4 ranks.
             boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
             local = local_tensor(targets[name])
             items.append(ReadItem(name, self.expressions[item.name], boxes, local.dtype, local.device))
+        # Each rank begins at another part of the files, which spreads the load on a remote storage.
         plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
         executor.place(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
+        # No copy writes an element twice, so equal counts mean that all of it was read.
         for read in plan.items:
             expected = sum(piece.box.numel for piece in read.boxes)
             if (written := executor.written.get(read.fqn, 0)) != expected:
