@@ -167,7 +167,7 @@ class _AddAdapter:
 
 
 def _is_any_change(ranks: Sequence[Sequence[Sequence[bool]]]) -> bool:
-    """Return whether an adapter changes the model, from ``peft_compat.find_changes`` of all ranks."""
+    """Return whether an adapter changes the model, from ``peft_private.find_changes`` of all ranks."""
     layers = zip(*ranks, strict=True)
     return any(all(any(values) for values in zip(*by_rank, strict=True)) for by_rank in layers)
 

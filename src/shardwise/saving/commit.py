@@ -1,4 +1,6 @@
-"""Begin, commit and undo of a save, in one process for all ranks. See [Note: One commit].
+"""Begin, commit and undo of a save, in one process for all ranks.
+
+What the steps of a commit are: [Note: One commit] in ``saving/commit_plan.py``.
 
 [Note: Checked twice] Saves of all formats are committed in the same way:
 

@@ -123,7 +123,7 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
     """Return a model's tensors as files have them under these names.
 
     Raises:
-        ShardingError: tensors in four bits have no scales.
+        ConfigError: weights are those of bitsandbytes' own layers, or experts in four bits have no form in files.
     """
     tensors = collect_tensors(model)
     files.require_scales(tensors)

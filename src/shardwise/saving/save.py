@@ -351,7 +351,7 @@ def _request(
     max_shard_size: int | str,
     tokenizer: Any,
 ) -> prepare.SaveRequest:
-    """Check the arguments ``given`` to a save on this rank. Return its request."""
+    """Check the arguments of a save on this rank. Return its request."""
     check_options(get_hints(save), arguments)
     max_shard_bytes = parse_size(max_shard_size)
     saved_dtype = prepare.resolve_dtype(dtype)

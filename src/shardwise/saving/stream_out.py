@@ -58,7 +58,8 @@ def stream_out(
         check: called after everything is written and before the commit. An exception of it cancels the save.
         advance: called with the number of bytes that have been written.
 
-    The older checkpoint stays valid until the commit ([Note: One commit]). A save that fails removes its files.
+    The older checkpoint stays valid until the commit ([Note: One commit] in ``saving/commit_plan.py``). A save
+    that fails removes its files.
 
     Memory: four blocks, and that of :meth:`TensorsToSave.values`.
 
