@@ -204,14 +204,14 @@ class TestMark:
     )
     def test_that_is_empty_or_invalid(self, saved, text, monkeypatch):
         """Left between its creation and its filling."""
-        monkeypatch.setattr(saving_lock, "_WRITTEN_S", 0.01)
+        monkeypatch.setattr(saving_lock, "_MAX_UNPARSED_S", 0.01)
         (saved / MARK).write_text(text, encoding="latin-1")
         shardwise.save(linear(2), saved)
         assert holds(saved, 2)
         assert MARK not in content(saved)
 
     def test_that_is_filled_just_now(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(saving_lock, "_WRITTEN_S", 3600)
+        monkeypatch.setattr(saving_lock, "_MAX_UNPARSED_S", 3600)
         (tmp_path / MARK).write_text("")
         looks = []
 

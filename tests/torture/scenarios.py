@@ -251,7 +251,7 @@ def _require_next(
 @contextmanager
 def marks_are_filled_soon() -> Iterator[None]:
     """An empty mark is waited for only briefly: a crash tore it."""
-    with mock.patch("shardwise.saving.saving_lock._WRITTEN_S", 0.05):
+    with mock.patch("shardwise.saving.saving_lock._MAX_UNPARSED_S", 0.05):
         yield
 
 

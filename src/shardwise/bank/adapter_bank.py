@@ -61,7 +61,7 @@ class AdapterBank:
 
     Adapters have their own ranks, targets, dropout, optimizers, accumulation windows and clipping. They
     can be added and deleted between any two steps. The base is not changed or sharded again. See [Note: Many
-    adapters].
+    adapters] in ``bank/__init__.py``.
 
     Every rank makes the same calls in the same order, each with its own rows. Methods state whether they are
     collective. Memory: with AdamW, 16 bytes for each trained number of each adapter, on every rank.

@@ -4,7 +4,7 @@
 borrows real tensors: the adapter's matrices, and the base's parameters (shards). Nothing is copied, and the outline
 is discarded afterwards. A PEFT file with adapters on embeddings also has the embeddings. They are read into scratch
 tensors, so the base is never written. The training state is lent in the same way to a module that has nothing else
-(see [Note: Named by the adapter]).
+(see [Note: Named by the adapter] in ``files/peft_adapter.py``).
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class TrainingFacts:
 
     Attributes:
         base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
-            parameters, and its "identity" as JSON ([Note: The identity of a base]).
+            parameters, and its "identity" as JSON ([Note: The identity of a base] in
+            ``checkpoints/base_identity.py``).
         config: (rank, scaling, dropout) by layer.
         matrices: shapes, in the order of the matrices in flat tensors.
         optimizer: class of the optimizer.

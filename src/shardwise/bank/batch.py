@@ -117,7 +117,8 @@ class RowCall:
         """Run passes on all ranks, and sum their results.
 
         Raises:
-            RankLostError: a rank is lost, or has left the others in a gather. See [Note: Left in a gather].
+            RankLostError: a rank is lost, or has left the others in a gather. See [Note: Left in a gather] in
+                ``bank/gathers.py``.
         """
         base = self.base
         gathers = CountedGather(base.world)

@@ -58,7 +58,7 @@ class BatchRouting:
         tokens: tokens of a row, with padding.
         members: rows of each adapter, in order. Rows without an adapter come last.
         choice: how adapters are computed.
-        anchor: see [Note: Straight into the buffer].
+        anchor: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         is_training: False for evaluation, without dropout and without a backward pass.
         grouped: batched products of this micro-batch.
         backends: how adapters were computed, with the number of layers.

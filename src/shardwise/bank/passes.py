@@ -73,7 +73,9 @@ class SharedBase:
 
 
 class FusedPass:
-    """A pass of a micro-batch of many adapters through the base. It owns its route ([Note: A route]).
+    """A pass of a micro-batch of many adapters through the base.
+
+    It owns its route ([Note: A route] in ``bank/hooks.py``).
 
     Args:
         base: the base.

@@ -1,7 +1,7 @@
 """Writing of a checkpoint from each rank's memory while the training continues, and its commit.
 
 Each rank creates, fills and syncs its own file. The ranks synchronize. The first one puts ``.metadata`` in place.
-See [Note: When a checkpoint is complete].
+See [Note: When a checkpoint is complete] in ``checkpoints/folder.py``.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ def _content_nbytes(job: Job, rank: int) -> int:
 def _begin(job: Job) -> None:
     """Remove remains of earlier saves, and check that the step is a new one."""
     root, step, newest = job.root, job.step, job.newest
-    folder.remove_left(root)  # before the steps are listed; see [Note: Checked twice]
+    folder.remove_left(root)  # before the steps are listed; see [Note: Checked twice] in ``saving/commit.py``
     present = folder.find_latest(root)
     if present is not None and present != newest and (newest is None or present > newest):
         raise StorageError(

@@ -56,7 +56,10 @@ class Expression(ABC):
 
     @abstractmethod
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
-        """Yield the regions of the sources that a region of this node consists of (see [Note: Regions])."""
+        """Yield the regions of the sources that a region of this node consists of.
+
+        See [Note: Regions] in ``core/regions.py``.
+        """
 
     def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
         """Yield the regions of the leaves that a region of this expression consists of."""

@@ -157,7 +157,7 @@ def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | 
 class DequantizeScales:
     """Scales that are stored in 8 bits, as float32: ``codebook[code] * scale of 256 + offset``.
 
-    See [Note: Nested scales].
+    See [Note: Nested scales] in ``files/four_bit_blocks.py``.
 
     Attributes:
         count: number of scales.
@@ -218,7 +218,9 @@ def dequantize_packed_rows(
 
 @dataclass(frozen=True, slots=True)
 class DequantizeRows:
-    """``codebook[code] * scale`` in float32, rounded once to ``dtype``. See [Note: Four bits].
+    """``codebook[code] * scale`` in float32, rounded once to ``dtype``.
+
+    See [Note: Four bits] in ``files/four_bit_blocks.py``.
 
     Attributes:
         shape: of the weights (.., out, in), or (n,) for all in one row, whose last block may be smaller.

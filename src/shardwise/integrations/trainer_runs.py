@@ -3,9 +3,10 @@
 [Note: A checkpoint of the Trainer] ``checkpoint-N`` holds the model as ``save_pretrained`` would write it, the
 state of the training under ``state`` (a checkpoint of :class:`~shardwise.checkpoints.checkpointer.Checkpointer`),
 and ``trainer_state.json``. It is complete once ``shardwise.trainer.json`` exists, which is put in place in one step
-when everything else is durable ([Note: One commit]). The first file of a checkpoint is ``shardwise.begun``, which
-distinguishes the remains of a killed save from files of others: the next save or resume removes the former, the
-latter are an error. A checkpoint is removed in reverse order, the file that commits it first.
+when everything else is durable ([Note: One commit] in ``saving/commit_plan.py``). The first file of a checkpoint is
+``shardwise.begun``, which distinguishes the remains of a killed save from files of others: the next save or resume
+removes the former, the latter are an error. A checkpoint is removed in reverse order: first the file that commits
+it.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ def locked_for(world: World, run: Path, step: int) -> Iterator[Saving]:
 
 
 def _begin(run: Path, step: int, save_id: str) -> None:
-    _remove_left(run)  # before the folder is examined; see [Note: Checked twice]
+    _remove_left(run)  # before the folder is examined; see [Note: Checked twice] in ``saving/commit.py``
     folder = checkpoint_folder(run, step)
     if folder.is_dir():
         raise StorageError(

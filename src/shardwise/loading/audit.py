@@ -37,8 +37,8 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
     """Check that every element of this rank's parameters and persistent buffers was written exactly once.
 
     ``written`` counts elements by FQN. ``on_meta`` has the names of tensors without memory. A plan's copies never
-    write an element twice (see [Note: Regions] in :mod:`shardwise.core.regions`), so equal counts mean
-    full coverage.
+    write an element twice (see [Note: Regions] in ``core/regions.py``), so equal counts mean full
+    coverage.
 
     Raises:
         KeyMismatchError: naming the tensors that were not written in full, or that are still on meta.

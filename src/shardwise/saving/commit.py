@@ -1,4 +1,6 @@
-"""Begin, commit and undo of a save, in one process for all ranks. See [Note: One commit].
+"""Begin, commit and undo of a save, in one process for all ranks.
+
+What the steps of a commit are: [Note: One commit] in ``saving/commit_plan.py``.
 
 [Note: Checked twice] Saves of all formats are committed in the same way:
 
@@ -202,6 +204,8 @@ def _restore(
                 writer.sync_names()
             else:
                 writer.replace(name, old)
+    # Without the lock, the index or config may still be that of this save. Older weights then must not come back
+    # under a name that this save has, because they would be read with it.
     is_mixed = any(writer.read(name) != before[name] for name in commit.final_contents)
     for step in asides:
         if is_mixed and step.file in commit.final_files:

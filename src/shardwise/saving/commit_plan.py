@@ -7,7 +7,7 @@ that file is set aside). A save to one file is written under another name and re
 that switches from the old save to the new one. A PEFT adapter is saved in the same way under a stem of its own,
 ``adapter_model``, and always to one file. If its config changes in the same save, the older adapter is set aside
 first, because a config with another scaling would change its values. The state of its training may be in a separate
-file, which takes effect together with the adapter: see [Note: Named by the adapter].
+file, which takes effect together with the adapter: see [Note: Named by the adapter] in ``files/peft_adapter.py``.
 
 [Note: A list of renames] Some files have fixed names, and no step renames several files at once. They are written
 under names unique to the save, and a small file that lists the renames commits all of them in one step. Before the

@@ -344,7 +344,7 @@ def merge_adapter(
     """Fold a LoRA adapter of PEFT into its base and write the outcome as the hub has it.
 
     Block by block: read a box of the base, add ``scaling * B @ A`` in float32 to the part that the adapter changes,
-    and round the sum once ([Note: One rounding]).
+    and round the sum once ([Note: One rounding] in ``saving/stream_out.py``).
 
     Args:
         base: a folder, or a hub id in the cache.

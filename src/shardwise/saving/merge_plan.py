@@ -227,7 +227,10 @@ class _MergePlanner:
     sources: dict[tuple[type[Edit], str], str] = field(default_factory=dict)
     """The adapter's key for each kind of edit of a tensor of the base."""
     are_exchanged: bool = False
-    """Whether factors of stacked experts are those of an earlier PEFT. See [Note: Exchanged factors]."""
+    """Whether factors of stacked experts are those of an earlier PEFT.
+
+    See [Note: Exchanged factors] in ``core/expert_factors.py``.
+    """
 
     def plan(self, what: str) -> MergePlan:
         # Factors are sorted before any is planned: whether their experts are exchanged shows in all of them

@@ -1,4 +1,4 @@
-"""The plan of a save, equal on every rank: each tensor's location in the files, and the ranks that write them."""
+"""The plan of a save: each tensor's location in the files, equal on every rank, and this rank's write requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAPTER = "adapter_model"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-Saved: TypeAlias = tuple[str, DType, tuple[int, ...]]
+SavedTensor: TypeAlias = tuple[str, DType, tuple[int, ...]]
 """Key, dtype and shape of a tensor that is saved."""
 
 
@@ -32,7 +32,7 @@ Saved: TypeAlias = tuple[str, DType, tuple[int, ...]]
 class SavedTraining:
     """The state of an adapter's training: its tensors, and all other values as JSON text."""
 
-    tensors: Sequence[Saved]
+    tensors: Sequence[SavedTensor]
     text: str
 
 
@@ -71,7 +71,7 @@ class SavePlan:
 
 
 def plan_save(
-    tensors: Sequence[Saved],
+    tensors: Sequence[SavedTensor],
     *,
     max_shard_bytes: int,
     parameters: int,
@@ -99,8 +99,11 @@ def plan_save(
         if training is not None:
             files = (lay_out(training_file(save_id), training.tensors, {**metadata, TRAINING_KEY: training.text}),)
             metadata[TRAINING_KEY] = files[0].name
+        # The weights are written under a temporary name, and renamed by the commit. The training file has its final
+        # name from the start, because only the weights that refer to it make it valid.
         files = (lay_out(f"{stem}.{save_id}.incomplete", groups[0], metadata), *files)
         return SavePlan(save_id, files, (f"{stem}.safetensors", *(file.name for file in files[1:])), None, stem)
+    # Several files have names of this save only. The index that lists them makes them valid.
     count = len(groups)
     names = [f"{stem}-{save_id}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     files = tuple(lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True))
@@ -111,10 +114,10 @@ def plan_save(
     return SavePlan(save_id, files, tuple(names), index, stem)
 
 
-def _group_by_file(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:
+def _group_by_file(tensors: Sequence[SavedTensor], max_shard_bytes: int) -> list[list[SavedTensor]]:
     """Group tensors like huggingface_hub's ``split_state_dict_into_shards_factory``, assuming no shared storage."""
-    groups: list[list[Saved]] = []
-    current: list[Saved] = []
+    groups: list[list[SavedTensor]] = []
+    current: list[SavedTensor] = []
     used = 0
     for item in tensors:
         nbytes = _nbytes(item)
@@ -131,8 +134,9 @@ def _group_by_file(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[
     return groups
 
 
-def _nbytes(item: Saved) -> int:
-    return numel(item[2]) * item[1].itemsize
+def _nbytes(tensor: SavedTensor) -> int:
+    _, dtype, shape = tensor
+    return numel(shape) * dtype.itemsize
 
 
 WrittenBoxes: TypeAlias = Mapping[str, Sequence[tuple[Box, Strided]]]
@@ -155,11 +159,12 @@ def arrange_writes(
     Args:
         saved: the location of each tensor in the files, and its expression.
         local_boxes: the boxes that this rank writes.
-        indices: indices of the tensors in memory, by name.
+        indices: indices into this rank's tensors, by name. They become the ``target`` of a segment.
         staged: names of tensors that need staging, because they are cast or on an accelerator.
         policy: write policy of the storage.
         staging_bytes: staging memory of one worker.
     """
+    # Requests are planned as for reads, but without gaps: a gap would overwrite bytes of other ranks.
     read_policy = ReadPolicy(
         max_gap_bytes=0,
         request_bytes=policy.request_bytes,
@@ -170,18 +175,18 @@ def arrange_writes(
     segments: list[tuple[str, Segment]] = []
     for entry, expression in saved:
         leaf = Stored(entry.key, entry.shape, entry.dtype)
+        # From shards to the saved tensor. A segment goes from a file to memory, so source and target change places.
         for piece in copies_from_shards(expression, local_boxes):
             name = piece.leaf.key
-            copy = Copy(leaf, piece.target, piece.source)
-            pieces = iter_segments(
-                copy,
+            tensor_segments = iter_segments(
+                Copy(leaf, source=piece.target, target=piece.source),
                 indices[name],
                 entry,
                 needs_staging=name in staged,
                 policy=read_policy,
                 block_bytes=staging_bytes,
             )
-            segments += ((entry.file, segment) for segment in pieces)
+            segments += ((entry.file, segment) for segment in tensor_segments)
     return plan_requests(segments, read_policy, staging_bytes=staging_bytes)
 
 

@@ -17,11 +17,11 @@ from shardwise.core.tensors import DType, numel
 from shardwise.files.storage import WritePolicy
 from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors
 from shardwise.fsdp.torch_private import from_torch, saved_dtype
-from shardwise.models.four_bit import files
+from shardwise.models.four_bit import files as four_bit_files
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, broadcast_names_outside, has_adapters
 from shardwise.ranks.world import World
-from shardwise.saving.plan import ADAPTER, MODEL, Saved, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.saving.plan import ADAPTER, MODEL, SavedTensor, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.state.state_values import StateOptions
 from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.read_items import FileRequest, Staging, plan_staging
@@ -78,7 +78,17 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """All that is decided before anything is written. ``requests`` are this rank's own."""
+    """All that is decided before anything is written.
+
+    Attributes:
+        tensors: this rank's tensors. The requests refer to them by index.
+        shares: the boxes of each tensor that each rank writes.
+        outputs: the tensors of the files, by key, with their expressions over the model's tensors.
+        parameters: number of saved parameters.
+        requests: the writes of this rank.
+        cast: dtypes before and after the cast, by key.
+        digest: of everything that must be equal on all ranks.
+    """
 
     request: SaveRequest
     tensors: Sequence[TensorRef]
@@ -112,7 +122,7 @@ def collect_tensors_to_save(world: World, request: SaveRequest) -> tuple[list[Te
 def _collect(request: SaveRequest) -> list[TensorRef]:
     if isinstance(request.names, AdapterOnly):
         return collect_tensors(request.model)
-    if request.names == "hub" and request.dtype is not None and files.has_four_bits(request.model):
+    if request.names == "hub" and request.dtype is not None and four_bit_files.has_four_bits(request.model):
         raise ConfigError(
             f"dtype={request.dtype}: 4-bit weights and their scales are saved unchanged. Leave dtype out"
         )
@@ -123,11 +133,15 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
     """Return a model's tensors as files have them under these names.
 
     Raises:
-        ShardingError: tensors in four bits have no scales.
+        ConfigError: weights are those of bitsandbytes' own layers, or experts in four bits have no form in files.
     """
     tensors = collect_tensors(model)
-    files.require_scales(tensors)
-    return files.collect_file_tensors(tensors) if names == "hub" else files.checkpoint_tensors(tensors)
+    four_bit_files.require_scales(tensors)
+    return (
+        four_bit_files.collect_file_tensors(tensors)
+        if names == "hub"
+        else four_bit_files.checkpoint_tensors(tensors)
+    )
 
 
 @gc_disabled()
@@ -143,11 +157,12 @@ def prepare(
 ) -> PreparedSave:
     """Plan the save on this rank alone.
 
-    ``fqns`` are an adapter's, by names in its file, ``shares`` the parts that each rank contributes.
+    ``fqns`` are the names of an adapter's tensors in the model, by name in its file. ``shares`` are the boxes that
+    each rank writes.
     """
     _require_possible(request)
     layout = build_layout(tensors)
-    outputs = files.reshape_for_files(tensors, build_outputs(request, layout, fqns))
+    outputs = four_bit_files.reshape_for_files(tensors, build_outputs(request, layout, fqns))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     training = {} if request.training is None else _training_outputs(layout, fqns)
     parameter_tensors = [
@@ -227,7 +242,7 @@ def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:
     return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
 
 
-def find_main_dtype(tensors: Iterable[Saved]) -> DType | None:
+def find_main_dtype(tensors: Iterable[SavedTensor]) -> DType | None:
     """Return the dtype of most floating-point numbers of 16 bits and more."""
     numels: Counter[DType] = Counter()
     for _, dtype, shape in tensors:
@@ -237,7 +252,7 @@ def find_main_dtype(tensors: Iterable[Saved]) -> DType | None:
 
 
 def find_tied_names(prepared: PreparedSave) -> dict[str, str]:
-    """Names that are not saved, with the name under which their tensor is."""
+    """Return the names that are not saved, each with the name under which its tensor is saved."""
     tied: dict[str, str] = {}
     if isinstance(prepared.request.names, AdapterOnly):
         return tied
@@ -249,9 +264,10 @@ def find_tied_names(prepared: PreparedSave) -> dict[str, str]:
 
 
 def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found is None and dtype is None:
+    """Return the dtype that floating-point tensors are cast to, which may be given by name. None for no cast."""
+    if dtype is None:
         return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point or resolved.itemsize < 2:
         raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more. Pass torch.bfloat16, say")
-    return found
+    return resolved

@@ -58,12 +58,12 @@ def execute_save(
             writer = open_writer(request.directory)
     with writer:
         with clock.phase("plan"):
-            held, places = prepare.collect_tensors_to_save(world, request)
-            shares = agree_on_shares(world, held)
+            tensors, fqns = prepare.collect_tensors_to_save(world, request)
+            shares = agree_on_shares(world, tensors)
             budget = options.budget_bytes
             with world.collective("plan the files"):
                 prepared = prepare.prepare(
-                    request, save_id, held, places, shares, world.rank, writer.policy, budget
+                    request, save_id, tensors, fqns, shares, world.rank, writer.policy, budget
                 )
             settings = prepared.digest, repr((request.names, verify)), budget
             world.require_equal(
@@ -85,6 +85,7 @@ class _SaveFolder:
         # Before the lock: a model whose config cannot be written fails without any trace in the folder.
         self.small_files = _config_files(request, self.plan)
         self.state = begin_save(self.writer, self.plan)
+        # If files have owners, each owner creates its own. Otherwise all ranks write into these.
         for file in self.plan.files if creates_files else ():
             self.writer.create(file.name, file.nbytes)
             self.writer.write(file.name, 0, [memoryview(file.header)])
@@ -339,11 +340,11 @@ def save(
     with get_world(options, "save") as world:
         given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
         with world.collective("plan the save"):
-            request = _request(given, directory, names, dtype, max_shard_size, tokenizer)
+            request = _make_request(given, directory, names, dtype, max_shard_size, tokenizer)
         return execute_save(world, request, options, clock, verify=verify)
 
 
-def _request(
+def _make_request(
     arguments: Mapping[str, Any],
     directory: str | os.PathLike[str],
     names: prepare.WrittenNames | AdapterOnly,
@@ -351,7 +352,7 @@ def _request(
     max_shard_size: int | str,
     tokenizer: Any,
 ) -> prepare.SaveRequest:
-    """Check the arguments ``given`` to a save on this rank. Return its request."""
+    """Check the arguments of a save on this rank. Return its request."""
     check_options(get_hints(save), arguments)
     max_shard_bytes = parse_size(max_shard_size)
     saved_dtype = prepare.resolve_dtype(dtype)
@@ -396,5 +397,5 @@ def save_adapter(
         given = {"model": model, "verify": verify, "options": options}
         names = AdapterOnly(adapter)
         with world.collective("plan the save"):
-            request = _request(given, directory, names, dtype, sys.maxsize, tokenizer)
+            request = _make_request(given, directory, names, dtype, sys.maxsize, tokenizer)
         return execute_save(world, request, options, clock, verify=verify)

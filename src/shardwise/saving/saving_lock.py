@@ -3,16 +3,16 @@
 [Note: The lock of a save] A save locks its folder with a file. The file identifies its holder, so that one left by
 a dead process can be detected and taken over.
 
-It has one name, which only one process can create. It is written just after: one that cannot be parsed is read
-again for a moment, then its process has died in between. Taking over is a rename, of which only one of several
-succeeds.
+The file has a fixed name, and only one process can create it. Its content is written just after its creation. So a
+lock that cannot be parsed is read again for two seconds. If it still cannot be, its process has died between the
+two. Taking a lock over is a rename, of which only one of several succeeds.
 
 Liveness of a process can be checked if its id has the same meaning here: same kernel and same PID namespace
 (containers may share a host name, and even a folder, but not these). For other processes it is unknown. So a lock
 is renewed during its save, and contains the interval: its modification time changes. If it does not change for a
 multiple of that interval, the lock is stale. Clocks are not compared.
 
-A process has a list of its own active saves. A lock of its own for another save is stale, for example if a disk
+A process has a list of its active saves. A lock that it holds for any other save is stale, for example if a disk
 error prevented its removal. Any later save of this process takes it over.
 
 A lock is no fence by itself: it may be removed by hand, too early, or its process may have been stopped for long.
@@ -36,7 +36,7 @@ from shardwise.files.storage import INCOMPLETE, StorageWriter
 
 LOCK_FILE = "shardwise.saving"
 
-_WRITTEN_S = 2.0
+_MAX_UNPARSED_S = 2.0
 """A lock that cannot be parsed after this time is that of a process that died while it wrote it."""
 
 _POLL_S = 0.1
@@ -121,7 +121,7 @@ def require_lock(writer: StorageWriter, save_id: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _LockRecord:
-    """Content of a lock file. ``renewed_s`` is the interval of renewals, or 0 for none."""
+    """Content of a lock file. ``renewed_s`` is the interval of renewals in seconds, or 0 for none."""
 
     process: ProcessId
     save_id: str
@@ -151,12 +151,12 @@ class _LockRecord:
         return json.dumps(content).encode()
 
     @property
-    def is_stale(self) -> bool:
-        """Return True if the process has certainly ended, or has finished this save."""
+    def is_over(self) -> bool:
+        """Whether the process has ended, or has finished this save. False if it cannot be seen from here."""
         if not self.process.is_visible or self.process.pid <= 0:
             return False
-        is_over = self.process.pid == os.getpid() and self.save_id not in _ACTIVE
-        return is_over or self.process.has_ended()
+        has_finished = self.process.pid == os.getpid() and self.save_id not in _ACTIVE
+        return has_finished or self.process.has_ended()
 
 
 def _lock_content(save_id: str) -> bytes:
@@ -174,7 +174,7 @@ def _create_lock(writer: StorageWriter, save_id: str) -> None:
         if existing is not None:
             raise _refusal(writer, _LockRecord.from_bytes(existing)) from error
         raise
-    # Between the creation and this write the file is empty. Others that read it then wait (_WRITTEN_S).
+    # Between the creation and this write the file is empty. Others that read it then wait (_MAX_UNPARSED_S).
     try:
         writer.write(LOCK_FILE, 0, [memoryview(content)])
         writer.sync(LOCK_FILE)
@@ -214,7 +214,7 @@ def _require_stale(writer: StorageWriter) -> bytes | None:
     Raises:
         StorageError: the lock is not stale.
     """
-    content, deadline = writer.read(LOCK_FILE), time.monotonic() + _WRITTEN_S
+    content, deadline = writer.read(LOCK_FILE), time.monotonic() + _MAX_UNPARSED_S
     while content is not None and _LockRecord.from_bytes(content) is None:
         if time.monotonic() > deadline:
             return content
@@ -223,14 +223,17 @@ def _require_stale(writer: StorageWriter) -> bytes | None:
     record = _LockRecord.from_bytes(content)
     if content is None:
         return None
-    # A process on this machine is checked at once. Only the lock of another machine is watched, for half a minute.
-    if record is None or not (record.is_stale or _is_silent(writer, record)):
+    # is_over first: a process on this machine is checked at once, the lock of another is watched for half a minute.
+    if record is None or not (record.is_over or _is_silent(writer, record)):
         raise _refusal(writer, record)
     return content
 
 
 def _is_silent(writer: StorageWriter, record: _LockRecord) -> bool:
-    """Return True if a lock of another machine is not renewed during some of its intervals, and wait for these."""
+    """Watch the lock of a process that cannot be seen from here. Return True if it is not renewed.
+
+    It has six intervals (half a minute) for a renewal. False at once for a lock without renewals.
+    """
     if record.renewed_s <= 0 or record.process.is_visible:
         return False
     first, deadline = _read_mtime_ns(writer), time.monotonic() + _MAX_MISSED * record.renewed_s

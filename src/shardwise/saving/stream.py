@@ -15,7 +15,7 @@ from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors, without_compile
 from shardwise.fsdp.torch_private import saved_dtype, to_torch
 from shardwise.models import selection
-from shardwise.models.four_bit import files
+from shardwise.models.four_bit import files as four_bit_files
 from shardwise.models.four_bit.layers import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.timeouts import Timeouts
@@ -198,7 +198,7 @@ def _collect(
         return collect_for_files(model, names)
     refs = collect_tensors(model)
     if isinstance(only, selection.MergedAdapter):
-        files.require_scales(refs)
+        four_bit_files.require_scales(refs)
     return refs
 
 
@@ -217,10 +217,12 @@ def _select_outputs(
                 f"{type(model).__name__}: has PEFT adapters, and the hub has no names for base and adapter "
                 "together. Pass only=MergedAdapter(), only=AdapterOnly(), or names='internal'"
             )
-        return files.reshape_for_files(refs, revert(model, layout, internal_names=names == "internal")), None
-    files.require_no_experts(refs, _NOT_MERGED)
+        return four_bit_files.reshape_for_files(
+            refs, revert(model, layout, internal_names=names == "internal")
+        ), None
+    four_bit_files.require_no_experts(refs, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
-    layout = adapted.layout(files.dequantize_layout(layout, refs))
+    layout = adapted.layout(four_bit_files.dequantize_layout(layout, refs))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted
 
 

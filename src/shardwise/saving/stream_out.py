@@ -24,7 +24,7 @@ from shardwise.fsdp.torch_private import to_torch
 from shardwise.ranks.world import World
 from shardwise.saving.commit import begin_save, commit_save, undo_save
 from shardwise.saving.merge_plan import Edit, LowRank, Replaced, WeightForm
-from shardwise.saving.plan import Saved, SavePlan
+from shardwise.saving.plan import SavedTensor, SavePlan
 from shardwise.saving.write import LocalFiles, WrittenTensors
 from shardwise.transfer.memory import in_background, trim_heap
 from shardwise.transfer.read import ReadExecutor
@@ -58,7 +58,8 @@ def stream_out(
         check: called after everything is written and before the commit. An exception of it cancels the save.
         advance: called with the number of bytes that have been written.
 
-    The older checkpoint stays valid until the commit ([Note: One commit]). A save that fails removes its files.
+    The older checkpoint stays valid until the commit ([Note: One commit] in ``saving/commit_plan.py``). A save
+    that fails removes its files.
 
     Memory: four blocks, and that of :meth:`TensorsToSave.values`.
 
@@ -129,7 +130,7 @@ class TensorsToSave:
     by_key: Mapping[str, tuple[DType, Expression]]
     executor: ReadExecutor
 
-    def tensors(self) -> list[Saved]:
+    def tensors(self) -> list[SavedTensor]:
         """Return key, dtype and shape of all, in order."""
         return [(key, dtype, expression.shape) for key, (dtype, expression) in self.by_key.items()]
 

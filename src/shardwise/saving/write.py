@@ -35,9 +35,10 @@ _READ_BACK_BYTES = 4 << 20
 
 @dataclass
 class ShardWriter:
-    """Writer of this rank's tensors, with fingerprints by key (see [Note: Fingerprints]).
+    """Writer of this rank's tensors, with fingerprints by key.
 
-    ``tensors`` are this rank's own, by the numbers that segments have. ``written_bytes`` counts by file.
+    See [Note: Fingerprints] in ``transfer/fingerprints.py``. ``tensors`` are this rank's own: a segment's
+    ``target`` is an index into them. ``written_bytes`` counts by file.
 
     A caller can expect the following sequence:
 
@@ -141,7 +142,7 @@ class ShardWriter:
 
 @dataclass
 class WrittenTensors:
-    """Fingerprints of the written tensors by key ([Note: Fingerprints]), and their bytes by file."""
+    """Fingerprints of the written tensors by key, and their bytes by file."""
 
     fingerprints: dict[str, int] = field(default_factory=dict)
     bytes_by_file: dict[str, int] = field(default_factory=dict)

@@ -218,7 +218,7 @@ class StoredValues:
     def describe(self, world: World) -> list[dict[str, matching.SourceTensor]]:
         """Return a description of all tensors, as if one rank held them whole. Collective: yes.
 
-        The ranks' files are compared, see [Note: One checkpoint].
+        The ranks' files are compared, see [Note: One checkpoint] in ``loading/audit.py``.
         """
         require_one_checkpoint(world, self.reader, self.index)
         return [

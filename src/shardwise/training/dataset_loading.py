@@ -189,7 +189,9 @@ def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyData
 def tokenize_with_masks(
     dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
 ) -> AnyDataset:
-    """Tokenize chats to ``input_ids`` and ``assistant_masks``. See [Note: Assistant masks].
+    """Tokenize chats to ``input_ids`` and ``assistant_masks``.
+
+    See [Note: Assistant masks] in ``training/chat_masks.py``.
 
     Rows have ``messages``, or ``prompt`` and ``completion`` as messages, of which the completion is trained on.
 

@@ -31,7 +31,9 @@ _CHUNK_BYTES = 64 << 20
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the fingerprint of each tensor's elements, in row-major order ([Note: Fingerprints]).
+    """Return the fingerprint of each tensor's elements, in row-major order.
+
+    See [Note: Fingerprints] in ``transfer/fingerprints.py``.
 
     Memory: on the host none, or 64 MiB for tensors that are not contiguous, on an accelerator twice that much.
     """

@@ -1,4 +1,7 @@
-"""Finds out whether an accelerator computes the bits of the CPU. See [Note: Bits of devices]."""
+"""Finds out whether an accelerator computes the bits of the CPU.
+
+See [Note: Bits of devices] in ``core/computed.py``.
+"""
 
 from functools import cache
 

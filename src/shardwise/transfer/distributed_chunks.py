@@ -130,7 +130,8 @@ def plan_tensors(
     Args:
         tensors: by path, DTensors or full tensors.
         metadata: of the tensors that each rank holds, by key.
-        buffers: keys of tensors that the first rank that holds them writes, see [Note: Patchworks].
+        buffers: keys of tensors that the first rank that holds them writes, see [Note: Patchworks] in
+            ``transfer/replicas.py``.
         aliases: further names of tensors, with their first ones.
         global_ranks: the ranks of the group in the default group, for errors.
 

@@ -1,10 +1,10 @@
 """Movement of tensors between ranks: gather, scatter, resharding, and assembly of a checkpoint's tensors.
 
 [Note: Rounds] All ranks execute the same rounds (``move_plan``). A rank packs the data that it sends, all ranks
-synchronize (see [Note: No rank waits in a collective] in :mod:`shardwise.ranks.control_channel`), and one
-all-to-all moves the bytes. Packing and unpacking, which can fail on one rank alone, precede a synchronization, so a
-failed rank never misses a collective that others have entered. The all-to-all of a round overlaps with the caller's
-work on the previous round.
+synchronize (see [Note: No rank waits in a collective] in ``ranks/control_channel.py``), and one all-to-all moves
+the bytes. Packing and unpacking, which can fail on one rank alone, precede a synchronization, so a failed rank
+never misses a collective that others have entered. The all-to-all of a round overlaps with the caller's work on the
+previous round.
 """
 
 from __future__ import annotations

@@ -256,9 +256,10 @@ def dequantize_four_bits(
 
 @torch.library.custom_op("shardwise::unnest_scales", mutates_args=())
 def unnest_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Dequantize scales of a matrix, beginning with its ``start``-th, from 8 bits. See [Note: Nested scales].
+    """Dequantize scales of a matrix, beginning with its ``start``-th, from 8 bits.
 
-    ``nested`` and ``offset`` are those of the full matrix.
+    See [Note: Nested scales] in ``files/four_bit_blocks.py``. ``nested`` and ``offset`` are those of the full
+    matrix.
     """
     values = _table(dynamic_codebook(), codes.device)[codes.int()]
     # Blocks of 256 scales run on from row to row, so a block may begin in the middle of one.

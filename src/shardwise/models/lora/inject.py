@@ -89,7 +89,7 @@ def exchange_experts(
 ) -> dict[str, Expression]:
     """Return an adapter's tensors with the factors of stacked experts in today's layout.
 
-    See [Note: Exchanged factors].
+    See [Note: Exchanged factors] in ``core/expert_factors.py``.
 
     Args:
         model: PEFT's model, with the adapter's modules.
