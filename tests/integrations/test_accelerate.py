@@ -21,7 +21,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import shardwise
 from shardwise.core.errors import find_private
-from shardwise.integrations import fsdp_ram_efficient_loading
+from shardwise.integrations.pending import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+    fsdp_ram_efficient_loading,
+)
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +275,20 @@ def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
                 os.environ[NAMES[1]] = "no"
                 raise KeyError
             assert setting() == ("True", "True")
+            disable_fsdp_ram_efficient_loading()
         assert setting() == before
+
+
+@pytest.mark.parametrize("mine", [None, "yes", "false"])
+def test_the_plain_switches_keep_the_users_own_value(mine):
+    with mock.patch.dict(os.environ, {} if mine is None else {NAMES[0]: mine}):
+        enable_fsdp_ram_efficient_loading()
+        enable_fsdp_ram_efficient_loading()
+        assert setting() == (mine or "True", "True")
+        disable_fsdp_ram_efficient_loading()
+        assert setting() == (mine, "False")
+        disable_fsdp_ram_efficient_loading()
+        assert setting() == (mine, "False")
 
 
 SCRIPT = """\

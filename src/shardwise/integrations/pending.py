@@ -223,11 +223,36 @@ USE = "ACCELERATE_USE_FSDP"
 EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
+_set_here: set[str] = set()
+"""Variables that were set here, and are removed again."""
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Turn on memory-efficient loading in transformers and accelerate. Your own ``ACCELERATE_USE_FSDP`` is kept."""
+    if USE not in os.environ:
+        os.environ[USE] = "True"
+        _set_here.add(USE)
+    os.environ[EFFICIENT] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Undo :func:`enable_fsdp_ram_efficient_loading`, including the ``ACCELERATE_USE_FSDP`` that it set."""
+    if USE in _set_here:
+        _set_here.discard(USE)
+        os.environ.pop(USE, None)
+    os.environ[EFFICIENT] = "False"
+
+
 @contextmanager
 def fsdp_ram_efficient_loading() -> Iterator[None]:
     """Turn on memory-efficient loading within the block, and restore both variables afterwards. May be nested."""
+    before = set(_set_here)
     with compat.patch_environment(**{USE: "True", EFFICIENT: "True"}):
-        yield
+        try:
+            yield
+        finally:
+            _set_here.clear()
+            _set_here.update(before)
 
 
 def count_launched_ranks() -> int:

@@ -1,7 +1,9 @@
 """TRL's dataclasses, trainers and datasets for a configuration of ``shardwise train``."""
 
 import copy
+import functools
 import importlib
+import inspect
 import os
 import pkgutil
 import sys
@@ -21,6 +23,7 @@ from trl.trainer.utils import get_peft_config
 from shardwise.core.consents import Ignore, Initialize
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.estimate_report import Estimate
+from shardwise.core.phases import busy_with
 from shardwise.files.urls import HubOptions, redact, without_secrets
 from shardwise.fsdp.accelerate_config import read_accelerate_config
 from shardwise.fsdp.policies import Classes, WrapPolicy
@@ -373,10 +376,23 @@ def _import_reward_functions(script: Any) -> list[Callable[..., Any]]:
     functions = []
     for name in script.reward_funcs:
         try:
-            functions.append(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}"))
+            functions.append(_name_work(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")))
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
     return functions
+
+
+def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward function that tells other ranks when this rank is busy with it."""
+    if inspect.iscoroutinefunction(function):  # TRL awaits it on another thread
+        return function
+
+    @functools.wraps(function)
+    def reward(*args: Any, **kwargs: Any) -> Any:
+        with busy_with(f"the reward function {function.__name__}"):
+            return function(*args, **kwargs)
+
+    return reward
 
 
 def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
