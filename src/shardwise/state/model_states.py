@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, FormatError
-from shardwise.core.expert_factors import TODAYS_VERSION
+from shardwise.core.expert_factors import CURRENT_LAYOUT_VERSION
 from shardwise.core.expression import Expression, Stored
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import StateReport
@@ -339,7 +339,7 @@ def _exchange_experts(
     model: Any, values: state_values.Values, adapter: str | None, folder: str
 ) -> state_values.Values:
     config = Path(folder, ADAPTER_CONFIG)
-    version = read_peft_version(config) if config.is_file() else TODAYS_VERSION
+    version = read_peft_version(config) if config.is_file() else CURRENT_LAYOUT_VERSION
     expressions: Mapping[str, Expression]
     if isinstance(values, state_values.StoredValues):
         expressions = values.expressions
