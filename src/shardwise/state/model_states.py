@@ -137,18 +137,18 @@ def set_model_values(
         require_alike_models(world, held, [])
         names = broadcast_names_outside(world, model, held, only)
         provided = values.describe(world)
-        places = _target_slots(held, names)
-        of = {place.names[0]: item for place, item in places}
+        slots = _target_slots(held, names)
+        tensors_by_name = {slot.names[0]: item for slot, item in slots}
         with world.collective("match tensors"):
-            matched = match([place for place, _ in places], provided, consent, world.global_ranks)
-        taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.tensors}
+            matched = match([slot for slot, _ in slots], provided, consent, world.global_ranks)
+        taking = {item.slot.names[0]: tensors_by_name[item.slot.names[0]] for item in matched.tensors}
         with world.collective("check the tensors"):
             require_plain_tensors(list(taking.values()))
         # Computed while all is on meta, so that a model is filled as by a load.
         initializers = Initializers(model, held)
         with world.collective("plan computed tensors"):
             computed = _computed(initializers, only)
-        values.require_ties(world, [item.place.names for item in matched.tensors])
+        values.require_ties(world, [item.slot.names for item in matched.tensors])
     with clock.phase("exchange"):
         device = staging_device(held, [item.tensor for item in held])
         awaiting = [*taking.values(), *(item for item, _ in computed)]

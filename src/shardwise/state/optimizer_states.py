@@ -19,7 +19,7 @@ from shardwise.fsdp.rebind import Bound, Scalar, bind_optimizers, has_rank_local
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World, repr_digest
 from shardwise.state.model_states import state_report
-from shardwise.state.optimizer_fit import KEEP_IT_APART, OptimizerTargets, match_optimizer_state
+from shardwise.state.optimizer_fit import OptimizerTargets, match_optimizer_state
 from shardwise.state.state_values import ProvidedValues, StateOptions, Values, require_same_call, require_values
 from shardwise.transfer import matching
 from shardwise.transfer.checksums import as_bytes
@@ -27,6 +27,8 @@ from shardwise.transfer.memory import staging_device
 from shardwise.transfer.move import gather
 from shardwise.transfer.move_plan import StateForm, receivers
 from shardwise.transfer.replicas import equal_on_all, require_alike_models
+
+_UNSHARDABLE_REMEDY = "save the optimizer's own state_dict() rank by rank, or use a Checkpointer"
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ def set_optimizer_values(
         matched = fitting.matched
     with clock.phase("exchange"):
         with world.collective("find the tensors to restore"):
-            tensors = fitting.targets(targets)
+            tensors = fitting.allocate_targets(targets)
         by_label = {key.label: tensor for key, tensor in tensors.items()}
-        device = staging_device(targets.held, tensors.values())
+        device = staging_device(targets.model_tensors, tensors.values())
         traffic = values.copy_into(world, matched, by_label, budget_bytes=options.budget_bytes, device=device)
     with clock.phase("finish"), world.collective("bind the optimizer"):
         without_state = fitting.bind(targets, tensors)
@@ -127,7 +129,7 @@ def _bind(
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     with world.collective("collect the tensors"):
         held = collect_tensors(model)
-        bounds = bind_optimizers(several, held, KEEP_IT_APART)
+        bounds = bind_optimizers(several, held, _UNSHARDABLE_REMEDY)
         _require_no_rank_local(bounds)
     require_alike_models(world, held, bounds)
     return held, bounds

@@ -165,7 +165,7 @@ class ProvidedValues:
         targets: Mapping[str, torch.Tensor],
         metadata: Sequence[Mapping[str, tensor_metadata.TensorMetadata]],
     ) -> move.Transfer:
-        name = item.place.names[0]
+        name = item.slot.names[0]
         target = targets[name]
         source = (
             move.LocalTensor.from_tensor(self.tensors[item.name], item.name) if item.name in self.tensors else None
@@ -272,7 +272,7 @@ class StoredValues:
         executor = self._executor(world)
         items: list[ReadItem] = []
         for item in match.tensors:
-            name = item.place.names[0]
+            name = item.slot.names[0]
             boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
             local = local_tensor(targets[name])
             items.append(ReadItem(name, self.expressions[item.name], boxes, local.dtype, local.device))
