@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 import shardwise
 from shardwise.files.four_bit_blocks import quantize_rows
 from shardwise.models.four_bit.config import Packing, to_transformers
-from shardwise.models.four_bit.files import ABSMAX, build_constants
+from shardwise.models.four_bit.files import ABSMAX, build_metadata
 from shardwise.options import LoadOptions, Nf4
 
 EXPERTS = 4
@@ -32,7 +32,7 @@ def packed_for_files(key: str, numbers: torch.Tensor, quantization: Nf4) -> dict
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scales = torch.empty(rows, columns // packing.block_size)
     assert not quantize_rows(numbers.detach().contiguous(), packing.block_size, quantization.form, codes, scales)
-    constants = build_constants(packing, (rows, columns), None)
+    constants = build_metadata(packing, (rows, columns), None)
     beside = {f"{key}.{name}": tensor for name, tensor in constants.items()}
     return {key: codes.view(-1, 1), f"{key}.{ABSMAX}": scales.view(-1), **beside}
 
@@ -76,7 +76,7 @@ def make_packed_one_by_one(plain: Path, folder: Path, *, is_nested: bool) -> dic
 def _nested(key: str, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
     plain = dict(packed_for_files(key, numbers, Nf4()))
     codes, nested, offset = nested_scales(plain[f"{key}.absmax"])
-    constants = build_constants(Packing(Nf4.form, 64, numbers.dtype), numbers.shape, float(offset))
+    constants = build_metadata(Packing(Nf4.form, 64, numbers.dtype), numbers.shape, float(offset))
     beside = {"absmax": codes, "nested_absmax": nested, **constants}
     return {key: plain[key]} | {f"{key}.{name}": tensor for name, tensor in beside.items()}
 

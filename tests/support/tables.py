@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.files import coded, quantized
     from shardwise.files.checkpoint_index import CheckpointFormat
-    from shardwise.files.dequantize_expressions import four_bits, scaled
+    from shardwise.files.dequantize_expressions import dequantize_four_bits, dequantize_scaled
     from shardwise.files.distributed import FORMAT as FOLDERS
     from shardwise.files.open_checkpoint import FormOf
     from shardwise.files.safetensors_files import FORMAT as SAFETENSORS
@@ -24,5 +24,5 @@ if TYPE_CHECKING:
         quantized.parse_form,
         coded.bitsandbytes,
     )
-    _nodes: tuple[MakeNode, ...] = (scaled, four_bits)
+    _nodes: tuple[MakeNode, ...] = (dequantize_scaled, dequantize_four_bits)
     _base_forms: tuple[BaseForm, ...] = (FOUR_BITS,)

@@ -18,7 +18,7 @@ def place(*names, shape=(4, 2), dtype=DType.F32):
 
 def test_a_tensor_is_found_under_any_of_its_names():
     (taken,) = match([place("a", "b")], [{"b": WHOLE}, {}], STRICT).tensors
-    assert (taken.name, taken.place.names[0]) == ("b", "a")
+    assert (taken.name, taken.slot.names[0]) == ("b", "a")
     assert taken.source_boxes == ((Box.whole((4, 2)),), ())
 
 

@@ -176,7 +176,7 @@ def _read_tensors(
     targets: dict[Key, torch.Tensor] = {}
     if plan.fitting is not None:
         with world.collective("find the tensors to restore"):
-            targets = plan.fitting.targets(optimizers)
+            targets = plan.fitting.allocate_targets(optimizers)
     states = {dcp_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
     with world.collective("read values"):
         _read_into(executor, opened, {**tensors, **states})

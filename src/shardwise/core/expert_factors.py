@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 from shardwise.core.errors import ConfigError
 from shardwise.core.expression import Expression, Shape, permute, reshape
 
-TODAYS_VERSION: Final = "0.19.1"
-"""The first version of PEFT with today's layout."""
+CURRENT_LAYOUT_VERSION: Final = "0.19.1"
+"""The first version of PEFT with the current layout of the factors."""
 
 _Shapes: TypeAlias = tuple[Shape, Shape]
 
@@ -27,8 +27,8 @@ class ExpertFactors:
     """Shapes of (lora_A, lora_B) of a parameter of stacked experts.
 
     Attributes:
-        stored: those in a file.
-        expected: those of today's PEFT.
+        stored: the shapes in a file.
+        expected: the shapes in the current layout.
         experts: number of experts.
         is_transposed: whether the parameter is (experts, in, out).
     """
@@ -40,20 +40,28 @@ class ExpertFactors:
 
     @property
     def fits(self) -> bool:
+        """Whether the stored shapes are those of the current layout."""
         return self.stored == self.expected
 
     @property
     def fits_exchanged(self) -> bool:
+        """Whether the stored shapes are those of the layout with input and output exchanged."""
         (stacked, size_in), (size_out, _) = self.expected
         return self.stored == ((stacked, size_out), (size_in, stacked))
 
     def exchange(self, lora_A: Expression, lora_B: Expression) -> tuple[Expression, Expression]:
-        """Return stored (lora_A, lora_B) in today's layout. They fit exchanged."""
-        (stacked, size_in), (size_out, _) = self.expected
+        """Return stored (lora_A, lora_B), whose input and output are exchanged, in the current layout.
+
+        With 4 experts, rank 2, input 16 and output 24, ``lora_A`` is (8, 24) and becomes lora_B (24, 8), and
+        ``lora_B`` is (16, 8) and becomes lora_A (8, 16).
+        """
+        (stacked, size_in), (size_out, _) = self.expected  # stacked = experts * rank
         rank = stacked // self.experts
-        of_input = permute(reshape(lora_B, (size_in, rank, self.experts)), (2, 1, 0))
-        of_output = permute(reshape(lora_A, (self.experts, rank, size_out)), (2, 1, 0))
-        return reshape(of_input, (stacked, size_in)), reshape(of_output, (size_out, stacked))
+        # lora_B is stored rank by rank, and becomes expert by expert: (in, r, experts) to (experts, r, in).
+        input_factor = permute(reshape(lora_B, (size_in, rank, self.experts)), (2, 1, 0))
+        # lora_A is stored expert by expert, and becomes rank by rank: (experts, r, out) to (out, r, experts).
+        output_factor = permute(reshape(lora_A, (self.experts, rank, size_out)), (2, 1, 0))
+        return reshape(input_factor, (stacked, size_in)), reshape(output_factor, (size_out, stacked))
 
 
 def are_exchanged(factors: Sequence[ExpertFactors], peft_version: str | None, what: str) -> bool:
@@ -64,11 +72,13 @@ def are_exchanged(factors: Sequence[ExpertFactors], peft_version: str | None, wh
     Raises:
         ConfigError: neither the shapes nor the version tell.
     """
+    # Parameters that are not square fit one layout only.
     by_shape = {item.fits_exchanged for item in factors if item.fits != item.fits_exchanged}
     if len(by_shape) == 1:
         return by_shape.pop()
     if not any(item.fits_exchanged for item in factors):
         return False
+    # Configs have their version since PEFT 0.18.0, so those without one are of 0.17.
     numbers = re.match(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?", peft_version or "0.17")
     version = tuple(int(number or 0) for number in numbers.groups()) if numbers else None
     is_transposed = any(item.is_transposed for item in factors)

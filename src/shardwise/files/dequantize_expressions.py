@@ -10,15 +10,16 @@ from shardwise.files.dequantize import decode, dequantize
 from shardwise.files.packed import dequantize_packed_rows, dequantize_scales
 
 LeafOf: TypeAlias = Callable[[str], Expression]
-"""Returns the leaf for a stored tensor, by its name."""
+"""Returns the leaf for a stored tensor, by its key."""
 
 
-def scaled(coded: Scaled, leaf: LeafOf) -> Expression:
+def dequantize_scaled(coded: Scaled, leaf: LeafOf) -> Expression:
     """Build the expression ``(values - zero points) * scales``."""
     *outer, columns = coded.shape
     values, per_byte = leaf(coded.values.key), coded.code.per_byte
     nbytes = -(-columns // per_byte)
-    if numel(values.shape) != numel(outer) * nbytes:  # words that are filled in part
+    # 9 columns of 4 bits are two words (8 bytes), of which 5 bytes are used.
+    if numel(values.shape) != numel(outer) * nbytes:
         values = slice_dim(values, len(outer), 0, nbytes)
     # If the last byte has one element, its second one is computed as well, and cut off in the end. This element
     # must not begin a block of its own, for which there is no scale.
@@ -61,14 +62,15 @@ def _unpack_zeros(coded: Scaled, zeros: Zeros, leaf: LeafOf) -> Expression:
     if not zeros.in_a_word:
         return stored
     *outer, words, nbytes = stored.shape
-    groups, last = nbytes // 4, len(stored.shape)
+    groups = nbytes // 4  # a word has 4 bytes
+    last = len(stored.shape)  # the last dimension of ``values``, which has one more than ``stored``
     values = decode(stored, (*outer, words, groups, zeros.in_a_word), coded.code)
     rows = permute(values, (*range(last - 1), last, last - 1))
     all_rows = reshape(rows, (*outer, words * zeros.in_a_word, groups))
     return slice_dim(all_rows, last - 2, 0, coded.shape[-2])  # without the rows that fill the last word
 
 
-def four_bits(coded: FourBits, leaf: LeafOf) -> Expression:
+def dequantize_four_bits(coded: FourBits, leaf: LeafOf) -> Expression:
     """Dequantize packed 4-bit values, whose scales may be quantized themselves."""
     factors = leaf(coded.scales.key)
     if coded.nested is not None:

@@ -1,11 +1,12 @@
 """Quantized forms with elements and scales in separate tensors, which are paired by name.
 
-[Note: Pairs by name] Block sizes come from the ``quantization_config``, never from shapes: 160 rows in blocks of
-128 have two scales, as 128 rows in blocks of 80 would. Scales have the names in use: ``weight_scale_inv``
-(DeepSeek, Qwen, GLM), ``weight_scale`` (compressed-tensors, modelopt), ``scale`` and ``qscale_weight`` (Mistral)
-for ``weight``. For stacked experts they have the parameter's name with ``_scale_inv`` or ``_scale``, and
-``_blocks`` and ``_scales`` for MXFP4. compressed-tensors stores a zero point for each scale in
-``weight_zero_point``, and a group for each column in ``weight_g_idx``. Both are used wherever they are stored.
+[Note: Pairs by name] :class:`_ScaledForm` is one form, and :class:`_EntryMatcher` finds the entries of its tensors.
+Block sizes come from the ``quantization_config``, never from shapes: 160 rows in blocks of 128 have two scales, as
+128 rows in blocks of 80 would. Scales have the names in use: ``weight_scale_inv`` (DeepSeek, Qwen, GLM),
+``weight_scale`` (compressed-tensors, modelopt), ``scale`` and ``qscale_weight`` (Mistral) for ``weight``. For
+stacked experts they have the parameter's name with ``_scale_inv`` or ``_scale``, and ``_blocks`` and ``_scales``
+for MXFP4. compressed-tensors stores a zero point for each scale in ``weight_zero_point``, and a group for each
+column in ``weight_g_idx``. Both are used wherever they are stored.
 """
 
 import contextlib
@@ -42,9 +43,21 @@ _MAX_SHAPE_BYTES: Final = 64
 _SCALE_DTYPES: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0, DType.U8)
 _FAULTS: Final = "quantized weights that do not match their scales"
 
+_WEIGHT_SCALES = re.compile(
+    r".+(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|qscale_weight|_proj_scales?)"
+)
+"""Names of scales of weights."""
+
+_ZEROS_AND_GROUPS = re.compile(r".+((weight|_proj)_(zero_point|g_idx)|\.(qzeros|g_idx))")
+"""Names of zero points and of groups of columns."""
+
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+_SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
+_ZERO_POINT, _GROUPS = "zero_point", "g_idx"
+
 
 @dataclass(frozen=True, slots=True)
-class _WithScales:
+class _ScaledForm:
     """Elements and scales in separate tensors.
 
     Attributes:
@@ -64,14 +77,14 @@ class _WithScales:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forms:
+class _ScaledForms:
     """The forms of a checkpoint. Several are told apart by what is stored, then by ``targets``, then by shapes.
 
     Attributes:
         targets: the modules of each form: names (also of modules around them), regexes after "re:", or classes.
     """
 
-    targets: Mapping[_WithScales, Collection[str]]
+    targets: Mapping[_ScaledForm, Collection[str]]
 
     @property
     def is_kept(self) -> bool:
@@ -86,24 +99,24 @@ class _Forms:
                 if key.endswith(("_packed", f"_{_ZERO_POINT}")):
                     entries[key] = words_as_bytes(entry)
             shapes = _read_stored_shapes(reader, index)
-        pairings = [_Pairing(entries, form, shapes) for form in self.targets]
+        matchers = [_EntryMatcher(entries, form, shapes) for form in self.targets]
         faults = FormatFaults(index.root)
         composed: dict[str, Composed] = {}
         used: set[str] = set()
         for entry in entries.values():
-            candidates = {pairing: pairs for pairing in pairings if (pairs := pairing.find(entry)) is not None}
-            # Also those of forms that are not chosen: a scale is then no scale of nothing.
-            for pairs in candidates.values():
-                used |= pairs.keys
+            candidates = {matcher: matched for matcher in matchers if (matched := matcher.find(entry)) is not None}
+            # The entries of all candidates, not only of the chosen one: none of these scales is without a weight.
+            for matched in candidates.values():
+                used |= matched.keys
             try:
-                for pairing, pairs in self._choose(candidates).items():
-                    composed[pairs.key] = pairing.compose(pairs)
-                    used.update(checkpoint_index.iter_entry_keys(composed[pairs.key].composition))
+                for matcher, matched in self._choose(candidates).items():
+                    composed[matched.key] = matcher.compose(matched)
+                    used.update(checkpoint_index.iter_entry_keys(composed[matched.key].composition))
             except FormatError as error:
                 faults.add(_FAULTS, str(error))
                 # One fault for a weight: its other companions are not faults of their own.
                 used.update(
-                    f"{pairs.key}_{name}" for pairs in candidates.values() for name in (_ZERO_POINT, _GROUPS)
+                    f"{matched.key}_{name}" for matched in candidates.values() for name in (_ZERO_POINT, _GROUPS)
                 )
         # Only now, because companions may be stored before and after their weights.
         for key in entries:
@@ -111,7 +124,7 @@ class _Forms:
                 continue
             if _is_scale(key):
                 faults.add(_FAULTS, f"{shown(key)}: the weights of this scale are not stored")
-            elif _OFFSETS.fullmatch(key):
+            elif _ZEROS_AND_GROUPS.fullmatch(key):
                 # A reader that ignores them gets other values.
                 faults.add(_FAULTS, f"{shown(key)} is not supported for weights in this form")
         faults.raise_if_any()
@@ -128,7 +141,9 @@ class _Forms:
             ignored=(*index.ignored, *sorted(activation_keys)),
         )
 
-    def _choose(self, candidates: "Mapping[_Pairing, _Pairs]") -> "Mapping[_Pairing, _Pairs]":
+    def _choose(
+        self, candidates: "Mapping[_EntryMatcher, _MatchedEntries]"
+    ) -> "Mapping[_EntryMatcher, _MatchedEntries]":
         """Return the only one of the forms in which an entry may be stored, or none if there are none.
 
         Raises:
@@ -138,16 +153,17 @@ class _Forms:
             return candidates
         key = next(iter(candidates.values())).key
         module = key.removesuffix(".weight")
-        ranks = {pairing: _closest_target(module, self.targets[pairing.form]) for pairing in candidates}
-        closest = {pairing: candidates[pairing] for pairing in candidates if ranks[pairing] == max(ranks.values())}
+        closeness = {matcher: _measure_closeness(module, self.targets[matcher.form]) for matcher in candidates}
+        best = max(closeness.values())
+        closest = {matcher: matched for matcher, matched in candidates.items() if closeness[matcher] == best}
         if len(closest) < 2:
             return closest
         # Nothing in the config decides: the shapes do, if scales of only one form fit.
         fitting = {}
-        for pairing, pairs in closest.items():
+        for matcher, matched in closest.items():
             with contextlib.suppress(FormatError):
-                pairing.compose(pairs)
-                fitting[pairing] = pairs
+                matcher.compose(matched)
+                fitting[matcher] = matched
         if len(fitting) != 1:
             raise FormatError(
                 f"{shown(key)} fits {len(fitting)} of the {len(closest)} forms that quantization_config has for "
@@ -156,15 +172,21 @@ class _Forms:
         return fitting
 
 
-def _closest_target(module: str, targets: Collection[str]) -> tuple[int, int]:
-    """Rank the target that names a module most closely, as compressed-tensors does: a name, a regex, a class."""
+def _measure_closeness(module: str, targets: Collection[str]) -> tuple[int, int]:
+    """Return how closely targets name a module, as compressed-tensors does: by name, by regex, by class, or not.
+
+    For the module ``model.layers.0.mlp`` the target ``model.layers.0`` gives (3, 3), ``re:.*mlp`` (2, 0),
+    ``Linear`` (1, 0), and names of other modules (0, 0).
+    """
     parts = module.split(".")
     for depth in range(len(parts), 0, -1):
         if ".".join(parts[:depth]) in targets:
             return 3, depth
     if any(re.match(target.removeprefix("re:"), module) for target in targets if target.startswith("re:")):
         return 2, 0
-    return int(not all(target.startswith("re:") or "." in target for target in targets)), 0
+    # Classes of modules are not known here, so a class may be that of any module.
+    has_class = any(not target.startswith("re:") and "." not in target for target in targets)
+    return int(has_class), 0
 
 
 def parse_form(config: Mapping[str, Any]) -> QuantizedForm:
@@ -176,14 +198,14 @@ def parse_form(config: Mapping[str, Any]) -> QuantizedForm:
     method = config.get("quant_method")
     match method:
         case "fp8" | "fbgemm_fp8":
-            return _Forms({_WithScales("float8", _pair(config.get("weight_block_size"))): ()})
+            return _ScaledForms({_ScaledForm("float8", _parse_block(config.get("weight_block_size"))): ()})
         case "mxfp4":
-            return _Forms({_WithScales("mxfp4", (32,)): ()})
+            return _ScaledForms({_ScaledForm("mxfp4", (32,)): ()})
         case "compressed-tensors":
             groups = config.get("config_groups")
             if not isinstance(groups, Mapping) or not groups:
                 raise checkpoint_index.unknown_form("compressed-tensors without config_groups")
-            targets: dict[_WithScales, set[str]] = {}
+            targets: dict[_ScaledForm, set[str]] = {}
             for group in groups.values():
                 if isinstance(group, Mapping) and group.get("weights") is None and len(groups) > 1:
                     continue  # activations only
@@ -191,36 +213,36 @@ def parse_form(config: Mapping[str, Any]) -> QuantizedForm:
                 targets.setdefault(form, set()).update(_parse_targets(group.get("targets") or []))
             if not targets:
                 raise checkpoint_index.unknown_form("compressed-tensors without weights")
-            return _Forms(targets)
+            return _ScaledForms(targets)
         case "modelopt":
             return _parse_modelopt(config)
     raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
 
 
 _MODELOPT: Final = {
-    "FP8": _WithScales("float8"),
-    "FP8_PER_CHANNEL_PER_TOKEN": _WithScales("float8"),
-    "FP8_PB_WO": _WithScales("float8", (128, 128)),
-    "NVFP4": _WithScales("nvfp4", (16,)),
-    "W4A16_NVFP4": _WithScales("nvfp4", (16,)),
+    "FP8": _ScaledForm("float8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": _ScaledForm("float8"),
+    "FP8_PB_WO": _ScaledForm("float8", (128, 128)),
+    "NVFP4": _ScaledForm("nvfp4", (16,)),
+    "W4A16_NVFP4": _ScaledForm("nvfp4", (16,)),
 }
 """Forms of weights by modelopt's ``quant_algo``, with the block sizes that are meant without a ``group_size``."""
 
 
-def _parse_modelopt(config: Mapping[str, Any]) -> _Forms:
+def _parse_modelopt(config: Mapping[str, Any]) -> _ScaledForms:
     inner = config.get("quantization")
     settings = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
     layers = settings.get("quantized_layers")
     if str(settings.get("quant_algo")).upper() != "MIXED_PRECISION" or not isinstance(layers, Mapping):
-        return _Forms({_parse_algorithm(settings): ()})
-    targets: dict[_WithScales, set[str]] = {}
+        return _ScaledForms({_parse_algorithm(settings): ()})
+    targets: dict[_ScaledForm, set[str]] = {}
     for name, layer in layers.items():
         form = _parse_algorithm(layer if isinstance(layer, Mapping) else {})
         targets.setdefault(form, set()).add(name)
-    return _Forms(targets)
+    return _ScaledForms(targets)
 
 
-def _parse_algorithm(settings: Mapping[str, Any]) -> _WithScales:
+def _parse_algorithm(settings: Mapping[str, Any]) -> _ScaledForm:
     algorithm = str(settings.get("quant_algo"))
     form = _MODELOPT.get(algorithm.upper())  # modelopt also writes it in lower case
     if form is None:
@@ -228,10 +250,10 @@ def _parse_algorithm(settings: Mapping[str, Any]) -> _WithScales:
     size = settings.get("group_size")
     if not form.block or size is None:
         return form
-    return replace(form, block=_group_size(size, "modelopt") * len(form.block))
+    return replace(form, block=_parse_group_size(size, "modelopt") * len(form.block))
 
 
-def _group_size(size: object, what: str) -> tuple[int]:
+def _parse_group_size(size: object, what: str) -> tuple[int]:
     if type(size) is not int or size < 1:
         raise checkpoint_index.unknown_form(f"{what} with group_size {shown(repr(size))}")
     return (size,)
@@ -250,7 +272,7 @@ def _parse_targets(targets: Any) -> list[str]:
     return targets
 
 
-def _parse_group(group: Any, form: object) -> _WithScales:
+def _parse_group(group: Any, form: object) -> _ScaledForm:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise checkpoint_index.unknown_form("compressed-tensors without weights")
@@ -259,7 +281,7 @@ def _parse_group(group: Any, form: object) -> _WithScales:
     size = weights.get("group_size")
     block: tuple[int, ...] = ()
     if strategy in ("group", "tensor_group") and size is not None:
-        block = _group_size(size, "compressed-tensors")
+        block = _parse_group_size(size, "compressed-tensors")
     needs: tuple[str, ...] = (_ZERO_POINT,) if weights.get("symmetric") is False else ()
     order = weights.get("actorder")
     if order not in (None, False, "weight", "static"):  # with these, columns keep their order
@@ -270,50 +292,39 @@ def _parse_group(group: Any, form: object) -> _WithScales:
         raise checkpoint_index.unknown_form(f"compressed-tensors with {needs[0]} of {shown(repr(kind))}")
     match (kind, bits if type(bits) is int else 0, form):
         case ("float", 8, _):
-            return _WithScales("float8", _pair(weights.get("block_structure")) if strategy == "block" else ())
+            return _ScaledForm(
+                "float8", _parse_block(weights.get("block_structure")) if strategy == "block" else ()
+            )
         case ("float", 4, "nvfp4-pack-quantized"):
-            return _WithScales("nvfp4", block or (16,))
+            return _ScaledForm("nvfp4", block or (16,))
         case ("int", 4 | 8 as width, "pack-quantized"):
-            return _WithScales("words", block, width, needs)
+            return _ScaledForm("words", block, width, needs)
         case ("int", 8, _):
-            return _WithScales("bytes", block, needs=needs)
+            return _ScaledForm("bytes", block, needs=needs)
     raise checkpoint_index.unknown_form(
         f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}"
     )
 
 
-def _pair(value: object) -> tuple[int, ...]:
+def _parse_block(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
-    raise ConfigError(f"quantization_config: a block of {shown(repr(value))} is not a list of two sizes")
-
-
-# Which tensors belong together
-
-_OF_WEIGHTS = re.compile(
-    r".+(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|qscale_weight|_proj_scales?)"
-)
-"""Names of scales of weights."""
-
-_OFFSETS = re.compile(r".+((weight|_proj)_(zero_point|g_idx)|\.(qzeros|g_idx))")
-"""Names of zero points and of groups of columns."""
-
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")
-_SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
-_ZERO_POINT, _GROUPS = "zero_point", "g_idx"
+    raise ConfigError(
+        f"quantization_config: a block of {shown(repr(value))} is not a list of two sizes. Correct the config"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Pairs:
-    """Entries of a tensor in few bits.
+class _MatchedEntries:
+    """The stored entries of one quantized tensor.
 
     Attributes:
-        key: of the dequantized tensor.
-        values: its elements.
-        scales: their scales, or None if they are missing.
-        overall: the scale of the whole tensor, and its power.
+        key: the key of the dequantized tensor.
+        values: the elements.
+        scales: the scales of the elements, or None if they are missing.
+        overall: the scale of the whole tensor, and 1 if elements are multiplied by it, -1 if they are divided.
     """
 
     key: str
@@ -328,34 +339,37 @@ class _Pairs:
 
 
 @dataclass(frozen=True, eq=False)
-class _Pairing:
-    """Pairs elements with scales in one form. ``shapes`` are the stored shapes of the elements by key."""
+class _EntryMatcher:
+    """Matches elements with scales in one form.
+
+    ``shapes`` are the unpacked shapes of packed elements, by key, where the checkpoint stores them.
+    """
 
     entries: Mapping[str, TensorEntry]
-    form: _WithScales
+    form: _ScaledForm
     shapes: Mapping[str, tuple[int, ...]]
 
-    def find(self, entry: TensorEntry) -> _Pairs | None:
-        """Return an entry of elements with its scales, or None if it has no elements in this form."""
+    def find(self, entry: TensorEntry) -> _MatchedEntries | None:
+        """Return the entries of the tensor whose elements this one holds. None if it holds none in this form."""
         key, entries = entry.key, self.entries
         if key.endswith(f"_{_ZERO_POINT}") or _is_scale(key):
             return None
         match self.form.kind:
             case "mxfp4" if entry.dtype in _BYTES and key.endswith("_blocks"):
                 whole = key.removesuffix("_blocks")
-                return _Pairs(whole, entry, entries.get(f"{whole}_scales"))
+                return _MatchedEntries(whole, entry, entries.get(f"{whole}_scales"))
             case "float8" | "bytes" if entry.dtype in (_FLOAT8 if self.form.kind == "float8" else (DType.I8,)):
                 names = checkpoint_index.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
-                return _Pairs(key, entry, next((entries[name] for name in names if name in entries), None))
+                return _MatchedEntries(key, entry, next((entries[name] for name in names if name in entries), None))
             case "words" if key.endswith("_packed"):
                 whole = key.removesuffix("_packed")
-                return _Pairs(whole, entry, entries.get(f"{whole}_scale"))
+                return _MatchedEntries(whole, entry, entries.get(f"{whole}_scale"))
             case "nvfp4" if entry.dtype in _BYTES and key.endswith(("weight_packed", "weight")):
                 whole = key.removesuffix("_packed")
                 name, power = (f"{whole}_scale_2", 1) if whole == key else (f"{whole}_global_scale", -1)
                 if name not in entries:
-                    return _Pairs(whole, entry, None)
-                return _Pairs(whole, entry, entries.get(f"{whole}_scale"), (entries[name], power))
+                    return _MatchedEntries(whole, entry, None)
+                return _MatchedEntries(whole, entry, entries.get(f"{whole}_scale"), (entries[name], power))
         return None
 
     def _require_elements(self, key: str, entry: TensorEntry) -> None:
@@ -375,20 +389,20 @@ class _Pairing:
                 f"{shown(key)} is stored twice, as numbers and as {shown(entry.key)}. Keep one of the two"
             )
 
-    def compose(self, pairs: _Pairs) -> Composed:
+    def compose(self, matched: _MatchedEntries) -> Composed:
         """Return the dequantized tensor.
 
         Raises:
             FormatError: its entries do not match.
         """
-        key, values, scales, overall = pairs.key, pairs.values, pairs.scales, pairs.overall
+        key, values, scales, overall = matched.key, matched.values, matched.scales, matched.overall
         self._require_elements(key, values)
         if scales is None:
             raise FormatError(f"{shown(values.key)} is stored as {values.dtype.label}, and has no scale")
         dtypes = (DType.F8_E4M3,) if self.form.kind == "nvfp4" else _SCALE_DTYPES
         if scales.dtype not in dtypes:
             raise FormatError(f"{shown(scales.key)}: scales of {scales.dtype.label} are not supported")
-        shape, unit = self._shape_and_unit(key, values, scales)
+        shape, unit = self._find_shape_and_unit(key, values, scales)
         # Blocks in each dimension: (2, 2) for an FP8 weight (130, 132) in blocks of (128, 128). modelopt stores
         # these scales as (2, 1, 2, 1), so sizes of 1 are ignored.
         counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
@@ -400,24 +414,24 @@ class _Pairing:
             )
         if overall is not None and numel(overall[0].shape) != 1:
             raise FormatError(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and must be one number")
-        self._check_columns(key, values, shape, unit)
+        self._require_columns(key, values, shape, unit)
         composition = Scaled(
             Whole(values.key),
             Whole(scales.key),
             shape,
             unit,
-            self._code(values),
+            self._select_code(values),
             has_exponents=scales.dtype is DType.U8,
             overall=None if overall is None else (Whole(overall[0].key), overall[1]),
             swaps=self.form.kind == "mxfp4",
-            zeros=self._zeros(key, shape, counts),
-            groups=self._groups(key, shape),
+            zeros=self._find_zeros(key, shape, counts),
+            groups=self._find_groups(key, shape),
         )
         if composition.swaps:
             shape = (*shape[:-2], shape[-1], shape[-2])
         return Composed(DType.F32, shape, composition)
 
-    def _companion(self, key: str, name: str) -> TensorEntry | None:
+    def _find_companion(self, key: str, name: str) -> TensorEntry | None:
         """Return the zero points or groups of elements, or None. Only integers and 8-bit floats have them."""
         if self.form.kind in ("mxfp4", "nvfp4"):
             return None
@@ -426,8 +440,8 @@ class _Pairing:
             raise FormatError(f"{shown(key)}: {shown(key)}_{name} is missing, and quantization_config requires it")
         return companion
 
-    def _zeros(self, key: str, shape: tuple[int, ...], counts: tuple[int, ...]) -> Zeros | None:
-        entry = self._companion(key, _ZERO_POINT)
+    def _find_zeros(self, key: str, shape: tuple[int, ...], counts: tuple[int, ...]) -> Zeros | None:
+        entry = self._find_companion(key, _ZERO_POINT)
         if entry is None:
             return None
         if entry.dtype is not DType.U8 or self.form.kind != "words":
@@ -446,8 +460,8 @@ class _Pairing:
             )
         return Zeros(Whole(entry.key), in_a_word)
 
-    def _groups(self, key: str, shape: tuple[int, ...]) -> Whole | None:
-        entry = self._companion(key, _GROUPS)
+    def _find_groups(self, key: str, shape: tuple[int, ...]) -> Whole | None:
+        entry = self._find_companion(key, _GROUPS)
         if entry is None:
             return None
         if entry.dtype not in _INTEGERS or entry.shape != shape[-1:]:
@@ -457,7 +471,9 @@ class _Pairing:
             )
         return Whole(entry.key)
 
-    def _check_columns(self, key: str, values: TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]) -> None:
+    def _require_columns(
+        self, key: str, values: TensorEntry, shape: tuple[int, ...], unit: tuple[int, ...]
+    ) -> None:
         """Check the columns of words, the last of which may be partly filled.
 
         Raises:
@@ -475,7 +491,7 @@ class _Pairing:
                 f"{shown(key)} has {shape[-1]} columns in groups of {unit[-1]}, which is not supported"
             )
 
-    def _code(self, values: TensorEntry) -> Code:
+    def _select_code(self, values: TensorEntry) -> Code:
         match self.form.kind:
             case "float8":
                 return Code[values.dtype.name]
@@ -485,17 +501,19 @@ class _Pairing:
                 return Code.INT8
         return Code.E2M1
 
-    def _shape_and_unit(
+    def _find_shape_and_unit(
         self, key: str, values: TensorEntry, scales: TensorEntry
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape of the dequantized elements, and the sizes of a block in each dimension."""
         shape, block = values.shape, self.form.block
         match self.form.kind:
-            case "mxfp4":
+            case "mxfp4":  # (experts, out, in / 32, 16) bytes are (experts, out, in) elements
                 shape = (*shape[:-2], numel(shape[-2:]) * 2) if len(shape) > 2 else ()
-            case "nvfp4":
+            case "nvfp4":  # (out, in / 2) bytes are (out, in) elements
                 shape = (*shape[:-1], shape[-1] * 2) if shape else ()
-            case "words":
+            case "words":  # (out, 4 * words) bytes; a stored shape says how much of the last word is used
                 shape = self.shapes.get(key, (*shape[:-1], shape[-1] * 8 // self.form.bits))
+        # The config decides: for experts (8, 512, 256), a block of (128, 128) is (1, 128, 128).
         if block and len(shape) >= len(block):
             return shape, (*(1 for _ in shape[: -len(block)]), *block)
         if numel(scales.shape) == 1:
@@ -517,7 +535,7 @@ def _is_scale(key: str) -> bool:
     if OF_ACTIVATIONS.fullmatch(key):
         return False
     # Others, such as ``logit_scale``, belong to the model, and are matched with its tensors.
-    return _OF_WEIGHTS.fullmatch(key) is not None
+    return _WEIGHT_SCALES.fullmatch(key) is not None
 
 
 def _read_stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[str, tuple[int, ...]]:

@@ -14,8 +14,8 @@ MakeNode: TypeAlias = Callable[[Any, Callable[[str], Expression]], Expression]
 """Makes the expression of a :class:`~shardwise.files.checkpoint_index.Coded` of one kind, given leaves by key."""
 
 NODES: Final[dict[str, str]] = {
-    "scaled": "shardwise.files.dequantize_expressions:scaled",
-    "four bits": "shardwise.files.dequantize_expressions:four_bits",
+    "scaled": "shardwise.files.dequantize_expressions:dequantize_scaled",
+    "four bits": "shardwise.files.dequantize_expressions:dequantize_four_bits",
 }
 """Location of the :data:`MakeNode` of each kind, as ``package.module:name``."""
 

@@ -140,7 +140,7 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
     return (
         four_bit_files.collect_file_tensors(tensors)
         if names == "hub"
-        else four_bit_files.checkpoint_tensors(tensors)
+        else four_bit_files.rename_mxfp4_codes(tensors)
     )
 
 

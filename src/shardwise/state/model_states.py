@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, FormatError
-from shardwise.core.expert_factors import TODAYS_VERSION
+from shardwise.core.expert_factors import CURRENT_LAYOUT_VERSION
 from shardwise.core.expression import Expression, Stored
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import StateReport
@@ -143,7 +143,7 @@ def set_model_values(
         refs_by_slot = {slot.names[0]: item for slot, item in slots}
         with world.collective("match tensors"):
             matched = match([slot for slot, _ in slots], provided, consent, world.global_ranks)
-        matched_refs = {item.place.names[0]: refs_by_slot[item.place.names[0]] for item in matched.tensors}
+        matched_refs = {item.slot.names[0]: refs_by_slot[item.slot.names[0]] for item in matched.tensors}
         with world.collective("check the tensors"):
             require_plain_tensors(list(matched_refs.values()))
         # Computed while all is on meta, so that a model is filled as by a load.
@@ -151,7 +151,7 @@ def set_model_values(
         with world.collective("plan computed tensors"):
             computed = _compute_buffers(initializers, only)
         # The last check: nothing has been changed so far.
-        values.require_ties(world, [item.place.names for item in matched.tensors])
+        values.require_ties(world, [item.slot.names for item in matched.tensors])
     with clock.phase("exchange"):
         # Memory is allocated only now, after all checks of the model and the state.
         device = staging_device(refs, [item.tensor for item in refs])
@@ -343,7 +343,7 @@ def _exchange_experts(
     model: Any, values: state_values.Values, adapter: str | None, folder: str
 ) -> state_values.Values:
     config = Path(folder, ADAPTER_CONFIG)
-    version = read_peft_version(config) if config.is_file() else TODAYS_VERSION
+    version = read_peft_version(config) if config.is_file() else CURRENT_LAYOUT_VERSION
     expressions: Mapping[str, Expression]
     if isinstance(values, state_values.StoredValues):
         expressions = values.expressions

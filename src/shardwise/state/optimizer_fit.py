@@ -181,7 +181,7 @@ class OptimizerMatch:
     def unexpected(self) -> tuple[str, ...]:
         return self.groups.unexpected + self.matched.unexpected
 
-    def targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
+    def allocate_targets(self, targets: OptimizerTargets) -> dict[Key, torch.Tensor]:
         """Return the target tensors: the tensors that the optimizers already have, otherwise new memory."""
         optimizer_indices = targets.optimizer_indices
         tensors: dict[Key, torch.Tensor] = {}
@@ -189,7 +189,7 @@ class OptimizerMatch:
             parameter, entry = self.agreed.keys[item.name]
             target = targets.tensor(item.name)
             if target is None:
-                target = state_like(targets.parameters[parameter], to_torch(item.place.dtype))
+                target = state_like(targets.parameters[parameter], to_torch(item.slot.dtype))
             tensors[Key(optimizer_indices[parameter], parameter, entry)] = target
         return tensors
 

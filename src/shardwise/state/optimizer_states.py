@@ -100,7 +100,7 @@ def set_optimizer_values(
     with clock.phase("exchange"):
         # Existing tensors are written in place. Missing ones get memory here, and are bound at the end.
         with world.collective("find the tensors to restore"):
-            tensors = fitting.targets(targets)
+            tensors = fitting.allocate_targets(targets)
         by_label = {key.label: tensor for key, tensor in tensors.items()}
         device = staging_device(targets.refs, tensors.values())
         traffic = values.copy_into(world, matched, by_label, budget_bytes=options.budget_bytes, device=device)

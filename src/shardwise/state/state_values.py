@@ -163,7 +163,7 @@ class ProvidedValues:
         targets: Mapping[str, torch.Tensor],
         metadata: Sequence[Mapping[str, tensor_metadata.TensorMetadata]],
     ) -> move.Transfer:
-        name = item.place.names[0]
+        name = item.slot.names[0]
         target = targets[name]
         source = None  # on ranks that provide nothing of this tensor
         if item.name in self.tensors:
@@ -278,7 +278,7 @@ class StoredValues:
         executor = self._executor(world)
         items: list[ReadItem] = []
         for item in match.tensors:
-            name = item.place.names[0]
+            name = item.slot.names[0]
             # Shards of a rank may be empty: 2 rows on 4 ranks.
             boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
             local = local_tensor(targets[name])

@@ -51,7 +51,7 @@ class StateSlot:
 class MatchedTensor:
     """A tensor to fill, with the name, dtype and boxes of its source in the state."""
 
-    place: StateSlot
+    slot: StateSlot
     name: str
     dtype: DType
     source_boxes: tuple[tuple[Box, ...], ...]
@@ -71,14 +71,14 @@ class Match:
     def cast(self) -> dict[str, tuple[str, str]]:
         """First names of slots mapped to (dtype in the state, dtype of the slot), for those that differ."""
         return {
-            item.place.names[0]: (item.dtype.label, item.place.dtype.label)
+            item.slot.names[0]: (item.dtype.label, item.slot.dtype.label)
             for item in self.tensors
-            if item.dtype is not item.place.dtype
+            if item.dtype is not item.slot.dtype
         }
 
 
 def match(
-    places: Sequence[StateSlot],
+    slots: Sequence[StateSlot],
     provided_by_rank: Sequence[Mapping[str, SourceTensor]],
     consent: Consent,
     global_ranks: Sequence[int] = ALL_RANKS,
@@ -93,7 +93,7 @@ def match(
     providers = {rank: provided for rank, provided in zip(global_ranks, provided_by_rank, strict=False) if provided}
     _require_same_names(providers)
     first = next(iter(providers.values()), {})
-    names = {name for place in places for name in place.names}
+    names = {name for slot in slots for name in slot.names}
     unexpected = [name for name in first if name not in names]
     faults: dict[str, list[str]] = {
         "mismatched": [],
@@ -104,14 +104,14 @@ def match(
     matched: list[MatchedTensor] = []
     missing: list[str] = []
     mismatched: list[str] = []
-    for place in places:
-        present = [name for name in place.names if name in first]
+    for slot in slots:
+        present = [name for name in slot.names if name in first]
         if not present:
-            missing.append(place.names[0])
-            if not any(allows(consent.missing, name) for name in place.names):
-                faults["missing"].append(place.names[0])
+            missing.append(slot.names[0])
+            if not any(allows(consent.missing, name) for name in slot.names):
+                faults["missing"].append(slot.names[0])
             continue
-        mismatch = _find_mismatch(place, present, providers)
+        mismatch = _find_mismatch(slot, present, providers)
         if mismatch is not None:
             name, text = mismatch
             mismatched.append(name)
@@ -121,9 +121,9 @@ def match(
         # A state may have a tied tensor under several names. They have been compared, so any of them will do.
         name = present[0]
         source_boxes = tuple(provided[name].boxes if provided else () for provided in provided_by_rank)
-        if not covers(place.shape, source_boxes):
+        if not covers(slot.shape, source_boxes):
             incomplete.append(name)
-        matched.append(MatchedTensor(place, name, first[name].dtype, source_boxes))
+        matched.append(MatchedTensor(slot, name, first[name].dtype, source_boxes))
     if any(faults.values()):
         raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
     if incomplete:
@@ -149,14 +149,14 @@ def _require_same_names(providers: Mapping[int, Mapping[str, SourceTensor]]) -> 
 
 
 def _find_mismatch(
-    place: StateSlot, present: Sequence[str], providers: Mapping[int, Mapping[str, SourceTensor]]
+    slot: StateSlot, present: Sequence[str], providers: Mapping[int, Mapping[str, SourceTensor]]
 ) -> tuple[str, str] | None:
     """Return the first name of a slot whose tensor does not fit, and a description. None if all fit."""
     for name in present:
         for rank, provided in providers.items():
             tensor = provided[name]
-            if tensor.shape != place.shape or not follows(tensor.dtype, place.dtype):
-                return name, f"{name}: {tensor} on rank {rank}, expected {place}"
+            if tensor.shape != slot.shape or not follows(tensor.dtype, slot.dtype):
+                return name, f"{name}: {tensor} on rank {rank}, expected {slot}"
     return None
 
 

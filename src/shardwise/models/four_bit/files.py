@@ -1,6 +1,6 @@
-"""Keys, shapes and metadata of layers in four bits in files of bitsandbytes.
+"""Keys, shapes and metadata that layers in four bits have in files: those of bitsandbytes, and MXFP4 experts.
 
-In addition to ``weight``, codes (n, 1), there are ``weight.absmax``, a float32 for each block,
+Files of bitsandbytes have, in addition to ``weight``, codes (n, 1), ``weight.absmax``, a float32 for each block,
 ``weight.quant_map``, the values of the sixteen codes, and ``weight.quant_state.bitsandbytes__nf4``, JSON with the
 shape, the dtype and the block size. Nested scales are uint8, with ``weight.nested_absmax`` and
 ``weight.nested_quant_map``, and their offset is in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
@@ -31,7 +31,7 @@ QUANT_MAP = "quant_map"
 NESTED_ABSMAX = "nested_absmax"
 NESTED_MAP = "nested_quant_map"
 QUANT_STATE = "quant_state.bitsandbytes__"
-BLOCKS = "_blocks"
+_CODES_SUFFIX = "_blocks"
 
 
 def has_four_bits(model: nn.Module) -> bool:
@@ -53,7 +53,7 @@ def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
     )
     in_files: list[TensorRef] = []
     names_in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
-    for item in checkpoint_tensors(tensors):
+    for item in rename_mxfp4_codes(tensors):
         module: Any = item.slots[0].module
         name = item.slots[0].name
         is_packed = layers.is_in_four_bits(module)
@@ -65,18 +65,18 @@ def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
             in_files.append(item)
         if is_packed and name == layers.WEIGHT:
             offset = module.weight_nested_offset.item() if module.is_nested else None
-            constants = build_constants(module.packing, (module.out_features, module.in_features), offset)
+            metadata = build_metadata(module.packing, (module.out_features, module.in_features), offset)
             in_files += [
                 _rename(item, tensor, TensorKind.PERSISTENT_BUFFER, name, f"{name}.{suffix}")
-                for suffix, tensor in constants.items()
+                for suffix, tensor in metadata.items()
             ]
     return in_files
 
 
-def checkpoint_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
-    """Return the tensors with codes of MXFP4 under their names in checkpoints: ``.._blocks``."""
+def rename_mxfp4_codes(tensors: Sequence[TensorRef]) -> list[TensorRef]:
+    """Return the tensors, with codes of MXFP4 under the names that checkpoints have for them: ``.._blocks``."""
     return [
-        _rename(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{BLOCKS}")
+        _rename(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{_CODES_SUFFIX}")
         if _is_mxfp4(item.slots[0].module, item.slots[0].name)
         else item
         for item in tensors
@@ -103,7 +103,7 @@ def require_scales(tensors: Sequence[TensorRef]) -> None:
 
 
 def require_no_experts(tensors: Sequence[TensorRef], why: str) -> None:
-    """Raise ConfigError, with this reason, if experts are in four bits."""
+    """Raise ConfigError if experts are in four bits. ``why`` has the reason, and a first remedy after a period."""
     for slot in (item.slots[0] for item in tensors):
         if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
@@ -112,10 +112,10 @@ def require_no_experts(tensors: Sequence[TensorRef], why: str) -> None:
             )
 
 
-def build_constants(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
+def build_metadata(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
     """Return the metadata of a weight as tensors, by the suffix after ``weight.`` in their keys.
 
-    ``shape`` is that of the dequantized weight, ``offset`` that of nested scales, None for plain ones.
+    ``shape`` is the shape of the dequantized weight. ``offset`` belongs to nested scales, and is None without them.
     """
     form = packing.form
     state: dict[str, Any] = {
@@ -124,12 +124,12 @@ def build_constants(packing: Packing, shape: Sequence[int], offset: float | None
         "dtype": str(packing.dtype).removeprefix("torch."),
         "shape": list(shape),
     }
-    constants = {QUANT_MAP: torch.tensor(form.codebook, dtype=torch.float32)}
+    metadata = {QUANT_MAP: torch.tensor(form.codebook, dtype=torch.float32)}
     if offset is not None:
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-        constants[NESTED_MAP] = torch.tensor(dynamic_codebook(), dtype=torch.float32)
+        metadata[NESTED_MAP] = torch.tensor(dynamic_codebook(), dtype=torch.float32)
     text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
-    return constants | {f"{QUANT_STATE}{form.value}": text}
+    return metadata | {f"{QUANT_STATE}{form.value}": text}
 
 
 def _rename(item: TensorRef, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> TensorRef:
@@ -155,7 +155,10 @@ def _as_floats(raw: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_layout(layout: ModelLayout, tensors: Sequence[TensorRef]) -> ModelLayout:
-    """Return the layout with dequantized weights in place of 4-bit ones and their scales. These have no boxes."""
+    """Return the layout with dequantized weights in place of 4-bit weights and their scales.
+
+    The dequantized weights have no boxes.
+    """
     slots = {item.fqn: item.slots[0] for item in tensors}
     layouts: list[TensorLayout] = []
     for tensor in layout.tensors:
@@ -169,6 +172,8 @@ def dequantize_layout(layout: ModelLayout, tensors: Sequence[TensorRef]) -> Mode
             continue
         packing = packings.get(name)
         if packing is not None:
+            # Two codes are in a byte: (out, in / 2) is (out, in), and of experts (experts, out, in / 2) is
+            # (experts, in, out).
             *outer, half = tensor.shape
             shape = (*outer, 2 * half)
             if packing.is_transposed:
@@ -185,20 +190,21 @@ def reshape_for_files(tensors: Sequence[TensorRef], outputs: Mapping[str, Output
     """
     slots = {item.fqn: item.slots[0] for item in tensors}
     scales = f"{layers.WEIGHT}.{ABSMAX}"
-    packed = {slot.module for slot in slots.values() if slot.name == scales}
+    packed_modules = {slot.module for slot in slots.values() if slot.name == scales}
     in_files: dict[str, Output] = {}
     for key, output in outputs.items():
         expression = output.expression
         slot = slots.get(expression.key) if isinstance(expression, Stored) else None
-        if slot is not None and slot.module in packed and slot.name in (layers.WEIGHT, scales):
+        if slot is not None and slot.module in packed_modules and slot.name in (layers.WEIGHT, scales):
             count = numel(expression.shape)
             shape = [count, 1] if slot.name == layers.WEIGHT else [count]
             output = replace(output, expression=reshape(expression, shape))
         elif (
             slot is not None
-            and slot.name.endswith(BLOCKS)
-            and _is_mxfp4(slot.module, slot.name.removesuffix(BLOCKS))
+            and slot.name.endswith(_CODES_SUFFIX)
+            and _is_mxfp4(slot.module, slot.name.removesuffix(_CODES_SUFFIX))
         ):
+            # 32 numbers are 16 bytes: (experts, out, in / 2) become (experts, out, in / 32, 16).
             shape = [*expression.shape[:-1], expression.shape[-1] // 16, 16]
             output = replace(output, expression=reshape(expression, shape))
         in_files[key] = output
