@@ -121,7 +121,7 @@ class _Deaf:
     """A detector that looks for nobody, so that only meetings are counted."""
 
     error, heartbeats, watchers, unanswered_s = None, {}, set(), 0.0
-    begun = SimpleNamespace(wait=lambda: None)
+    has_started = SimpleNamespace(wait=lambda: None)
     waits_for = ""
 
     def __init__(self) -> None:
