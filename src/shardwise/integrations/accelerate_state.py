@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.accelerate_saves import MODEL
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.integrations.accelerate_writing import TemporaryFolder, find_latest, keep_latest, state_saved
+from shardwise.integrations.accelerate_writing import TemporaryFolder, find_latest, keep_latest, saving_state
 from shardwise.ranks.world import World
 from shardwise.saving.rename_journal import has_broken_link, link_as_renamed
 
@@ -33,25 +33,27 @@ def save_state(
     if not accelerator.is_fsdp2 or (output_dir is None and not config.automatic_checkpoint_naming):
         return original(accelerator, output_dir, *others, **keywords)
     is_named = config.automatic_checkpoint_naming
-    folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
+    folder = _next_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
         with world.collective("check the folder"):
             _require_one_each("save_state", *map(len, compat.get_prepared(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
-        with state_saved(world, folder, is_new=is_named) as (saving, work):
+        with saving_state(world, folder, is_new=is_named) as (saving, work):
+            # Or else accelerate would write to a folder of its own, and delete old ones before the commit.
             config.automatic_checkpoint_naming = False
             try:
-                saved = _attempted(original, accelerator, work, *others, **keywords)
+                saved = _try_call(original, accelerator, work, *others, **keywords)
             finally:
                 config.automatic_checkpoint_naming = is_named
             if isinstance(saved, Exception):
                 saved = saving.find_cause(saved)
-            with world.collective("unwrap the model"):
-                location = _unwrap(saved)
+            with world.collective("save the state"):
+                location = _raise_or_return(saved)
         if is_named:
             with world.broadcast("delete old checkpoints"):
                 if world.rank == 0:
                     keep_latest(folder.parent, folder, config.total_limit)
+    # accelerate returns the folder it was given, as a str or Path: the caller's, not the temporary one.
     return type(location)(output_dir or folder) if str(location) == work else location
 
 
@@ -80,23 +82,23 @@ def load_state(
             if is_numbered:
                 with world.broadcast("find the latest checkpoint") as exchange:
                     if world.rank == 0:
-                        exchange.local = find_latest(_numbered_folder(accelerator).parent)
+                        exchange.local = find_latest(_next_folder(accelerator).parent)
                 newest = exchange.result
                 if newest is None:
-                    return _all_done("load_state", original, accelerator, None, *others, **keywords)
+                    return _call_on_all_ranks("load_state", original, accelerator, None, *others, **keywords)
                 input_dir = str(newest)
             folder = Path(str(input_dir)).expanduser().resolve()
             with world.collective("open the folder"):
-                seen = stack.enter_context(link_as_renamed(folder))
-        if seen != folder:
-            input_dir = TemporaryFolder(seen, folder)
+                visible = stack.enter_context(link_as_renamed(folder))
+        if visible != folder:
+            input_dir = TemporaryFolder(visible, folder)
 
         def load() -> Any:
             loaded = original(accelerator, input_dir, *others, **keywords)
-            _require_still_there(seen, folder)
+            _require_still_there(visible, folder)
             return loaded
 
-        return _all_done("load_state", load)
+        return _call_on_all_ranks("load_state", load)
 
 
 def _require_one_each(call: str, models: int, optimizers: int) -> None:
@@ -108,32 +110,36 @@ def _require_one_each(call: str, models: int, optimizers: int) -> None:
         )
 
 
-def _require_still_there(seen: Path, folder: Path) -> None:
-    """Check that the state was not replaced meanwhile, because accelerate skips random states it cannot read."""
-    if seen != folder and has_broken_link(seen):
+def _require_still_there(visible: Path, folder: Path) -> None:
+    """Check that the state was not replaced meanwhile, because accelerate skips random states it cannot read.
+
+    ``visible`` is a folder of links to the files of ``folder``, or that folder itself.
+    """
+    if visible != folder and has_broken_link(visible):
         raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
 
 
-def _attempted(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T | Exception:
+def _try_call(function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T | Exception:
     try:
         return function(*args, **keywords)
     except Exception as error:
         return error
 
 
-def _unwrap(found: T | Exception) -> T:
-    if isinstance(found, Exception):
-        raise found
-    return found
+def _raise_or_return(outcome: T | Exception) -> T:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
-def _all_done(call: str, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
+def _call_on_all_ranks(call: str, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
     """Call a function of accelerate on each rank. If one fails, all raise. Collective: yes."""
-    found = _attempted(function, *args, **keywords)
-    with World.current(call=call) as world, world.collective("unwrap the model"):
-        return _unwrap(found)
+    # Outside of the phase, which is without communication: accelerate's function has collectives of its own.
+    outcome = _try_call(function, *args, **keywords)
+    with World.current(call=call) as world, world.collective("load the state"):
+        return _raise_or_return(outcome)
 
 
-def _numbered_folder(accelerator: Any) -> Path:
+def _next_folder(accelerator: Any) -> Path:
     """Return the folder of the next state, as accelerate names it."""
     return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}").resolve()

@@ -294,7 +294,7 @@ class TemporaryFolder(str):
 
 
 @contextmanager
-def state_saved(world: World, folder: Path, *, is_new: bool) -> Iterator[tuple[Saving, TemporaryFolder]]:
+def saving_state(world: World, folder: Path, *, is_new: bool) -> Iterator[tuple[Saving, TemporaryFolder]]:
     """Lock a folder, and yield its save and the folder that accelerate saves into within the block.
 
     The files written in the block are committed at its end and replace the older state. Other files stay. With

@@ -200,10 +200,10 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     targets, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.loading.shared_reads import local_targets, shared_boxes
+        from shardwise.loading.shared_reads import keep_local_shares, select_shared
 
-        shared = shared_boxes(world, by_name, items)
-        targets = local_targets(world, shared, items)
+        shared = select_shared(world, by_name, items)
+        targets = keep_local_shares(world, shared, items)
     placement = MemoryPlacement.from_plan(
         plan,
         policy,
