@@ -24,10 +24,9 @@ from shardwise.checkpoints.train_state import (
     restore_generators,
     seed_generators,
 )
-from shardwise.core.computed import Bindings
 from shardwise.core.consents import Consent
 from shardwise.core.errors import FormatError, ShardingError, StorageError
-from shardwise.core.expression import Expression
+from shardwise.core.expression import Bindings, Expression
 from shardwise.core.save_reports import RestoreReport
 from shardwise.core.tensors import Box
 from shardwise.files.join_entries import KeyPath

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.core.computed import Bindings, SmallestBlocks, computes, iter_computed_leaves
+from shardwise.core.computed import SmallestBlocks, computes, iter_computed_leaves
 from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError
-from shardwise.core.expression import count_stored_rows, iter_stored_leaves
+from shardwise.core.expression import Bindings, count_stored_rows, iter_stored_leaves
 from shardwise.core.layout import ModelLayout, Origin, TensorKind
 from shardwise.core.reports import Available, RankEstimate
 from shardwise.fsdp import torch_private
