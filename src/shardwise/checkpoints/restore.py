@@ -364,7 +364,7 @@ def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, tensors: Mapping[
         executor.world.rank / executor.world.size,
     )
     before = dict(executor.written)
-    executor.place(arrangement, [local_tensor(tensors[item.fqn]) for item in arrangement.items])
+    executor.read_into(arrangement, [local_tensor(tensors[item.fqn]) for item in arrangement.items])
     for item in items:
         expected = sum(component.box.numel for component in item.boxes)
         count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)

@@ -107,8 +107,8 @@ def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str
 class _FourBitBases(BaseForm):
     """4-bit linear layers and experts, whose scales may have to be quantized after the read."""
 
-    def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:
-        return dequantize_layout(layout, held)
+    def logical_layout(self, layout: ModelLayout, tensors: Sequence[TensorRef]) -> ModelLayout:
+        return dequantize_layout(layout, tensors)
 
     def update_bindings(self, model: nn.Module, bindings: Bindings) -> Bindings:
         return quantize_bindings(model, bindings)

@@ -134,7 +134,7 @@ class BaseForm:
     :meth:`deferred_names`, :meth:`allocate_staging` and :meth:`complete`.
     """
 
-    def logical_layout(self, layout: ModelLayout, held: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
+    def logical_layout(self, layout: ModelLayout, tensors: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
         """Return the layout of the tensors that a checkpoint's keys are bound to."""
         return layout
 
@@ -151,7 +151,7 @@ class BaseForm:
         return frozenset()
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:  # noqa: ARG002
-        """Make these tensors. Return the number of elements written by name. Collective: yes."""
+        """Make the tensors of :meth:`deferred_names`. Return the elements written, by name. Collective: yes."""
         return {}
 
     def rollback(self, model: nn.Module) -> None:
@@ -161,7 +161,7 @@ class BaseForm:
         """
 
 
-def comparable_load_settings(
+def get_comparable_settings(
     consent: Consent, buffers: initialize.BufferRules, options: LoadOptions
 ) -> dict[str, str]:
     """Return the settings of a load that must be equal on all ranks, as text, by name."""
@@ -195,7 +195,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     programs = plan_initial_values(initializers, plan, options)
     device, fsdp_params = memory.compute_device(tensors, options.device), torch_private.fsdp_params(model)
     by_name = {item.fqn: item for item in tensors}
-    items = read_targets(plan, by_name, memory.target_devices(tensors, fsdp_params, device))
+    items = list_read_items(plan, by_name, memory.target_devices(tensors, fsdp_params, device))
     # Replicas read a share each, and exchange them in execute_load.
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     targets, mode = items, options.shared_reads
@@ -275,10 +275,10 @@ def plan_initial_values(
     return programs
 
 
-def read_targets(
+def list_read_items(
     plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
 ) -> list[ReadItem]:
-    """Return the targets of all reads."""
+    """Return the tensors to read, with the boxes of this rank and the devices that they will be on."""
     boxes = plan.layout.by_name
     return [
         ReadItem(name, read.expression, boxes[name].boxes, by_name[name].tensor.dtype, devices[name])
@@ -286,13 +286,13 @@ def read_targets(
     ]
 
 
-def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings) -> None:
+def tie_declared(model: nn.Module, tensors: Sequence[TensorRef], bindings: Bindings) -> None:
     """Tie declared ties that the checkpoint has once and the model does not share yet.
 
     Raises:
         ShardingError: when the model is already sharded, so that it is too late.
     """
-    by_name = {name: item for item in held for name in item.names}
+    by_name = {name: item for item in tensors for name in item.names}
     untied: list[tuple[str, str]] = []
     for target, source in pretrained.get_declared_ties(model).items():
         is_shared = target in by_name and by_name[target] is by_name.get(source)
@@ -302,7 +302,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
     if not untied:
         return
     target, source = untied[0]
-    if any(isinstance(item.tensor, DTensor) for item in held):
+    if any(isinstance(item.tensor, DTensor) for item in tensors):
         raise ShardingError(
             f"{target}: is declared tied to {source}, but they are two parameters of the sharded model. Call "
             "model.tie_weights() before fully_shard"
@@ -311,7 +311,7 @@ def tie_declared(model: nn.Module, held: Sequence[TensorRef], bindings: Bindings
     pretrained.tie(model, set(by_name) - set(bindings.matched), set())
 
 
-def plan_fields(plan: LoadPlan) -> dict[str, Any]:
+def describe_plan(plan: LoadPlan) -> dict[str, Any]:
     """Return fields of a report, or of an estimate, that describe how a model is filled."""
     reads = plan.reads()
     computed: list[str] = []

@@ -277,7 +277,7 @@ class StoredValues:
             local = local_tensor(targets[name])
             items.append(ReadItem(name, self.expressions[item.name], boxes, local.dtype, local.device))
         plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
-        executor.place(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
+        executor.read_into(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
         for read in plan.items:
             wanted = sum(piece.box.numel for piece in read.boxes)
             if (written := executor.written.get(read.fqn, 0)) != wanted:
