@@ -40,7 +40,7 @@ from shardwise.saving import offline
 from shardwise.saving.commit import commit_written
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.saving.offline import config_content, read_companions, read_templates, write_templates
-from shardwise.saving.plan import INDEX_FILE, SavedTensor
+from shardwise.saving.plan import INDEX_FILE, TensorDescription
 from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_rename_lists
 from shardwise.saving.saved_trees import read_objects
@@ -80,7 +80,7 @@ class NamedOutputs:
     nest: Mapping[str, Levels] = field(default_factory=dict)
     objects: Mapping[Levels, object] = field(default_factory=dict)
 
-    def places(self) -> dict[Levels, SavedTensor]:
+    def places(self) -> dict[Levels, TensorDescription]:
         """Return the tensors by their paths in a ``torch.save`` file."""
         return {self.nest.get(item[0], (item[0],)): item for item in self.to_save.tensors()}
 

@@ -24,7 +24,7 @@ ADAPTER = "adapter_model"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-SavedTensor: TypeAlias = tuple[str, DType, tuple[int, ...]]
+TensorDescription: TypeAlias = tuple[str, DType, tuple[int, ...]]
 """Key, dtype and shape of a tensor that is saved."""
 
 
@@ -32,7 +32,7 @@ SavedTensor: TypeAlias = tuple[str, DType, tuple[int, ...]]
 class SavedTraining:
     """The state of an adapter's training: its tensors, and all other values as JSON text."""
 
-    tensors: Sequence[SavedTensor]
+    tensors: Sequence[TensorDescription]
     text: str
 
 
@@ -71,7 +71,7 @@ class SavePlan:
 
 
 def plan_save(
-    tensors: Sequence[SavedTensor],
+    tensors: Sequence[TensorDescription],
     *,
     max_shard_bytes: int,
     parameters: int,
@@ -114,10 +114,10 @@ def plan_save(
     return SavePlan(save_id, files, tuple(names), index, stem)
 
 
-def _group_by_file(tensors: Sequence[SavedTensor], max_shard_bytes: int) -> list[list[SavedTensor]]:
+def _group_by_file(tensors: Sequence[TensorDescription], max_shard_bytes: int) -> list[list[TensorDescription]]:
     """Group tensors like huggingface_hub's ``split_state_dict_into_shards_factory``, assuming no shared storage."""
-    groups: list[list[SavedTensor]] = []
-    current: list[SavedTensor] = []
+    groups: list[list[TensorDescription]] = []
+    current: list[TensorDescription] = []
     used = 0
     for item in tensors:
         nbytes = _nbytes(item)
@@ -134,7 +134,7 @@ def _group_by_file(tensors: Sequence[SavedTensor], max_shard_bytes: int) -> list
     return groups
 
 
-def _nbytes(tensor: SavedTensor) -> int:
+def _nbytes(tensor: TensorDescription) -> int:
     _, dtype, shape = tensor
     return numel(shape) * dtype.itemsize
 

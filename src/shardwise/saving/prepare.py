@@ -21,7 +21,15 @@ from shardwise.models.four_bit import files as four_bit_files
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, broadcast_names_outside, has_adapters
 from shardwise.ranks.world import World
-from shardwise.saving.plan import ADAPTER, MODEL, SavedTensor, SavedTraining, SavePlan, arrange_writes, plan_save
+from shardwise.saving.plan import (
+    ADAPTER,
+    MODEL,
+    SavedTraining,
+    SavePlan,
+    TensorDescription,
+    arrange_writes,
+    plan_save,
+)
 from shardwise.state.state_values import StateOptions
 from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.read_items import FileRequest, Staging, plan_staging
@@ -242,7 +250,7 @@ def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:
     return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
 
 
-def find_main_dtype(tensors: Iterable[SavedTensor]) -> DType | None:
+def find_main_dtype(tensors: Iterable[TensorDescription]) -> DType | None:
     """Return the dtype of most floating-point numbers of 16 bits and more."""
     numels: Counter[DType] = Counter()
     for _, dtype, shape in tensors:

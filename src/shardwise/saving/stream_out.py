@@ -24,7 +24,7 @@ from shardwise.fsdp.torch_private import to_torch
 from shardwise.ranks.world import World
 from shardwise.saving.commit import begin_save, commit_save, undo_save
 from shardwise.saving.merge_plan import Edit, LowRank, Replaced, WeightForm
-from shardwise.saving.plan import SavedTensor, SavePlan
+from shardwise.saving.plan import SavePlan, TensorDescription
 from shardwise.saving.write import LocalFiles, WrittenTensors
 from shardwise.transfer.memory import in_background, trim_heap
 from shardwise.transfer.read import ReadExecutor
@@ -130,7 +130,7 @@ class TensorsToSave:
     by_key: Mapping[str, tuple[DType, Expression]]
     executor: ReadExecutor
 
-    def tensors(self) -> list[SavedTensor]:
+    def tensors(self) -> list[TensorDescription]:
         """Return key, dtype and shape of all, in order."""
         return [(key, dtype, expression.shape) for key, (dtype, expression) in self.by_key.items()]
 
