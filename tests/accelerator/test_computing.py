@@ -136,15 +136,15 @@ def test_a_device_with_other_bits_computes_nothing(two_ranks, stored):
 
 def costs(folder: str) -> dict[str, int]:
     """What the reads of a load take beyond the model, and how they copy and wait."""
-    place, found = read.ReadExecutor.place, dict[str, int]()
+    read_into, found = read.ReadExecutor.read_into, dict[str, int]()
 
     def counted(executor: Any, *given: Any) -> None:
         simulated.native.reset_peaks()
         before = simulated.counters()
-        place(executor, *given)
+        read_into(executor, *given)
         found.update({name: value - before[name] for name, value in simulated.counters().items()})
 
-    with mock.patch.object(read.ReadExecutor, "place", counted):
+    with mock.patch.object(read.ReadExecutor, "read_into", counted):
         for _ in range(2):  # the first keeps tables
             shardwise.from_pretrained(folder, dtype="bfloat16", options=SMALL)
     return found

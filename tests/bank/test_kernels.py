@@ -43,13 +43,13 @@ def parts_of(draw, dtype=torch.float32):
 
 def expected(parts, x, y, weights):
     """By torch's own derivatives, out of place."""
-    leaves = [(part.pair.A.clone().requires_grad_(), part.pair.B.clone().requires_grad_()) for part in parts]
+    leaves = [(part.weights.A.clone().requires_grad_(), part.weights.B.clone().requires_grad_()) for part in parts]
     out = y.clone()
     for part, (a, b) in zip(parts, leaves, strict=True):
         delta = torch.zeros_like(y)
         rows = slice(part.start, part.stop)
         factors = part.apply_dropout(torch.ones_like(x[rows]))  # 0 for what is dropped
-        delta[rows] = (x[rows] * factors) @ a.T @ b.T * part.pair.scaling
+        delta[rows] = (x[rows] * factors) @ a.T @ b.T * part.weights.scaling
         out = out + delta
     (out * weights).sum().backward()
     return out, [(a.grad, b.grad) for a, b in leaves]
@@ -70,8 +70,8 @@ def test_the_sum_and_its_derivatives(data, kind, twice):
     close = {"rtol": 1e-4, "atol": 1e-4} if kind == "grouped" else {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(out, want, **close)
     for part, (a, b) in zip(parts, gradients, strict=True):
-        torch.testing.assert_close(part.pair.a_grad, a * (1 + twice), **close)
-        torch.testing.assert_close(part.pair.b_grad, b * (1 + twice), **close)
+        torch.testing.assert_close(part.weights.a_grad, a * (1 + twice), **close)
+        torch.testing.assert_close(part.weights.b_grad, b * (1 + twice), **close)
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own.grad, other.grad * (1 + twice), **close)
     assert anchor.grad is None
@@ -84,7 +84,7 @@ def test_runs_leave_nothing_out(drawn):
     assert [part for run in found for part in run] == parts
     for run in found:
         assert all(one.stop == other.start for one, other in itertools.pairwise(run))
-        assert len({(part.pair.rank, part.stop - part.start) for part in run}) == 1
+        assert len({(part.weights.rank, part.stop - part.start) for part in run}) == 1
 
 
 def pairs(*ranks: int, width: int = OUT) -> list[RoutedSegment]:

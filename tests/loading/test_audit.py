@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.computed import Bindings
 from shardwise.core.consents import Consent
 from shardwise.core.errors import KeyMismatchError
+from shardwise.core.expression import Bindings
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import CheckpointIndex, TensorEntry
 from shardwise.files.stored_tensors import stored_tensors

@@ -303,7 +303,7 @@ def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monk
 
     monkeypatch.setattr(memory, "available_memory", lambda device: Available(host_bytes=100_000))
     with monkeypatch.context() as reading:
-        reading.setattr(load.ReadExecutor, "place", read)
+        reading.setattr(load.ReadExecutor, "read_into", read)
         told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"
         with pytest.raises(shardwise.ShardingError, match=told):
             shardwise.from_pretrained(qwen3)

@@ -2,10 +2,9 @@
 
 import pytest
 
-from shardwise.core.computed import Bindings
 from shardwise.core.consents import Consent, Ignore, Initialize
 from shardwise.core.errors import ConfigError, KeyMismatchError
-from shardwise.core.expression import Stored, slice_dim, stack
+from shardwise.core.expression import Bindings, Stored, slice_dim, stack
 from shardwise.core.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.core.tensors import Box, DType, Strided, numel
 from shardwise.files.checkpoint_index import CheckpointIndex, TensorEntry

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from shardwise.core.computed import Bindings
+from shardwise.core.expression import Bindings
 from shardwise.models.lora.inject import Adapter, Tuned
 from shardwise.models.tunings import Tuning
 

@@ -27,7 +27,7 @@ ONE, SEVERAL = planned(1 << 20), planned(64)
 def test_a_single_file_takes_precedence_over_an_index():
     folder_state = get_folder_state([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
     assert folder_state.weights == {SINGLE}
-    assert folder_state.named == {"a.safetensors"}, "what the index names may be about to count"
+    assert folder_state.listed == {"a.safetensors"}, "what the index names may be about to count"
     assert find_obsolete(ONE, folder_state) == [INDEX]
     assert find_obsolete(SEVERAL, folder_state) == [SINGLE]
 

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files, with their training state.
+"""Saves and reads adapters of a bank as PEFT's files, with their training state.
 
 [Note: Lent tensors] Saves and reads work on models, not on buffers. So the adapter's outline, a PEFT model on meta,
 borrows real tensors: the adapter's matrices, and the base's parameters (shards). Nothing is copied, and the outline
@@ -76,14 +76,14 @@ def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str])
         ConfigError: the adapter is not a LoRA.
         KeyMismatchError: matrices of single experts cannot be fused.
     """
-    place = Path(folder)
-    file, config = find_adapter_weights(place), read_lora_config(place)
+    root = Path(folder)
+    file, config = find_adapter_weights(root), read_lora_config(root)
     config.inference_mode = False
     config.init_lora_weights = True  # the matrices are read
-    with LocalReader(place) as reader:
+    with LocalReader(root) as reader:
         index, _ = without_wrappers(open_checkpoint(reader, weights_name=file))
-    tensors = by_canonical_keys(stored_tensors(index), str(place))
-    return rename_adapter(_build(model), Adapter(str(place), config, tensors))
+    tensors = by_canonical_keys(stored_tensors(index), str(root))
+    return rename_adapter(_build(model), Adapter(str(root), config, tensors))
 
 
 def lend_tensors(model: PreTrainedModel, adapter: BankAdapter) -> nn.Module:
@@ -105,15 +105,17 @@ def remove_embeddings(model: PreTrainedModel, adapter: BankAdapter, state: objec
         return state
     if state.keys() <= adapter.shapes.keys():
         return state
-    whole = lend_tensors(model, adapter)
-    of_base = names_outside(whole, collect_tensors(whole), AdapterOnly()).keys() - adapter.shapes.keys()
-    return {key: values for key, values in state.items() if key not in of_base}
+    peft_model = lend_tensors(model, adapter)
+    base_keys = names_outside(peft_model, collect_tensors(peft_model), AdapterOnly()).keys() - adapter.shapes.keys()
+    return {key: values for key, values in state.items() if key not in base_keys}
 
 
 def collect_training_state(
     adapter: BankAdapter, base: Mapping[str, str], dtype: torch.dtype | None
 ) -> AdapterTrainingState:
-    """Return the training state to save with matrices that are cast to ``dtype``. Collective: within a window, yes.
+    """Return the training state to save with matrices that are cast to ``dtype``.
+
+    Collective: yes if the adapter has an open window, whose gradients are then added up.
 
     Raises:
         ConfigError: the optimizer or the schedule has a value that is not plain data.
@@ -137,6 +139,9 @@ def _as_module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 
 def find_training(folder: Path, *, training_state: bool) -> states.StoredTraining | AdapterStart:
     """Verify a folder against the record of its save, and read the training state. All files are read once.
+
+    Returns:
+        The training state, or the reason why the adapter's training starts anew.
 
     Raises:
         FormatError: a file is damaged or invalid, or the training file that the adapter names is missing or has no
@@ -178,9 +183,9 @@ def read_adapter(
     """
     folder = Path(stored_adapter.directory)
     with world.collective("create scratch tensors"):
-        whole, scratch = _with_scratch(model, adapter)
+        peft_model, scratch = _lend_with_scratch(model, adapter)
         weights = find_adapter_weights(folder)
-    _read(world, whole, folder, weights, stored_adapter)
+    _read(world, peft_model, folder, weights, stored_adapter)
     if not allows(on_other_base, "values"):
         with world.collective("compare values"):
             _require_same_values(folder, scratch)
@@ -203,7 +208,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapt
         set_model_values(world, module, values, only=only, consent=Consent(), options=options, clock=Clock())
 
 
-def _with_scratch(
+def _lend_with_scratch(
     model: PreTrainedModel, adapter: BankAdapter
 ) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Return a PEFT model of the adapter with scratch memory for the base's tensors that its file has.
@@ -212,15 +217,15 @@ def _with_scratch(
         The model, and by name the base's own tensors with their scratch memory, of the same shapes and dtypes.
     """
     scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    whole = lend_tensors(model, adapter)
-    tensors = collect_tensors(whole)
+    peft_model = lend_tensors(model, adapter)
+    tensors = collect_tensors(peft_model)
     by_name = {name: item for item in tensors for name in item.names}
-    for key, fqn in names_outside(whole, tensors, AdapterOnly()).items():
+    for key, fqn in names_outside(peft_model, tensors, AdapterOnly()).items():
         item = by_name[fqn]
         if key not in adapter.shapes and item.fqn not in scratch:  # a tied tensor has two keys
             scratch[item.fqn] = item.tensor, torch.empty_like(item.tensor)
             item.install(nn.Parameter(scratch[item.fqn][1], requires_grad=False))
-    return whole, scratch
+    return peft_model, scratch
 
 
 def _require_same_values(folder: Path, scratch: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -28,9 +28,9 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def stable_key(*segments: object) -> int:
+def stable_key(*values: object) -> int:
     """Return a key of 63 bits for values with a stable ``repr``."""
-    return int.from_bytes(hashlib.sha256(repr(segments).encode()).digest()[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 1
 
 
 def row_keys(key: int, first: int, count: int) -> Tensor:
@@ -77,10 +77,13 @@ def _shift(values: Tensor, bits: int) -> Tensor:
 class RoutedSegment:
     """Rows ``start <= i < stop`` of a layer's input, which belong to one adapter.
 
-    ``keys`` are those of the rows, for dropout, or None without dropout.
+    Attributes:
+        weights: the matrices of the adapter in this layer.
+        keys: the keys of the batch rows, for dropout. None without dropout.
+        site: the key of the layer, for dropout.
     """
 
-    pair: LoraWeights
+    weights: LoraWeights
     start: int
     stop: int
     keys: Tensor | None = None
@@ -90,7 +93,7 @@ class RoutedSegment:
         """Return rows (layer rows of the segment, width) after dropout."""
         if self.keys is None:
             return values
-        return drop_elements(values, self.keys, self.site, self.pair.dropout)
+        return drop_elements(values, self.keys, self.site, self.weights.dropout)
 
 
 Segments: TypeAlias = Sequence[RoutedSegment]
@@ -112,9 +115,9 @@ class SegmentLoop:
         """Add the adapters to ``out``. Return the values saved for :meth:`backward_rows`."""
         saved = []
         for segment in segments:
-            pair, rows = segment.pair, slice(segment.start, segment.stop)
-            z = F.linear(segment.apply_dropout(x[rows]), pair.A.to(x.dtype))  # (rows, r)
-            out[rows] += F.linear(z, pair.B.to(x.dtype)) * pair.scaling  # (rows, out)
+            weights, rows = segment.weights, slice(segment.start, segment.stop)
+            z = F.linear(segment.apply_dropout(x[rows]), weights.A.to(x.dtype))  # (rows, r)
+            out[rows] += F.linear(z, weights.B.to(x.dtype)) * weights.scaling  # (rows, out)
             saved.append(z)
         return saved
 
@@ -123,15 +126,15 @@ class SegmentLoop:
     ) -> None:
         """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
         for segment, z in zip(segments, saved, strict=True):
-            pair, rows = segment.pair, slice(segment.start, segment.stop)
+            weights, rows = segment.weights, slice(segment.start, segment.stop)
             # Products in g's dtype, added to the matrices' gradients in float32.
-            scaled = g[rows] * pair.scaling  # (rows, out)
-            pair.b_grad.add_(scaled.T @ z)  # (out, r)
-            z_grad = scaled @ pair.B.to(g.dtype)  # (rows, r)
+            scaled = g[rows] * weights.scaling  # (rows, out)
+            weights.b_grad.add_(scaled.T @ z)  # (out, r)
+            z_grad = scaled @ weights.B.to(g.dtype)  # (rows, r)
             # The dropout mask is computed again from the keys, and was not saved.
-            pair.a_grad.add_(z_grad.T @ segment.apply_dropout(x[rows]))  # (r, in)
+            weights.a_grad.add_(z_grad.T @ segment.apply_dropout(x[rows]))  # (r, in)
             if x_grad is not None:
-                x_grad[rows] += segment.apply_dropout(z_grad @ pair.A.to(g.dtype))
+                x_grad[rows] += segment.apply_dropout(z_grad @ weights.A.to(g.dtype))
 
 
 class GroupedProducts(SegmentLoop):
@@ -177,14 +180,14 @@ class GroupedProducts(SegmentLoop):
             z_grad = (torch.bmm(grad, B) * self._get_scales(run, g.device)).to(g.dtype)  # (adapters, rows, r)
             inputs = _apply_dropout(run, _view_rows(run, x))
             a_grads = torch.bmm(z_grad.transpose(1, 2), inputs)  # (adapters, r, in)
-            torch_private.add_all([segment.pair.a_grad for segment in run], a_grads)
-            torch_private.add_all([segment.pair.b_grad for segment in run], b_grads)
+            torch_private.add_all([segment.weights.a_grad for segment in run], a_grads)
+            torch_private.add_all([segment.weights.b_grad for segment in run], b_grads)
             if x_grad is not None:
                 _view_rows(run, x_grad).add_(_apply_dropout(run, torch.bmm(z_grad, A)))
 
     def _get_scales(self, run: Segments, device: torch.device) -> Tensor:
         """Return the scales of a run, float32 (adapters, 1, 1)."""
-        scales = tuple(segment.pair.scaling for segment in run)
+        scales = tuple(segment.weights.scaling for segment in run)
         if scales not in self._scales:
             on_device = torch_private.sent(torch.tensor(scales, dtype=torch.float32), device)
             self._scales[scales] = on_device.view(-1, 1, 1)
@@ -200,9 +203,10 @@ class EmbeddingLoop(SegmentLoop):
     def forward_rows(self, segments: Segments, x: Tensor, out: Tensor) -> list[Tensor]:
         """Add the adapters to ``out``."""
         for segment in segments:
-            pair, rows = segment.pair, slice(segment.start, segment.stop)
+            weights, rows = segment.weights, slice(segment.start, segment.stop)
             # A is (r, vocabulary): its column of a token is the row of an embedding.
-            delta = F.embedding(x[rows, 0], pair.A.T) @ pair.B.T * pair.scaling * self._factor  # (rows, out)
+            products = F.embedding(x[rows, 0], weights.A.T) @ weights.B.T  # (rows, out)
+            delta = products * weights.scaling * self._factor
             out[rows] += delta.to(out.dtype)
         return []
 
@@ -216,13 +220,13 @@ class EmbeddingLoop(SegmentLoop):
     ) -> None:
         """Add to the gradients of the matrices."""
         for segment in segments:
-            pair, ids = segment.pair, x[segment.start : segment.stop, 0]
-            scaled = g[segment.start : segment.stop].float() * self._factor * pair.scaling  # (rows, out)
-            pair.b_grad.add_(scaled.T @ F.embedding(ids, pair.A.T))  # (out, r)
+            weights, ids = segment.weights, x[segment.start : segment.stop, 0]
+            scaled = g[segment.start : segment.stop].float() * self._factor * weights.scaling  # (rows, out)
+            weights.b_grad.add_(scaled.T @ F.embedding(ids, weights.A.T))  # (out, r)
             if ids.device.type == "cpu":
-                pair.a_grad.T.index_add_(0, ids, scaled @ pair.B)
+                weights.a_grad.T.index_add_(0, ids, scaled @ weights.B)
             else:  # on CUDA index_put_ is deterministic, and index_add_ is not
-                pair.a_grad.T.index_put_((ids,), scaled @ pair.B, accumulate=True)
+                weights.a_grad.T.index_put_((ids,), scaled @ weights.B, accumulate=True)
 
 
 def group_into_runs(segments: Segments) -> list[list[RoutedSegment]]:
@@ -234,7 +238,7 @@ def group_into_runs(segments: Segments) -> list[list[RoutedSegment]]:
             last is not None
             and last.stop == segment.start
             and last.stop - last.start == segment.stop - segment.start
-            and last.pair.rank == segment.pair.rank
+            and last.weights.rank == segment.weights.rank
         ):
             grouped[-1].append(segment)
         else:
@@ -256,7 +260,7 @@ def _apply_dropout(run: Segments, rows: Tensor) -> Tensor:
 
 def _stack_matrices(run: Segments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Stack the matrices of a run: (adapters, r, in) and (adapters, out, r)."""
-    A, B = torch.stack([segment.pair.A for segment in run]), torch.stack([segment.pair.B for segment in run])
+    A, B = torch.stack([segment.weights.A for segment in run]), torch.stack([segment.weights.B for segment in run])
     return A.to(dtype), B.to(dtype)
 
 

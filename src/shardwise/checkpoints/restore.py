@@ -24,10 +24,9 @@ from shardwise.checkpoints.train_state import (
     restore_generators,
     seed_generators,
 )
-from shardwise.core.computed import Bindings
 from shardwise.core.consents import Consent
 from shardwise.core.errors import FormatError, ShardingError, StorageError
-from shardwise.core.expression import Expression
+from shardwise.core.expression import Bindings, Expression
 from shardwise.core.save_reports import RestoreReport
 from shardwise.core.tensors import Box
 from shardwise.files.join_entries import KeyPath
@@ -365,7 +364,7 @@ def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, tensors: Mapping[
         executor.world.rank / executor.world.size,
     )
     before = dict(executor.written)
-    executor.place(arrangement, [local_tensor(tensors[item.fqn]) for item in arrangement.items])
+    executor.read_into(arrangement, [local_tensor(tensors[item.fqn]) for item in arrangement.items])
     for item in items:
         expected = sum(component.box.numel for component in item.boxes)
         count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from shardwise.core.errors import FormatError
@@ -30,8 +30,8 @@ class ComputedBlock:
     """One block of a computation.
 
     Attributes:
-        inputs: the box that is read of each input.
-        outputs: the box that is computed, by output.
+        inputs: the box of each input that is read.
+        outputs: the box of each output that is computed.
         nbytes: memory of the computation: inputs, outputs, and intermediate values.
     """
 
@@ -139,7 +139,14 @@ class FullOperation(ABC):
 
 @dataclass(frozen=True, slots=True)
 class OutputMove:
-    """Elements of a block's output, relative to its box, and their location in a target's memory."""
+    """Elements of a block's output, relative to its box, and their location in a target's memory.
+
+    Attributes:
+        target: index of the target.
+        output: name of the output.
+        source: location in the block's values of the output.
+        place: location in the target's memory.
+    """
 
     target: int
     output: str
@@ -184,8 +191,8 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
     """
     groups: dict[tuple[Operation, tuple[Expression, ...]], list[tuple[int, Computed, Region]]] = {}
     # Outputs of one operation (codes and scales, say) are grouped, so that both come from one evaluation.
-    for item in items:
-        groups.setdefault((item[1].operation, item[1].sources), []).append(item)
+    for target, leaf, region in items:
+        groups.setdefault((leaf.operation, leaf.sources), []).append((target, leaf, region))
     for (operation, inputs), group in groups.items():
         requested: dict[str, list[Box]] = {}
         for _, leaf, region in group:
@@ -217,17 +224,17 @@ class SmallestBlocks:
     """The least memory in which leaves can be computed, in bytes, cached for equal leaves."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Operation, str, Shape], int] = {}
+        self._nbytes: dict[tuple[Operation, str, Shape], int] = {}
 
     def nbytes(self, leaf: Computed) -> int:
         """Return the bytes of one leaf and its inputs."""
         key = (leaf.operation, leaf.output, leaf.shape)
-        if key not in self._known:
+        if key not in self._nbytes:
             # With a budget of one byte an operation yields its smallest blocks, which have about equal sizes.
             first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
-            self._known[key] = 0 if first is None else first.nbytes
+            self._nbytes[key] = 0 if first is None else first.nbytes
         inner = sum(self.nbytes(computed) for item in leaf.sources for computed in iter_computed_leaves(item))
-        return self._known[key] + inner
+        return self._nbytes[key] + inner
 
 
 def iter_computed_leaves(expression: Expression) -> Iterator[Computed]:
@@ -278,7 +285,7 @@ def _split(box: Box, unit: Shape, most: int) -> Iterator[Box]:
 def every_nth(box: Box, step: int) -> Box:
     """Return the same box of a tensor with one element for each ``step`` elements of a row.
 
-    The box begins at a multiple of ``step``.
+    The box begins at a multiple of ``step``. With ``step`` 2, columns 4 to 8 of codes are columns 2 to 4 of bytes.
     """
     return Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], -(-box.sizes[-1] // step)))
 
@@ -296,15 +303,14 @@ _tables: dict[tuple[tuple[float, ...], DType], Any] = {}
 
 def table_for(numbers: tuple[float, ...], dtype: DType, like: Any) -> Any:
     """Return numbers as a flat tensor on the device of ``like``, without waiting. Keeps pinned copies."""
-    none = cast(
-        like.new_empty(0, device="cpu"), dtype
-    )  # an empty tensor as a factory, because torch is not imported
+    # An empty CPU tensor of the dtype: its methods create the others, because this package does not import torch.
+    empty = cast(like.new_empty(0, device="cpu"), dtype)
     if like.is_cpu:
-        return none.new_tensor(numbers)
+        return empty.new_tensor(numbers)
     if (numbers, dtype) not in _tables:
         # A copy from pageable memory would wait for the device. Copies from pinned memory are in stream order.
-        pinned = none.new_empty(len(numbers), pin_memory=True)
-        _tables[numbers, dtype] = pinned.copy_(none.new_tensor(numbers))
+        pinned = empty.new_empty(len(numbers), pin_memory=True)
+        _tables[numbers, dtype] = pinned.copy_(empty.new_tensor(numbers))
     return _tables[numbers, dtype].to(like.device, non_blocking=True)
 
 
@@ -331,7 +337,9 @@ class Copy:
             yield self
             return
         # The axis of the largest stride in the leaf separates the pieces in the file. A piece of ``steps`` of its
-        # steps spans ``reach + stride * (steps - 1)`` elements, where ``reach`` is the span of one step.
+        # steps spans ``reach + stride * (steps - 1)`` elements, where ``reach`` is the span of one step. Example: 5
+        # rows of 4 out of rows of 10 span 44. With ``max_span`` 30 a piece has (30 - 4) // 10 + 1 = 3 rows, and the
+        # pieces span 24 and 14.
         axis = max(range(len(self.source.sizes)), key=self.source.strides.__getitem__)
         size, stride = self.source.sizes[axis], self.source.strides[axis]
         reach = span - stride * (size - 1)
@@ -354,10 +362,10 @@ class ComputedRegion:
 def copies_and_computed(
     expression: Expression, box: Box, into: Strided | None = None
 ) -> tuple[list[Copy], list[ComputedRegion]]:
-    """Return the copies and computed regions that fill ``box``: each stored element exactly once.
+    """Return the copies and computed regions that fill ``box``, each of its elements once.
 
-    ``into`` is the box's layout in the target's memory, by default a contiguous tensor of the box's sizes. Nothing
-    fills an empty box.
+    ``into`` is the box's layout in the target's memory, by default a contiguous tensor of the box's sizes. An empty
+    box needs none.
     """
     if not box.is_within(expression.shape):
         raise ValueError(f"{box} is not within {expression.shape}")
@@ -368,7 +376,9 @@ def copies_and_computed(
     computed: list[ComputedRegion] = []
     if box.numel == 0:
         return copied, computed
-    last: tuple[object, ...] = ()  # stacked experts have equal layouts one after the other
+    # The strided views of one leaf serve the next if it has an equal layout, as stacked experts have. Only the
+    # position in the target differs.
+    last: tuple[object, ...] = ()
     source = target = into
     for leaf, region in expression.leaves(Region.from_box(box, into)):
         if isinstance(leaf, Stored):
@@ -404,9 +414,9 @@ def copies_from_shards(
     elements of a row-major tensor of the box's sizes. Ranks that together hold a leaf fill all that comes from it.
 
     Args:
-        expression: of stored tensors. Computed regions are skipped.
-        shards_by_key: by key, disjoint boxes of the leaf, each with its layout in memory.
-        box: of the expression. None for all of it.
+        expression: an expression over stored tensors. Computed regions are skipped.
+        shards_by_key: disjoint boxes of each leaf by key, each with its layout in memory.
+        box: the box of the expression. None is all of it.
     """
     box = Box.whole(expression.shape) if box is None else box
     if not box.is_within(expression.shape):
@@ -439,25 +449,3 @@ def merge_overlapping(boxes: Iterable[Box]) -> list[Box]:
                 box = Box.between(map(min, box.offsets, other.offsets), map(max, box.stops, other.stops))
         disjoint.append(box)
     return disjoint
-
-
-@dataclass(frozen=True, slots=True)
-class Bindings:
-    """The outcome of applying renames and conversions to the keys of a checkpoint.
-
-    Attributes:
-        matched: every expression that a tensor of the model could be, by its name. A plan reports more than one.
-        primary: the first result of the conversion that a tensor comes from, by the tensor's name. transformers
-            chooses the dtype of all results by it.
-        unmatched: the renamed key, by key, if the model has no tensor of that name.
-        errors: a sentence for each conversion that failed, with the names of its results.
-        leftover: expressions of unmatched keys, by renamed key. The model may get a tensor of that name later.
-        wrapped: keys that match without what wrappers add to names.
-    """
-
-    matched: Mapping[str, tuple[Expression, ...]]
-    primary: Mapping[str, str] = field(default_factory=dict)
-    unmatched: Mapping[str, str] = field(default_factory=dict)
-    errors: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    leftover: Mapping[str, Expression] = field(default_factory=dict)
-    wrapped: Sequence[str] = ()

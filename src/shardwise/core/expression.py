@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
@@ -406,3 +406,25 @@ def _rows(source: Expression, offset: int, steps: Sequence[tuple[int, int]]) -> 
         ],
         dim,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Bindings:
+    """The outcome of applying renames and conversions to the keys of a checkpoint.
+
+    Attributes:
+        matched: every expression that a tensor of the model could be, by its name. A plan reports more than one.
+        primary: the first result of the conversion that a tensor comes from, by the tensor's name. transformers
+            chooses the dtype of all results by it.
+        unmatched: the renamed key, by key, if the model has no tensor of that name.
+        errors: a sentence for each conversion that failed, with the names of its results.
+        leftover: expressions of unmatched keys, by renamed key. The model may get a tensor of that name later.
+        wrapped: keys that match without what wrappers add to names.
+    """
+
+    matched: Mapping[str, tuple[Expression, ...]]
+    primary: Mapping[str, str] = field(default_factory=dict)
+    unmatched: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    leftover: Mapping[str, Expression] = field(default_factory=dict)
+    wrapped: Sequence[str] = ()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.computed import Bindings
+from shardwise.core.expression import Bindings
 from shardwise.core.layout import ModelLayout
 from shardwise.files.four_bit_blocks import compute_nested_codes, compute_offset, quantize_scales
 from shardwise.fsdp.named_tensors import TensorRef, canonical, local_boxes, local_tensor

@@ -30,7 +30,7 @@ from shardwise.loading.from_pretrained import OpenModel, open_model
 from shardwise.loading.memory_estimate import MemoryPlacement, largest_computation
 from shardwise.loading.option_syntax import parse_tuning
 from shardwise.loading.plan import LoadPlan, plan_load
-from shardwise.loading.prepare import LoadOptions, find_origin, get_rules, plan_fields, plan_initial_values
+from shardwise.loading.prepare import LoadOptions, describe_plan, find_origin, get_rules, plan_initial_values
 from shardwise.models.initialize import Initializers
 from shardwise.models.lora import peft_private
 from shardwise.models.lora.inject import Tuned
@@ -154,7 +154,7 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
         checkpoint_tensors=len(index.tensors()),
         bytes_per_dtype=_bytes_per_dtype(world.first),
         whole=world.whole,
-        **plan_fields(plan),
+        **describe_plan(plan),
         device=placement.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
         groups=groups,

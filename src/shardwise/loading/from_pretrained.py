@@ -25,8 +25,8 @@ from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.wrap import Sharding
 from shardwise.loading import meta_model
 from shardwise.loading.agreement import require_same_settings
-from shardwise.loading.load import execute_load, get_base_form, merge_sorted
-from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, comparable_load_settings, prepare_load
+from shardwise.loading.load import execute_load, get_base_form, unite_sorted
+from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, get_comparable_settings, prepare_load
 from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
 from shardwise.models import pretrained
 from shardwise.models.lora import peft_private
@@ -68,7 +68,7 @@ def check_call(
         "tuning": type(keywords.get("tuning", Full())).__name__,
         "quantization": repr(keywords.get("quantization")),
         "load_weights": repr(keywords.get("load_weights", True)),
-        **comparable_load_settings(
+        **get_comparable_settings(
             meta_model.get_consent(keywords), keywords.get("buffers", {}), keywords.get("options", LoadOptions())
         ),
     }
@@ -307,7 +307,7 @@ def decide_ties(
     if not pairs:
         return set(), 0
     executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
-    with world.all_reduce("compare ties", merge_sorted) as exchange:
+    with world.all_reduce("compare ties", unite_sorted) as exchange:
         exchange.local = meta_model.compare_ties(built, pairs, executor)
     untied = set(exchange.result)  # of any rank: each compares its own part of the rows
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)

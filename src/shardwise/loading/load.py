@@ -38,7 +38,7 @@ from shardwise.transfer.staging import StagingBuffer, upload_buffer
 
 
 def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load, clock: Clock) -> LoadReport:
-    """Agree on the plan, materialize, read, fill and audit: one order for every model and every world size.
+    """Agree on the plan, materialize, read, fill and audit: the same steps for every model and every world size.
 
     Collective: yes.
     """
@@ -85,14 +85,14 @@ def materialize_and_read(load: Load, executor: ReadExecutor, clock: Clock) -> No
     """Give this rank's tensors memory, and read their values."""
     with clock.phase("materialize"), gc_disabled():
         local = materialize(load.tensors, load.fsdp_params, load.device)
-    executor.place(load.read_plan, [local[item.fqn] for item in load.read_plan.items])
+    executor.read_into(load.read_plan, [local[item.fqn] for item in load.read_plan.items])
 
 
 def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> None:
     """Require equal values of tensors that share storage and are stored twice. Collective: yes."""
     if not plan.duplicates:
         return
-    with world.all_reduce("compare tied tensors", merge_sorted) as exchange:
+    with world.all_reduce("compare tied tensors", unite_sorted) as exchange:
         exchange.local = find_unequal_tied(plan, executor, world.rank, world.size)
     names = exchange.result
     if names:
@@ -102,7 +102,7 @@ def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> 
         )
 
 
-def merge_sorted(names: Sequence[Sequence[str]]) -> list[str]:
+def unite_sorted(names: Sequence[Sequence[str]]) -> list[str]:
     return sorted(set().union(*names))
 
 
@@ -115,9 +115,9 @@ def make_report(
     attributes: tuple[str, ...],
     clock: Clock,
 ) -> LoadReport:
-    """Return the report of a load that has ended on this rank. ``attributes`` are recomputed, as are buffers."""
+    """Return the report of a load that has ended. ``attributes`` are the names of recomputed attributes."""
     plan, index, request = load.plan, source.index, load.request
-    fields = prepare.plan_fields(plan)
+    fields = prepare.describe_plan(plan)
     reads = plan.reads()
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     parameters = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER]
@@ -262,8 +262,8 @@ def set_value(item: TensorRef, value: torch.Tensor, staging: StagingBuffer) -> N
 
 
 def get_base_form(model: nn.Module) -> BaseForm:
-    """Return how the layers of a model keep their weights."""
-    # Found by name, so that a load of other models does not import the four-bit code.
+    """Return the form in which the layers of a model keep their weights."""
+    # By an attribute's name, so that a load of other models does not import the four-bit code.
     if any(hasattr(type(module), "kept_as") for module in model.modules()):
         form: BaseForm = import_object("shardwise.loading.double_quantization:FOUR_BITS")
         return form
@@ -390,5 +390,5 @@ def _check_load(
     return {
         "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
         "key_mapping": repr(key_mapping),
-        **prepare.comparable_load_settings(consent, request.buffers, request.options),
+        **prepare.get_comparable_settings(consent, request.buffers, request.options),
     }

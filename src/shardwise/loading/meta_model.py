@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
-from shardwise.core.computed import Bindings
 from shardwise.core.consents import Consent, OnMissing, OnUnexpected
 from shardwise.core.errors import ConfigError
+from shardwise.core.expression import Bindings
 from shardwise.core.formatting import comparable_text, in_bytes
 from shardwise.core.layout import ModelLayout
 from shardwise.core.tensors import DType

@@ -8,10 +8,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from shardwise.core.computed import Bindings, computes
+from shardwise.core.computed import computes
 from shardwise.core.consents import Consent, allows, describe_faults
 from shardwise.core.errors import KeyMismatchError
-from shardwise.core.expression import Expression, get_stored_key, iter_leaves, iter_stored_leaves
+from shardwise.core.expression import Bindings, Expression, get_stored_key, iter_leaves, iter_stored_leaves
 from shardwise.core.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.core.tensors import DType, casts_safely
 from shardwise.files.checkpoint_index import (

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.core.computed import Bindings, SmallestBlocks, computes, iter_computed_leaves
+from shardwise.core.computed import SmallestBlocks, computes, iter_computed_leaves
 from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError
-from shardwise.core.expression import count_stored_rows, iter_stored_leaves
+from shardwise.core.expression import Bindings, count_stored_rows, iter_stored_leaves
 from shardwise.core.layout import ModelLayout, Origin, TensorKind
 from shardwise.core.reports import Available, RankEstimate
 from shardwise.fsdp import torch_private
@@ -161,7 +161,7 @@ class BaseForm:
         """
 
 
-def comparable_load_settings(
+def get_comparable_settings(
     consent: Consent, buffers: initialize.BufferRules, options: LoadOptions
 ) -> dict[str, str]:
     """Return the settings of a load that must be equal on all ranks, as text, by name."""
@@ -200,10 +200,10 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     targets, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
-        from shardwise.loading.shared_reads import local_targets, shared_boxes
+        from shardwise.loading.shared_reads import keep_local_shares, select_shared
 
-        shared = shared_boxes(world, by_name, items)
-        targets = local_targets(world, shared, items)
+        shared = select_shared(world, by_name, items)
+        targets = keep_local_shares(world, shared, items)
     placement = MemoryPlacement.from_plan(
         plan,
         policy,
@@ -311,7 +311,7 @@ def tie_declared(model: nn.Module, refs: Sequence[TensorRef], bindings: Bindings
     pretrained.tie(model, set(by_name) - set(bindings.matched), set())
 
 
-def plan_fields(plan: LoadPlan) -> dict[str, Any]:
+def describe_plan(plan: LoadPlan) -> dict[str, Any]:
     """Return fields of a report, or of an estimate, that describe how a model is filled."""
     reads = plan.reads()
     computed: list[str] = []

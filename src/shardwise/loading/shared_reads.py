@@ -1,4 +1,4 @@
-"""Single reads of replicated data: each holder reads a share and sends it to the others."""
+"""Reads replicated tensors once: each rank that holds a box reads a share of it, and sends it to the others."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from shardwise.transfer.move_plan import Boxes
 from shardwise.transfer.read import ReadExecutor, ReadItem
 
 
-def shared_boxes(
+def select_shared(
     world: World, tensors: Mapping[str, TensorRef], items: Sequence[ReadItem]
 ) -> dict[str, tuple[Boxes, ...]]:
-    """Return the tensors with replicas, by name, with the boxes that each rank holds.
-
-    Each of the ranks that hold a box reads a share of it, and receives the others' (:func:`exchange_shared`).
-    """
+    """Return the tensors that several ranks hold, by name, with the boxes that each rank holds."""
     ranks = dist.get_process_group_ranks(world.group)
-    boxes_by_form: dict[object, tuple[Boxes, ...]] = {}  # tensors of equal shape and placement share them
+    boxes_by_layout: dict[object, tuple[Boxes, ...]] = {}  # a cache: many tensors have equal shapes and placements
     shared: dict[str, tuple[Boxes, ...]] = {}
     for item in items:
         tensor = tensors[item.fqn].tensor
@@ -39,20 +36,20 @@ def shared_boxes(
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size:
             continue
         placement = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        form = tuple(tensor.shape), placement
-        if form not in boxes_by_form:
-            boxes_by_form[form] = boxes_by_rank(tensor, item.fqn, ranks)
-        boxes = boxes_by_form[form]
+        layout = tuple(tensor.shape), placement
+        if layout not in boxes_by_layout:
+            boxes_by_layout[layout] = boxes_by_rank(tensor, item.fqn, ranks)
+        boxes = boxes_by_layout[layout]
         if any(len(holders) > 1 for holders in move_plan.find_holders(boxes).values()):
             shared[item.fqn] = boxes
     return shared
 
 
-def local_targets(
+def keep_local_shares(
     world: World, shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[ReadItem]
 ) -> list[ReadItem]:
-    """Return the destinations, with only this rank's share of the boxes of shared tensors."""
-    shares = _read_shares(shared, items)
+    """Return the read items, those of shared tensors with only this rank's share of the boxes."""
+    shares = _divide_into_shares(shared, items)
     targets: list[ReadItem] = []
     for item in items:
         if item.fqn in shares:
@@ -62,15 +59,15 @@ def local_targets(
     return targets
 
 
-def _read_shares(
+def _divide_into_shares(
     shared: Mapping[str, tuple[Boxes, ...]], items: Sequence[ReadItem]
 ) -> dict[str, tuple[Boxes, ...]]:
     """Return the boxes that each rank reads, by name. Small tensors are read by one holder, in turn."""
-    # In one order on all ranks: modules may register tensors in the order of a set.
-    members = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
+    # Sorted, so that all ranks take turns in one order: modules may register tensors in the order of a set.
+    ordered = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
     return {
         name: move_plan.shares_by_rank(shared[name], turn, itemsize)
-        for turn, (name, itemsize) in enumerate(members)
+        for turn, (name, itemsize) in enumerate(ordered)
     }
 
 
@@ -81,20 +78,21 @@ def exchange_shared(
     items: Sequence[ReadItem],
     executor: ReadExecutor,
 ) -> None:
-    """Exchange the shares that the ranks have read with the other ranks that hold the same boxes.
+    """Send the shares that this rank has read to the other ranks that hold their boxes, and receive theirs.
 
     Collective: yes.
-    Memory: the budget.
+    Memory: half of the budget, and a share that is not one contiguous run.
     """
-    shares = _read_shares(shared, items)
-    members = sorted((item for item in items if item.fqn in shared), key=attrgetter("fqn"))
+    shares = _divide_into_shares(shared, items)
+    # Sorted as in _divide_into_shares: all ranks execute the transfers in one order.
+    shared_items = sorted((item for item in items if item.fqn in shared), key=attrgetter("fqn"))
     transfers = []
-    for item in members:
+    for item in shared_items:
         tensor, sent, needed = tensors[item.fqn], shares[item.fqn], shared[item.fqn]
         local = LocalTensor(tensor.local, item.boxes)  # source and target: a rank sends from its own shard
         transfers.append(Transfer(item.fqn, tensor.tensor.shape, item.dtype, sent, needed, local, local))
         # The audit counts elements that arrive from other ranks, as well as those that were read.
         received = sum(box.numel for box in needed[world.rank]) - sum(box.numel for box in sent[world.rank])
         executor.count(item.fqn, received)
-    device = next((item.device for item in members if item.device.type != "cpu"), members[0].device)
+    device = next((item.device for item in shared_items if item.device.type != "cpu"), shared_items[0].device)
     transfer(world, transfers, budget_bytes=executor.budget_bytes // 2, device=device)

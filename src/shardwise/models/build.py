@@ -12,9 +12,8 @@ import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.core.computed import Bindings
 from shardwise.core.errors import ConfigError, FormatError, private
-from shardwise.core.expression import Expression, Unstored, concat, slice_dim
+from shardwise.core.expression import Bindings, Expression, Unstored, concat, slice_dim
 from shardwise.core.tensors import DType
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
 from shardwise.fsdp.torch_private import to_torch

@@ -23,9 +23,8 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from shardwise.core.computed import Bindings
 from shardwise.core.errors import ConfigError, private
-from shardwise.core.expression import Expression, Stored, get_stored_key, substitute
+from shardwise.core.expression import Bindings, Expression, Stored, get_stored_key, substitute
 from shardwise.core.formatting import plain_key
 from shardwise.core.layout import ModelLayout
 from shardwise.fsdp.torch_private import original_classes, to_torch

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.core.computed import Bindings
 from shardwise.core.errors import ConfigError
+from shardwise.core.expression import Bindings
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.policies import find_listed_blocks
 from shardwise.fsdp.torch_private import get_parameters

@@ -8,8 +8,8 @@ What the steps of a commit are: [Note: One commit] in ``saving/commit_plan.py``.
 2. Files are written and synced, also those that the last step will rename.
 3. Check again that this save holds the lock, and that all files have the sizes that were written.
 4. The steps that commit. One of them renames a file that belongs to this save only. A save that has taken the
-   folder over has removed that file in 1. The step fails then, and the other's files stay. A save that takes the
-   folder over after the step finds this save committed.
+   folder over has removed that file in its step 1. The rename fails then, and the files of the other save stay. A
+   save that takes the folder over after the rename finds this save committed.
 5. Check again that this save is committed, and no other in its place.
 6. Only then, and while the lock is held, the older save is removed.
 
@@ -50,10 +50,10 @@ def commit_files(
     """Commit a written and synced save and remove the older one. Return the removed names.
 
     Args:
-        writer: of the folder that contains the files.
-        locked: this folder, or its parent.
+        writer: the writer of the folder that contains the files.
+        locked: this folder, or its parent, locked by this save.
         commit: the checks and changes to carry out.
-        small_files: these are replaced just before the commit, and restored if it fails.
+        small_files: small files that are replaced just before the commit, and restored if it fails.
 
     Raises:
         StorageError: before the commit, the lock was lost or the files had changed, or another save was committed
@@ -276,13 +276,13 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
         # and its rename fails from here on.
         remove_pending(writer, remains)
         folder_state = commit_plan.get_folder_state(writer.list(), writer.read(plan.index_file), plan.single_file)
-        folder_state = replace(folder_state, named=folder_state.named | _find_valid_trainings(writer, plan))
+        folder_state = replace(folder_state, listed=folder_state.listed | _find_valid_trainings(writer, plan))
         recorded = fingerprints.from_bytes(writer.read(fingerprints.fingerprint_file(plan.stem)))
         if folder_state.weights:
             writer.sync_names()  # committed weights must be durable before those that were set aside are removed
         # Also the files that the index names while a single file is valid: a save that lost its lock may be about
         # to set that file aside.
-        valid = folder_state.weights | folder_state.named | {plan.index_file}
+        valid = folder_state.weights | folder_state.listed | {plan.index_file}
         for name in sorted(folder_state.files.intersection(remains) - valid):
             # Without valid weights, those that were set aside are the only ones until this save is committed.
             if folder_state.weights or not name.endswith(OLDER):
@@ -332,8 +332,8 @@ def commit_save(
     """Commit a written and synced save in one step, and remove the older one. Return the removed names.
 
     Args:
-        writer: of the folder.
-        plan: of the save.
+        writer: the writer of the folder.
+        plan: the plan of the save.
         state: the lock, and the folder's state before the save.
         small_files: small files that are saved with the weights, by name.
         sums: the fingerprint of every tensor, by key.
@@ -345,10 +345,11 @@ def commit_save(
     digests = {name: fingerprints.digest(content) for name, content in small_files.items()}
     headers = {name: fingerprints.digest(file.header) for name, file in zip(plan.names, plan.files, strict=True)}
     recorded = fingerprints.RecordedSave(sizes, sums, digests, headers)
-    # The record of both saves, because it is replaced before the commit, and either save may be valid after a
-    # crash.
+    # The file of fingerprints is replaced before the commit, and either save may be valid after a crash. So it has
+    # the records of both until the commit.
     both = fingerprints.to_bytes([*state.recorded, recorded])
     fingerprints_file = fingerprints.fingerprint_file(plan.stem)
+    # The commit renames bound files itself, next to the weights. It replaces the free ones just before.
     bound = _find_bound_files(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
     commit = commit_plan.plan_commit(plan, state.folder_state, bound)

@@ -36,13 +36,13 @@ OLDER = ".older"
 """Suffix of the names of older weights that are set aside during a commit."""
 
 
-_ON_ITS_WAY = r"\..+\.[0-9a-f]{8}\.incomplete"
+_PENDING = r"\..+\.[0-9a-f]{8}\.incomplete"
 """Matches temporary names: of files that a save renames, and of new versions of small files."""
 
 
 _OF_A_SAVE = (
     rf"(-[0-9a-f]{{8}}-\d{{5,}}-of-\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}(\.incomplete|{re.escape(OLDER)}))"
-    rf"|{_ON_ITS_WAY}"
+    rf"|{_PENDING}"
 )
 """Follows the stem in a pattern for names that only saves give: the stem with a suffix, or a temporary name."""
 
@@ -54,13 +54,13 @@ class FolderState:
     Attributes:
         files: the names of all files.
         weights: the files with the valid weights.
-        named: the files that the index lists. They are not valid while there is also a single file, but may become
+        listed: the files that the index lists. They are not valid while there is also a single file, but may become
             so. For an adapter, the file with the state of its training.
     """
 
     files: frozenset[str]
     weights: frozenset[str]
-    named: frozenset[str] = frozenset()
+    listed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Rename:
     name: str
 
 
-NOTHING_BOUND: Mapping[str, bytes] = MappingProxyType({})
+NO_BOUND_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def get_folder_state(files: Collection[str], index: bytes | None, single_file: s
     return FolderState(frozenset(files), frozenset(weights), frozenset(listed))
 
 
-def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, bytes] = NOTHING_BOUND) -> Commit:
+def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, bytes] = NO_BOUND_FILES) -> Commit:
     """Return the commit of a save in the hub's layout.
 
     ``bound`` are small files, by name, that change the meaning of the weights (the config of an adapter contains

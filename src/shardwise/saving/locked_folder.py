@@ -21,7 +21,7 @@ class LockedFolder:
     """A folder that this process has locked for a save. The lock is renewed until it is released.
 
     Args:
-        writer: of the folder.
+        writer: the writer of the folder.
         save_id: the id of the save, 8 hex digits.
 
     Raises:

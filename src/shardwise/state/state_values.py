@@ -285,7 +285,7 @@ class StoredValues:
             items.append(ReadItem(name, self.expressions[item.name], boxes, local.dtype, local.device))
         # Each rank begins at another part of the files, which spreads the load on a remote storage.
         plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
-        executor.place(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
+        executor.read_into(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
         # No copy writes an element twice, so equal counts mean that all of it was read.
         for read in plan.items:
             expected = sum(piece.box.numel for piece in read.boxes)

@@ -61,8 +61,8 @@ class ReadPlan:
     """Plan of reads: every decision that is made before the targets have memory.
 
     Attributes:
-        items: the tensors to fill. Segments refer to them by index.
-        files: those that are read.
+        items: the tensors to fill. Segments refer to them by index (``target``).
+        files: the files that are read.
         batches: the requests of stored values, by device.
         computed: tasks for the blocks of values that are computed from stored ones.
     """
@@ -85,9 +85,9 @@ def plan_reads(
 
     Args:
         destinations: the tensors to fill. Those without boxes are left out.
-        index: of the checkpoint.
-        policy: of its storage.
-        budget_bytes: for the staging of all workers together.
+        index: index of the checkpoint.
+        policy: read policy of its storage.
+        budget_bytes: memory for the staging of all workers together.
         start_at: position in the requests at which to start, as a fraction, so that ranks do not all request the
             same part of a remote storage.
         staged_bytes: the size of a worker's staging buffer, if it is smaller than the budget allows.
@@ -127,18 +127,18 @@ def plan_reads(
 class ReadExecutor:
     """Executes plans of reads, and counts the written elements of each tensor, by FQN.
 
-    ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
-    storage had when their headers were read. ``processors`` is the number of CPUs that this rank may use.
+    ``budget_bytes`` bounds the staging of all workers together. ``identities`` are the identities of the files of a
+    remote storage when their headers were read. ``processors`` is the number of CPUs that this rank may use.
 
     A caller can expect the following sequence, on each rank and without communication:
 
     1. :func:`plan_reads` decides what is read and computed. Then the targets get memory.
-    2. :meth:`place`, for one plan or for several in turn:
+    2. :meth:`read_into`, for one plan or for several in turn:
 
        a. The identities of the files are compared with ``identities``.
        b. Workers read the requests, into the targets or through staging, device by device.
        c. Blocks that are computed from stored values follow.
-       d. The identities of the files are still those of a, or the values count for nothing.
+       d. The identities are compared again, with those of step a. If a file was replaced, this is an error.
     3. ``written`` has the number of elements written by FQN, for the audit ("" for :meth:`read_values` and inputs).
        ``read_bytes`` has the bytes of all requests, gaps and inputs of blocks included, for the report.
 
@@ -159,8 +159,8 @@ class ReadExecutor:
     """Key and outputs of the last block computed alone, for a request that needs it and follows at once."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def place(self, plan: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill this rank's own tensors, one for each of ``plan.items``. Memory: the budget.
+    def read_into(self, plan: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
+        """Read a plan into this rank's own tensors, one for each of ``plan.items``. Memory: the budget.
 
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
@@ -185,7 +185,7 @@ class ReadExecutor:
 
     def _fill(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
         targets = TargetTensors(tensors, [item.fqn for item in plan.items])
-        # Freed before the reads, unless this plan uses it.
+        # The outputs of the last block are freed before the reads, unless this plan uses them.
         if self._last is not None and all(task.key != self._last[0] for task in plan.computed):
             self._last = None
         for device, requests in plan.batches:
@@ -204,13 +204,13 @@ class ReadExecutor:
         most_bytes = max_staged_bytes(requests)
         buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, most_bytes)
         try:
-            # Each thread calls self._read(targets, request, its buffer).
-            WorkerPool(partial(self._read, targets), buffers, self.world.check).run(requests)
+            # Each thread calls self._read_and_count(targets, request, its buffer).
+            WorkerPool(partial(self._read_and_count, targets), buffers, self.world.check).run(requests)
         finally:  # also after an error: copies in progress use memory that is freed next
             for buffer in buffers:
                 buffer.finish()
 
-    def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    def read_box(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """Return a box of an expression as a new contiguous CPU tensor."""
         return self.read_values([(expression, box, dtype)])[0]
 
@@ -241,7 +241,7 @@ class ReadExecutor:
         """Add to the number of elements of a tensor that have been written."""
         self.written[fqn] = self.written.get(fqn, 0) + numel
 
-    def _read(self, targets: TargetTensors, request: FileRequest, buffer: StagingBuffer) -> None:
+    def _read_and_count(self, targets: TargetTensors, request: FileRequest, buffer: StagingBuffer) -> None:
         self._read_request(request, targets, buffer)
         with self._lock:
             for segment in request.segments:
@@ -336,7 +336,7 @@ class ReadExecutor:
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in plan.batches:
             for request in requests:
-                self._read(inputs, request, buffers[0])
+                self._read_and_count(inputs, request, buffers[0])
         inputs_bytes = ComputingShare.from_budget(budget_bytes, self.reader.policy.concurrency).staging_bytes
         for inner in plan.computed:
             self._compute_block(inputs, inputs_bytes, inner, buffers)
@@ -409,7 +409,7 @@ class ReadExecutor:
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in plan.batches:
             for request in requests:
-                self._read(inputs, request, buffer)
+                self._read_and_count(inputs, request, buffer)
         inner = ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
         # Inputs that are themselves computed come first, on the same stream.
         inner_bad = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]

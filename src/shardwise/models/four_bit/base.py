@@ -11,9 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
 
-from shardwise.core.computed import Bindings
 from shardwise.core.errors import ConfigError
-from shardwise.core.expression import Expression, permute
+from shardwise.core.expression import Bindings, Expression, permute
 from shardwise.core.formatting import collapse
 from shardwise.core.tensors import Code, DType, FourBitForm
 from shardwise.core.untrusted import Pattern, require_quick_patterns

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.core.computed import Bindings
 from shardwise.core.errors import ConfigError
+from shardwise.core.expression import Bindings
 from shardwise.core.layout import LocalBox
 from shardwise.core.tensors import Box, Strided
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors

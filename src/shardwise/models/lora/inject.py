@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.core.computed import Bindings
 from shardwise.core.errors import ConfigError, KeyMismatchError
 from shardwise.core.expert_factors import ExpertFactors, are_exchanged
-from shardwise.core.expression import Expression
+from shardwise.core.expression import Bindings, Expression
 from shardwise.core.untrusted import require_quick_patterns
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
 from shardwise.models.initialize import Additions, RowNorms
