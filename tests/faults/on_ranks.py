@@ -24,8 +24,8 @@ from shardwise.ranks import control_channel, failure_detection
 from shardwise.ranks.timeouts import Timeouts
 
 STAGES = {
-    "open": ("shardwise.ranks.call_arguments", "open_storage"),
-    "headers": ("shardwise.ranks.call_arguments", "open_checkpoint"),
+    "open": ("shardwise.loading.source", "open_storage"),
+    "headers": ("shardwise.loading.source", "open_checkpoint"),
     "build": ("shardwise.loading.meta_model", "build_meta_model"),
     "wrap": ("shardwise.fsdp.wrap", "wrap"),
     "plan": ("shardwise.loading.prepare", "plan_load"),
