@@ -100,7 +100,7 @@ def test_ranks_step_alike(worlds, base):
     first = agreed(worlds(2), other_settings, base)
     assert first["schedule"] == (
         "RankMismatchError: lr of 'ada' on rank 1 is not that of rank 0 (0.005 against 0.01). "
-        "Give every rank the same"
+        "Pass the same on every rank"
     )
     assert "momentum of 'bob' on rank 1 is not that of rank 0 (0.8 against 0.9)" in first["momentum"]
     assert first["goes on"] == ""

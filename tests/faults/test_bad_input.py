@@ -115,7 +115,7 @@ def test_a_mesh_of_three_axes_is_refused_by_name():
 
 def test_a_model_that_cannot_be_sharded_is_the_same_error_on_every_rank(worlds, wide):
     errors = worlds(4).run(partial, wide)
-    told = "an axis of 2 ranks (the mesh has (2, 2))"
+    told = "an axis of 2 ranks (mesh (2, 2))"
     require_same_error(errors, "ShardingError", "rows.weight is placed as P", "(sum)", told)
 
 

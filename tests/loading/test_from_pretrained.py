@@ -272,8 +272,8 @@ def test_a_hub_id_that_is_not_cached_is_refused_offline(tmp_path):
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
-        ({"dtype": "int8"}, "not 'auto' or a floating dtype"),
-        ({"dtype": "float33"}, "not 'auto' or a floating dtype"),
+        ({"dtype": "int8"}, "is not a floating dtype of torch. Pass 'auto'"),
+        ({"dtype": "float33"}, "is not a floating dtype of torch. Pass 'auto'"),
         ({"config_overrides": {"hiden_size": 3}}, "has no hiden_size"),
         ({"model_class": "Qwen3ForCausalLM"}, "must be a model class or an Auto class"),
     ],

@@ -119,7 +119,7 @@ def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tm
         shardwise.save_adapter(model, tmp_path, adapter="other")
     with pytest.raises(ConfigError, match="It has none"):
         shardwise.save_adapter(shardwise.from_pretrained(tied), tmp_path)
-    with pytest.raises(ConfigError, match="Save the adapter by save_adapter"):
+    with pytest.raises(ConfigError, match="Call save_adapter"):
         shardwise.save(model, tmp_path)
 
 

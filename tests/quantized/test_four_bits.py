@@ -150,7 +150,7 @@ NOT_TRAINED = [
     (Nf4(), shardwise.Full(), "keeps them in four bits"),
     (Fp4(), shardwise.Freeze(1), r"tuning=Freeze\(\.\.\.\): trains weights of the base"),
     (Nf4(), lora(modules_to_save=["up_proj"]), "modules_to_save trains .*up_proj whole, which is in four bits"),
-    (Nf4(), lora(use_dora=True), "weights in four bits do not have .*. Leave out use_dora"),
+    (Nf4(), lora(use_dora=True), "needs norms of rows, but .* is in four bits. Leave out use_dora"),
     ("nf4", shardwise.Full(), "quantization"),
 ]
 NO_CONFIG = [

@@ -231,7 +231,7 @@ def test_tensors_of_a_peft_model_are_as_peft_has_them(worlds, what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("hub", "the hub has no names for both together. Pass only=MergedAdapter()"),
+        ("hub", "the hub has no names for base and adapter together. Pass only=MergedAdapter()"),
         ("dora", "q_proj is adapted by a variant of LoRA"),
         ("whole", "lm_head is in modules_to_save"),
         ("embedding", "embed_tokens is adapted as Embedding"),
