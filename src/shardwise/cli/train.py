@@ -44,12 +44,14 @@ class _TrainCommand(click.Command):
 @click.command("train", cls=_TrainCommand, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, metavar="[METHOD] [CONFIG.yaml] [--KEY VALUE]...", type=click.UNPROCESSED)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
+@click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def train_command(
     arguments: Sequence[str],
     *,
     nproc_per_node: int | None,
+    accelerate_config: str | None,
     check: bool,
     as_json: bool,
 ) -> None:
@@ -72,7 +74,7 @@ def train_command(
     its state saved, so that the same command resumes.
     """  # noqa: D301 - click's mark of a paragraph that is not wrapped
     try:
-        config = _read(arguments)
+        config = _read([*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())])
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return

@@ -381,6 +381,17 @@ class ShardwiseTrainer(_Trainer):
             keywords |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": skipped}
         super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
 
+    def _finalize_training(self, trial: Any, *others: Any) -> Any:
+        limit, run = self.args.save_total_limit, Path(self._get_output_dir(trial=trial))
+        # With a limit of 1 the Trainer removes all checkpoints but the best. That would be all of this folder, if
+        # the best is in another one, of the run that was resumed.
+        if folders.step_in(run, self.state.best_model_checkpoint) is None:
+            self.args.save_total_limit = None
+        try:
+            return super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
+        finally:
+            self.args.save_total_limit = limit
+
     def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
         """Remove checkpoints above the limit, and release the lock."""
         kinds = folders.checkpoints_in(run)
