@@ -459,6 +459,10 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "the setting lr of torch.optim.AdamW is nan",
     ),
     "a rate below 0": (lambda path: change(path, settings={"lr": -1.0}), "lr=-1.0 is not a valid value"),
+    "a first rate below 0": (
+        lambda path: change(path, settings={"initial_lr": -1.0}),
+        "-1.0 is not a learning rate",
+    ),
     "no rate": (lambda path: change(path, settings={"lr": None}), "lr=None is not a valid value"),
     "a setting that is text": (lambda path: change(path, settings={"initial_lr": "x"}), "the setting initial_lr"),
     "one setting more": (lambda path: change(path, settings={"swap": 1}), "the setting swap of torch.optim.AdamW"),

@@ -12,6 +12,7 @@ several ranks floats are summed in another order.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -338,7 +339,10 @@ def _find_optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current:
     settings, present = _select_settings(stored.settings), _select_settings(current.settings)
     if differing := sorted(map(str, settings.keys() ^ present.keys())):
         return [f"the setting {shown(key)} of {stored.optimizer}: is in only one of the two" for key in differing]
-    # Flags are compared by list_differences(), and initial_lr is read only when a schedule is created.
+    initial_lr = without_tensors(settings).get("initial_lr", 0.0)  # of optimizers with a schedule
+    if not isinstance(initial_lr, int | float) or not 0 <= initial_lr < math.inf:
+        return [f"the setting initial_lr of {stored.optimizer}: {initial_lr!r} is not a learning rate"]
+    # Flags are compared by list_differences(), and no optimizer takes initial_lr.
     numbers = {key for key, value in present.items() if not isinstance(value, bool | None)} - {"initial_lr"}
     faults = adapter.find_invalid_settings(without_tensors({key: settings[key] for key in numbers}))
     return [f"of the settings of {stored.optimizer}, {fault}" for fault in faults]
