@@ -40,18 +40,19 @@ def labels(panel: Any) -> list[str]:
     return [] if panel.get_legend() is None else [text.get_text() for text in panel.get_legend().get_texts()]
 
 
-def test_a_training_has_curves_of_each_rank(axes: list[Any], tmp_path: Path) -> None:
+def test_a_training_has_curves_of_each_rank_beside_the_estimate(axes: list[Any], tmp_path: Path) -> None:
     log = [*entries([3.0, math.nan, math.inf, 2.0], 2), *entries([1.0], 3), {"step": 5, "train_runtime": 1.0}]
-    draw_curves(tmp_path, {"": log}, log)
+    draw_curves(tmp_path, {"": log}, log, 3 << 30)
     assert [panel.get_title(loc="left") for panel in axes] == [
         "Loss (dashed: evaluation)",
         "Learning rate",
-        "Peak of accelerator memory so far, GiB",
+        "Peak of accelerator memory so far, GiB (dashed: estimate)",
         "Host memory, GiB",
     ]
-    assert [len(panel.lines) for panel in axes] == [2, 1, 3, 3]
+    assert [len(panel.lines) for panel in axes] == [2, 1, 3 + 1, 3]
+    assert set(axes[2].lines[-1].get_ydata()) == {3}
     assert [labels(panel) for panel in axes] == [[], [], *2 * [["rank 0", "rank 1", "rank 2"]]]
-    assert axes[2].get_ylim()[0] == 0 < 2 < axes[2].get_ylim()[1]
+    assert axes[2].get_ylim()[0] == 0 < 3 < axes[2].get_ylim()[1]
 
 
 @pytest.mark.parametrize("count", [2, 40])

@@ -89,26 +89,29 @@ class MemoryCallback(TrainerCallback):
             tracker.on_log(args, state, control, logs=dict(metrics), **others)
 
 
-def draw_curves(folder: Path, logs: Mapping[str, LogHistory], memory: LogHistory) -> None:
+def draw_curves(
+    folder: Path, logs: Mapping[str, LogHistory], memory: LogHistory, estimated_bytes: int | None = None
+) -> None:
     """Draw ``curves.png``. One that cannot be drawn is a warning. Collective: no.
 
     Args:
         folder: where the file is written.
         logs: losses and learning rates of each LoRA by name, or of one training under the name "".
         memory: entries with the memory of all ranks.
+        estimated_bytes: estimated peak of a rank on its accelerator.
     """
     path = folder / CURVES_FILE
     try:
         with busy_with(f"drawing {CURVES_FILE}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _draw(path, logs, memory)
+            _draw(path, logs, memory, estimated_bytes)
     except ModuleNotFoundError:
         _log.warning("%s: is not drawn without matplotlib. Run pip install 'shardwise[report]'", path)
     except Exception as error:  # the training has succeeded
         _log.warning("%s: cannot be drawn, %s", path, error)
 
 
-def _draw(path: Path, logs: Mapping[str, LogHistory], memory: LogHistory) -> None:
+def _draw(path: Path, logs: Mapping[str, LogHistory], memory: LogHistory, estimated_bytes: int | None) -> None:
     from matplotlib.figure import Figure
 
     memory = [entry for entry in memory if _HOST in entry]
@@ -131,8 +134,12 @@ def _draw(path: Path, logs: Mapping[str, LogHistory], memory: LogHistory) -> Non
             points = [(entry["step"], entry[kind][rank]) for entry in memory if rank < len(entry.get(kind, ()))]
             # Ranks often have the same memory: the wider curves below show at the sides of those above.
             _plot(axes, points, rank, size, f"rank {rank}", lw=1.5 + 3 * (size - 1 - rank) / size)
+        title = _TITLES[kind]
+        if kind == _DEVICE and estimated_bytes is not None:
+            axes.axhline(estimated_bytes / _GIB, color="black", ls="--")
+            title += " (dashed: estimate)"
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-        _finish_panel(axes, _TITLES[kind], "step" if "" in logs else "steps of all LoRAs")
+        _finish_panel(axes, title, "step" if "" in logs else "steps of all LoRAs")
     figure.savefig(path)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.files.urls import without_secrets
+from shardwise.fsdp.torch_private import accelerator
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
@@ -73,8 +74,9 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         has_stopped = is_signaled and state.global_step < state.max_steps
         if not has_stopped:
             save_model(trainer, output, record)
+        estimated_bytes = _estimate_peak(config, world.size)
         if world.rank == 0:
-            draw_curves(output, {"": state.log_history}, state.log_history)
+            draw_curves(output, {"": state.log_history}, state.log_history, estimated_bytes)
         if not has_stopped:
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:
@@ -144,6 +146,24 @@ def peak_line() -> str:
     return f"peak memory of a rank: {nbytes / 2**30:.2f} GiB"
 
 
+def _estimate_peak(config: RunConfig, ranks: int) -> int | None:
+    """Return the estimated peak of a rank on its accelerator in bytes, or None. Collective: yes, with replicas.
+
+    There is none on the CPU, where the peak of a process includes its libraries, and none of methods that generate
+    or have a reference model.
+    """
+    kind = accelerator()
+    if kind is None or config.method not in ("sft", "reward"):
+        return None
+    try:
+        estimate = trl_setup.plan_run(config, ranks, {"device": kind.type})
+    except Exception as error:  # the training has succeeded
+        _log.warning("no estimate: %s", error)
+        return None
+    has_activations = estimate.training is not None and estimate.training.batch_size > 0
+    return estimate.peak_bytes if has_activations else None
+
+
 class RunCallback(TrainerCallback):
     """Ends a training after the step in which a signal arrived, and checks its folder before each checkpoint.
 
@@ -162,6 +182,7 @@ class RunCallback(TrainerCallback):
         """Tokens that the checkpoint has counted."""
         self._request = request
         self._record = record
+        self._has_warned = False
 
     def on_train_begin(self, *positional: Any, **_: Any) -> None:
         """Note where the training begins."""
@@ -177,6 +198,15 @@ class RunCallback(TrainerCallback):
         if control.should_save and positional[1].is_world_process_zero:
             self._record.require()
         return control
+
+    def on_log(self, *positional: Any, **keywords: Any) -> None:
+        """Warn of the first loss that is not finite."""
+        state: TrainerState = positional[1]
+        loss = (keywords.get("logs") or {}).get("loss")
+        if loss is None or self._has_warned or math.isfinite(float(loss)) or not state.is_world_process_zero:
+            return
+        self._has_warned = True
+        _log.warning("step %d: the loss is %s. Check learning_rate and the rows", state.global_step, loss)
 
 
 def require_finite_loss(state: TrainerState, output: Path) -> None:
