@@ -42,13 +42,16 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-bank bench-quantized bench-startup gpu wheels-for-gpu clean
+.PHONY: help demo demo-real test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-bank bench-quantized bench-startup gpu wheels-for-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/project ## fine-tune a small model, kill it, resume it; one minute
 	$(VENV)/bin/python examples/demo.py
+
+demo-real: $(VENV)/project $(VENV)/real/made ## fine-tune SmolLM2-135M, kill it, resume it; five minutes
+	PYTHONPATH=$(VENV)/real $(VENV)/bin/python examples/demo_real.py $(ARGS)
 
 # Budgets are processor time, user and system, as `time make test` shows it.
 test: $(VENV)/project ## run the fast tests that need no GPU; budget: 7 minutes of processor time
@@ -190,6 +193,11 @@ $(VENV)/peers/made $(OLDEST)/peers/made: %/peers/made: %/pinned requirements/pee
 	@rm -rf $(@D)
 	@for package in $$(grep -v '^#' requirements/peers.txt); do \
 		$*/bin/python -m pip install $(QUIET) --no-deps --target $(@D)/$${package%%=*} $$package || exit 1; done
+	@touch $@
+
+$(VENV)/real/made: $(VENV)/pinned requirements/real.txt
+	@rm -rf $(@D)
+	@$(VENV)/bin/python -m pip install $(QUIET) --no-deps --target $(@D) --requirement requirements/real.txt
 	@touch $@
 
 $(VENV)/project $(OLDEST)/project: %/project: %/pinned %/peers/made pyproject.toml

@@ -52,7 +52,7 @@ def main(*, out: Path, steps: int) -> None:
 
 def run_demo(out: Path, steps: int) -> list[str]:
     """Run all parts of the demo. Return failures."""
-    _heading("1. A small Qwen3 with random weights and its tokenizer, written by transformers")
+    print_heading("1. A small Qwen3 with random weights and its tokenizer, written by transformers")
     import small_model as example
 
     tokenizer = example.train_tokenizer(example.CHATS, 1024)
@@ -60,22 +60,22 @@ def run_demo(out: Path, steps: int) -> list[str]:
     click.echo(f"   {written.parameters:,} parameters in {len(written.files)} safetensors files")
     config, every = write_config(out, steps), min(_SAVE_STEPS, steps - 1)
 
-    _heading(f"2. shardwise train on 2 ranks, killed after the checkpoint of step {every}")
-    _train_and_kill(_command(config, ranks=2), out / "trained" / f"checkpoint-{every}")
+    print_heading(f"2. shardwise train on 2 ranks, killed after the checkpoint of step {every}")
+    train_and_kill(train_command(config, 2, *rows_of(2)), out / "trained" / f"checkpoint-{every}")
     click.echo(f"   killed; checkpoint-{every} is complete")
 
-    _heading("3. The same command on 1 rank: resumes, and saves the model")
-    done = _finish(_command(config, ranks=1))
+    print_heading("3. The same command on 1 rank: resumes, and saves the model")
+    done = finish(train_command(config, 1, *rows_of(1)))
 
-    _heading("4. The saved model, read again and compared with the checksums of the save")
-    verified = _finish([sys.executable, "-m", "shardwise", "verify", str(out / "trained")])
+    print_heading("4. The saved model, read again and compared with the checksums of the save")
+    verified = finish([sys.executable, "-m", "shardwise", "verify", str(out / "trained")])
 
-    _heading("5. The same model on 2 ranks and by transformers in one process, compared bit by bit")
+    print_heading("5. The same model on 2 ranks and by transformers in one process, compared bit by bit")
     differing = sorted(set().union(*run_spawned(2, differing_tensors, str(out / "trained"))))
     click.echo(f"   on 2 ranks: {f'{len(differing)} tensors differ' if differing else 'bitwise equal'}")
     different = f"on 2 ranks {', '.join(differing)} differ from transformers'" if differing else ""
 
-    _heading("6. The trained model, loaded by transformers, answers")
+    print_heading("6. The trained model, loaded by transformers, answers")
     model, _ = example.load_by_transformers(str(out / "trained"))
     for question in QUESTIONS:
         click.echo(f"   {question} {example.answer(model, tokenizer, question)}")
@@ -116,13 +116,19 @@ def write_config(out: Path, steps: int) -> Path:
     return file
 
 
-def _command(config: Path, ranks: int) -> list[str]:
-    rows = ["--per_device_train_batch_size", str(_ROWS_PER_STEP // ranks)]
-    click.echo(f"   shardwise train {config} --nproc-per-node {ranks} {' '.join(rows)}")
-    return [sys.executable, "-m", "shardwise", "train", str(config), "--nproc-per-node", str(ranks), *rows]
+def rows_of(ranks: int) -> list[str]:
+    """Return the key that keeps the rows of a step on another number of ranks."""
+    return ["--per_device_train_batch_size", str(_ROWS_PER_STEP // ranks)]
 
 
-def _train_and_kill(command: Sequence[str], checkpoint: Path) -> None:
+def train_command(config: Path, ranks: int, *keys: str) -> list[str]:
+    """Print a call of ``shardwise train``, and return it."""
+    arguments = ["train", str(config), "--nproc-per-node", str(ranks), *keys]
+    click.echo(f"   shardwise {' '.join(arguments)}")
+    return [sys.executable, "-m", "shardwise", *arguments]
+
+
+def train_and_kill(command: Sequence[str], checkpoint: Path) -> None:
     """Run a training until it has a checkpoint, and kill all of its processes.
 
     Raises:
@@ -140,13 +146,14 @@ def _train_and_kill(command: Sequence[str], checkpoint: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _finish(command: Sequence[str]) -> str:
+def finish(command: Sequence[str]) -> str:
     """Run a command to its end. Return the failure, or ""."""
     code = subprocess.run(command, check=False, timeout=_TIMEOUT_S, env={**os.environ, **_QUIET}).returncode
     return f"{' '.join(command[2:])}: has ended with exit code {code}" if code else ""
 
 
-def _heading(text: str) -> None:
+def print_heading(text: str) -> None:
+    """Print the heading of a part of a demo."""
     click.echo(f"\n{text}")
 
 

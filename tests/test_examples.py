@@ -34,7 +34,7 @@ def marked(name: str) -> object:
 
 
 @pytest.mark.parametrize(
-    "name", [marked(path.name) for path in sorted(FOLDER.glob("*.py")) if path.name != "demo.py"]
+    "name", [marked(path.name) for path in sorted(FOLDER.glob("*.py")) if not path.name.startswith("demo")]
 )
 def test_example(name: str, tmp_path: Path) -> None:
     kind = name.partition("_")[0]
