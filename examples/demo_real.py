@@ -17,7 +17,7 @@ QUESTIONS = ("What is a neural network?", "Why do we test a model on new data?",
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2" / "lora.yaml"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAX_ANSWER_TOKENS = 72
+MAX_ANSWER_TOKENS = 64
 
 
 @click.command()
@@ -51,8 +51,8 @@ def run_demo(out: Path, steps: int | None) -> str:
     print_answers(model, tokenizer)
 
     config, every = write_config(out, steps)
-    command = train_command(config, ranks=2)
     print_heading(f"3. A LoRA on 2 ranks, killed after the checkpoint of step {every}")
+    command = train_command(config, ranks=2)
     train_and_kill(command, out / "trained" / f"checkpoint-{every}")
     click.echo(f"   killed; checkpoint-{every} is complete")
 
@@ -82,12 +82,14 @@ def find_gguf() -> Path:
 def write_base(gguf: Path, folder: Path) -> tuple[Any, Any]:
     """Dequantize a GGUF file, save the model and its tokenizer as safetensors, and return both."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -100,6 +102,7 @@ def write_config(out: Path, steps: int | None) -> tuple[Path, int]:
     values["model_name_or_path"] = str(out / "start")
     values["dataset_name"] = str(RECIPE.with_name("short_answers.jsonl"))
     values["output_dir"] = str(out / "trained")
+    values["disable_tqdm"] = True
     if steps:
         values |= {"max_steps": steps, "save_steps": min(values["save_steps"], steps - 1)}
     (out / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
