@@ -50,7 +50,7 @@ help: ## list the targets
 demo: $(VENV)/project ## fine-tune a small model, kill it, resume it; one minute
 	$(VENV)/bin/python examples/demo.py
 
-demo-real: $(VENV)/project $(VENV)/real/made ## fine-tune SmolLM2-135M, kill it, resume it; five minutes
+demo-real: $(VENV)/project $(VENV)/real/made ## fine-tune SmolLM2-135M, kill it, resume it; minutes
 	PYTHONPATH=$(VENV)/real $(VENV)/bin/python examples/demo_real.py $(ARGS)
 
 # Budgets are processor time, user and system, as `time make test` shows it.

@@ -28,7 +28,7 @@ MAX_ANSWER_TOKENS = 64
 def main(*, out: Path, steps: int | None) -> None:
     """Train a LoRA on 300 questions and answers, kill it, resume it, and show what it has changed.
 
-    Needs what `make demo-real` installs, two cores and five minutes. The base is a 4-bit file, dequantized.
+    Needs what `make demo-real` installs, two cores and some minutes. The base is a 4-bit file, dequantized.
     """
     begun = time.monotonic()
     try:
