@@ -125,6 +125,13 @@ def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 
+def train_file(method: str, file: str) -> list[float]:
+    """Train on this rank from a file; the losses of all steps."""
+    with mock.patch.object(torch, "multinomial", quantile) if method == "grpo" else nullcontext():
+        outcome = run_on_rank(without_token(read_run_config([method, file])))
+    return [entry["loss"] for entry in outcome.history if "loss" in entry]
+
+
 def errors_of(values: dict[str, Any], differing: list[dict[str, Any]]) -> list[str]:
     """Train once for each of these keys, which only the second rank has; the errors."""
     errors = []
@@ -321,12 +328,11 @@ def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
 
     A LoRA begins with the stored values of an adapter.
     """
-    import trl
     from trl.trainer.utils import get_peft_config
 
     config = read_run_config(words({**COMMON, **values}))
     arguments = trl_setup.parse(config)
-    kind = getattr(trl, f"{config.method.upper()}Trainer")
+    kind = trl_setup.trl_class(config.method, "Trainer")
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
     rewards = {"reward_funcs": letters} if config.method == "grpo" else {}
     with (

@@ -46,6 +46,7 @@ class _TrainCommand(click.Command):
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
 @click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
+@click.option("--strict", is_flag=True, help="Refuse former keys, instead of translating them.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def train_command(
     arguments: Sequence[str],
@@ -53,13 +54,14 @@ def train_command(
     nproc_per_node: int | None,
     accelerate_config: str | None,
     check: bool,
+    strict: bool,
     as_json: bool,
 ) -> None:
     """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
-    METHOD is sft (the default), dpo, kto, grpo or reward. Keys are described in docs/train.md. Files for several
-    models are in recipes/. Many LoRAs: adapters: and sweep: (docs/many_loras.md). Under torchrun, its ranks are
-    used. With --nproc-per-node, ranks are started here.
+    METHOD is sft (the default), dpo, kto, grpo, reward, orpo or cpo. Keys are described in docs/train.md. Files
+    for several models are in recipes/. Many LoRAs: adapters: and sweep: (docs/many_loras.md). Under torchrun, its
+    ranks are used. With --nproc-per-node, ranks are started here.
 
     \b
     A small config.yaml:
@@ -74,7 +76,8 @@ def train_command(
     its state saved, so that the same command resumes.
     """  # noqa: D301 - click's mark of a paragraph that is not wrapped
     try:
-        config = _read([*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())])
+        words = [*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())]
+        config = _read(words, strict=strict)
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
@@ -91,8 +94,8 @@ def train_command(
     sys.exit(_exit_code(outcomes[0]))
 
 
-def _read(arguments: Sequence[str]) -> RunConfig:
-    """Read a configuration without importing torch.
+def _read(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
+    """Read a configuration without importing torch, and print what was translated or left out.
 
     Raises:
         ShardwiseError: the configuration is invalid, or its local model does not exist.
@@ -102,7 +105,10 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     from shardwise.training.adapters_config import read_adapters
     from shardwise.training.run_config import read_run_config
 
-    config = read_run_config(arguments)
+    config = read_run_config(arguments, strict=strict)
+    if os.environ.get("RANK", "0") == "0":
+        for note in config.notes:
+            click.echo(note, err=True)
     if config.own.has_adapters:
         read_adapters(config)
     model = str(config.values.get("model_name_or_path", ""))

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -97,11 +97,15 @@ class ShardwiseTrainer(_Trainer):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
+        reference: Any = keywords.pop("ref_model", None) if compat.loads_reference(type(self)) else None
         kwargs = bind_arguments(after, positional, keywords)
+        if reference is not None:
+            kwargs = {**kwargs, "ref_model": reference}
         with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
             require_trainable(type(self), kwargs, world)
         try:
-            super().__init__(*positional, **keywords)
+            with nullcontext() if reference is None else compat.giving_reference(reference):
+                super().__init__(*positional, **keywords)
         finally:
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model

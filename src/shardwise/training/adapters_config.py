@@ -37,7 +37,7 @@ _SHARED_KEYS: Final = frozenset(
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "eos_token", "tokenizer_name_or_path"),
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
         *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "cpu_offload"),
-        *("tokens_per_pass", "adapters", "sweep", "env"),
+        *("tokens_per_pass", "adapters", "sweep", "env", "chat_template", "system_prompt", "config_overrides"),
     }
 )
 """Keys that are common to all adapters."""

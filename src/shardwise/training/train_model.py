@@ -127,15 +127,26 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
 
 
 def _resume_from(training: Any, output: Path) -> Any:
-    """Return the requested checkpoint, otherwise the newest in the output folder, or None."""
-    if training.resume_from_checkpoint is not None:
+    """Return the requested checkpoint, otherwise the newest in the output folder, or None. Collective: yes.
+
+    Raises:
+        ConfigError: ``resume_from_checkpoint`` is false, and the folder has checkpoints, which would be replaced.
+    """
+    if training.resume_from_checkpoint:
         return training.resume_from_checkpoint
     with World.current(call="train") as world:
         with world.broadcast("list files") as exchange:
             if world.rank == 0:
                 exchange.local = list(checkpoints_in(output).values())
         kinds: list[FolderKind] = exchange.result
-    return True if FolderKind.COMPLETE in kinds else None
+    if FolderKind.COMPLETE not in kinds:
+        return None
+    if training.resume_from_checkpoint is False:
+        raise ConfigError(
+            f"resume_from_checkpoint: is false, and {output} has checkpoints of this training. Remove that key to "
+            "resume, or the folder to begin again"
+        )
+    return True
 
 
 def peak_line() -> str:
