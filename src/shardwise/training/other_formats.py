@@ -25,6 +25,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "test_split_size": ("val_set_size", "val_size"),
     "max_length": ("sequence_len", "cutoff_len"),
     "packing": ("sample_packing",),
+    "eval_packing": ("eval_sample_packing",),
     "per_device_train_batch_size": ("micro_batch_size",),
     "per_device_eval_batch_size": ("eval_batch_size",),
     "num_train_epochs": ("num_epochs",),
@@ -40,7 +41,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "trainable_modules": ("freeze_trainable_modules",),
     "extra_modules": ("freeze_extra_modules",),
     "use_bnb_nested_quant": ("double_quantization",),
-    "cpu_offload": ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"),
+    "cpu_offload": ("fsdp_config.offload_params",),
 }
 """Keys of TRL or shardwise, and the names elsewhere of keys with the same values."""
 
@@ -57,7 +58,7 @@ _SETTINGS: Final[Mapping[tuple[str, Any], tuple[str, ...]]] = {
     ("attn_implementation", "sdpa"): ("sdp_attention: true", "flash_attn: sdpa"),
     ("attn_implementation", "eager"): ("eager_attention: true", "flash_attn: disabled"),
     ("assistant_only_loss", True): ("train_on_inputs: false", "train_on_prompt: false"),
-    ("packing", True): ("neat_packing: true", "stage: pt"),
+    ("packing", True): ("neat_packing: true",),
     ("train_sampling_strategy", "group_by_length"): ("group_by_length: true",),
     ("gradient_checkpointing", False): ("disable_gradient_checkpointing: true",),
     # Moments in 8 bits, too, by torchao, whose optimizer steps shards as that of bitsandbytes does not.
@@ -90,7 +91,7 @@ _IMPLIED: Final[Mapping[str, Mapping[str, Any]]] = {
     "early_stopping_patience": {"load_best_model_at_end": True},
     "axolotl": {"sequence_len": 512, "micro_batch_size": 1, "num_epochs": 1, "lr_scheduler": "cosine"}
     | {"bf16": "auto", "train_on_inputs": False},
-    "stage: pt": {"train_on_prompt": True},
+    "stage: pt": {"train_on_prompt": True, "packing": True},
     "stage: rm": {"lora_task_type": "SEQ_CLS"},
     "quantization_bit: 4": {"double_quantization": True},
     "early_stopping_steps": {"load_best_model_at_end": True},
@@ -105,6 +106,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     **dict.fromkeys(("chat_template", "template"), "that of the tokenizer is used. Or set chat_template_path"),
     **dict.fromkeys(("lora_model_dir", "adapter_name_or_path"), "merge it before, by shardwise merge-adapter"),
     "dataset": "names in dataset_info.json. Write the file or the hub's name of each",
+    "unfrozen_parameters": "all are trained. Or set trainable_layers, trainable_modules, extra_modules",
     "max_samples": "write split: train[:N] into datasets",
     "type": "rows are recognized by their columns, and rendered by the chat template of the tokenizer",
 }
@@ -147,11 +149,11 @@ def _explain(program: str, given: Mapping[str, Any]) -> str:
         advice = _ADVICE.get(key.rpartition("].")[2])
         for name, new in replacements[key].items():
             faults = [fault.removeprefix(f"{name}: ") for fault in find_faults(name, new, method)]
-            if config.get(name, new) != new:
+            if name in config and config[name] != new:
                 faults = [f"{name} is {_format(config[name])}"]
             if not faults or name == "method":  # one that is not supported is an error of that configuration, too
                 config[name] = new
-                origin = (advice or key) if key in given else f"the default of {program}"
+                origin = (f"{key}: {advice}" if advice else key) if key in given else f"the default of {program}"
                 origins[name] = "" if name == key else f"  # {origin}"
             elif key in given:
                 reason = advice or REJECTED.get(name) or (faults[0] if get_types(name) else "")
@@ -181,7 +183,7 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         elif _SECRET.search(key):
             flat[f"{key} (secret)"] = "..."
         elif key in ("special_tokens", "fsdp_config", "trl") and isinstance(value, dict):
-            flat |= {f"{key}.{name}": one for name, one in value.items()}
+            flat |= {f"{key}.{str(name).removeprefix('fsdp_')}": one for name, one in value.items()}
         else:
             flat[key] = value
     return {key: value for key, value in flat.items() if value not in (None, "", {})}
@@ -196,6 +198,8 @@ def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]
         return {}
     if key in ("lora_target", "additional_target") and isinstance(value, str):
         return {_TRL_NAMES[key]: [name.strip() for name in value.split(",")]}
+    if key == "lora_target_modules" and keys.get("lora_target_linear"):  # which adds them to all others
+        return {"": value}
     epochs = keys.get("num_epochs")
     is_per_epoch = key == "saves_per_epoch" or (key == "evals_per_epoch" and keys.get("val_set_size"))
     if is_per_epoch and isinstance(value, int) and isinstance(epochs, int | float) and value > 0:
@@ -212,8 +216,12 @@ def _line(key: str, value: Any) -> str:
 
 
 def _format(value: Any) -> str:
-    """Write a value as YAML in one line. YAML 1.1 reads numbers with an exponent only if they have a point."""
+    """Write a value as YAML in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_format(key)}: {_format(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_format, value)) + "]"
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return value
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return re.sub(r'((?<!\\)": |^)(-?\d+)e', r"\1\2.0e", text)
+    return re.sub(r"^(-?\d+)e", r"\1.0e", text)  # YAML 1.1 reads numbers with an exponent by their point
