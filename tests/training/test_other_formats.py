@@ -9,6 +9,7 @@ import yaml
 from shardwise.training.other_formats import explain_other_format
 from shardwise.training.run_config import read_run_config
 
+PAGE = Path(__file__).parents[2] / "docs" / "moving_over.md"
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.yaml"))
 
 AXOLOTL_LORA = """
@@ -375,6 +376,7 @@ def test_the_configuration_is_valid_and_no_key_is_lost(text: str, tmp_path: Path
     title, pasted, _ = explain(text)
     program = "axolotl" if text in AXOLOTL else "LLaMA-Factory"
     assert title == f"is a configuration of {program}, not of TRL. Save this as another file, and check it:"
+    assert title.replace(program, "axolotl") in PAGE.read_text("utf-8")
     explanation = str(explain_other_format(yaml.safe_load(text)))
     (tmp_path / "trl.yaml").write_text(explanation.partition("\n\n")[2])
     config = read_run_config([str(tmp_path / "trl.yaml")])
