@@ -86,7 +86,7 @@ num_epochs: 1
 optimizer: adamw_torch_fused
 learning_rate: 2.0e-5
 fp16: true
-saves_per_epoch: 2
+saves_per_epoch: 1
 plugins: [axolotl.integrations.liger.LigerPlugin]
 """
 
@@ -239,7 +239,8 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "warmup_steps": 0.1,
                 "eval_strategy": "steps",
                 "eval_steps": 1 / 16,
-                "save_strategy": "epoch",
+                "save_strategy": "steps",  # as for evaluations, which load_best_model_at_end requires
+                "save_steps": 1 / 4,
                 "pad_token": "<|end_of_text|>",
                 "early_stopping_patience": 3,
                 "load_best_model_at_end": True,
@@ -269,8 +270,7 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "learning_rate": 2e-5,
                 "fp16": True,
                 "bf16": False,
-                "save_strategy": "steps",
-                "save_steps": 0.5,
+                "save_strategy": "epoch",
                 "assistant_only_loss": True,
             },
             {

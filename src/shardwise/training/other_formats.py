@@ -204,7 +204,7 @@ def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]
     is_per_epoch = key == "saves_per_epoch" or (key == "evals_per_epoch" and keys.get("val_set_size"))
     if is_per_epoch and isinstance(value, int) and isinstance(epochs, int | float) and value > 0:
         kind, count = key[:4], value * epochs
-        if value == 1 or count <= 1:
+        if count <= 1:
             return {f"{kind}_strategy": "epoch"}
         return {f"{kind}_strategy": "steps", f"{kind}_steps": round(1 / count, 6)}  # of all steps
     is_nested = key.startswith(("special_tokens.", "fsdp_config.", "trl."))
