@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwise.core.errors import ConfigError
 from shardwise.training.other_formats import explain_other_format
 from shardwise.training.run_config import read_run_config
 
@@ -391,6 +392,14 @@ def test_the_configuration_is_valid_and_no_key_is_lost(text: str, tmp_path: Path
         key, _, value = line.partition(":")
         if value and not line.startswith(" ") and line not in said_without_key and key not in ("dataset", "bf16"):
             assert key.removeprefix("wandb_").lower() in explanation.lower(), line
+
+
+@pytest.mark.parametrize("text", [AXOLOTL_LORA, FACTORY_DPO])
+def test_train_refuses_the_file_with_the_explanation(text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.yml").write_text(text)
+    with pytest.raises(ConfigError, match=r"other\.yml: is a configuration of \S+, not of TRL\.") as raised:
+        read_run_config([str(tmp_path / "other.yml"), "--learning_rate", "1e-6"])
+    assert "\nlearning_rate: 1e-6\n" in str(raised.value)
 
 
 def test_a_secret_is_not_repeated() -> None:

@@ -16,6 +16,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.untrusted import parse_yaml
 from shardwise.training.arguments import METHODS, ShardwiseArguments, TrainMethod
 from shardwise.training.keys import find_conflicts, find_faults, get_types, own_keys
+from shardwise.training.other_formats import explain_other_format
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     if values.get("resume_from_checkpoint") is True:  # as is the default here
         del values["resume_from_checkpoint"]
     source = file or "the command line"
+    if explanation := explain_other_format(values):
+        raise ConfigError(f"{source}: {explanation}")
     if "tenants" in values:
         if "adapters" in values:
             raise ConfigError(f"{source}: tenants is the former name of adapters, and both are set. Remove tenants")
