@@ -299,11 +299,9 @@ def test_a_mixer_has_the_first_rows_of_each_training_split(tmp_path: Path) -> No
         script(None), mixture(), ShardwiseArguments(dataset_mixer={b: 1}, dataset_splits=["train"])
     )
     assert list(alone) == ["train"]
+    own = ShardwiseArguments(dataset_mixer={a: 1}, dataset_splits=["train_sft"])
     with pytest.raises(ConfigError, match="cannot be loaded as a dataset"):
-        splits = ["train_sft"]
-        dataset_loading.load(
-            script(None), mixture(), ShardwiseArguments(dataset_mixer={a: 1}, dataset_splits=splits)
-        )
+        dataset_loading.load(script(None), mixture(), own)
 
 
 def test_a_mixture_has_shuffled_rows_of_each_dataset(tmp_path: Path) -> None:

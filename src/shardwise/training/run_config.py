@@ -24,6 +24,7 @@ from shardwise.training.keys import (
     normalize_values,
     own_keys,
 )
+from shardwise.training.other_formats import explain_other_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     if method is not None:
         values["method"] = method
     source = file or "the command line"
+    if explanation := explain_other_format(values):
+        raise ConfigError(f"{source}: {explanation}")
     named: Any = values.get("method", "sft")
     valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
     translation = translate(values, get_keys(valid_method))
