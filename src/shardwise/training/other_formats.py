@@ -192,6 +192,8 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return TRL's keys that mean the same, or the key itself."""
     line = _line(key, value)
+    if key in ("chat_template", "template"):  # by its name in that program
+        return {"": value}
     if line in _TRL_SETTINGS:
         return {name: new for name, new in _TRL_SETTINGS[line].items() if name}
     if not value and (f"{key}: true" in _TRL_SETTINGS or key in _NAMES["test_split_size"]):
