@@ -154,13 +154,16 @@ def train_on_own_rows(values: dict[str, Any], second: str) -> None:
         train(values)
 
 
-def warnings_of_a_slow_rank(values: dict[str, Any], kind: str, warned: str) -> list[str]:
-    """Train, where the second rank takes long in its second step, until the first one has said that it waits."""
+def warnings_of_a_slow_rank(values: dict[str, Any], kind: str, named: str, warned: str) -> list[str]:
+    """Train, where the second rank takes long in its second step, until the first one has said what it waits for.
+
+    On a busy machine the first rank may have waited before, for something else.
+    """
 
     class Warned(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
-            if "has been waiting for" in messages[-1]:
+            if named in messages[-1]:
                 Path(warned).touch()
 
     class Slow(TrainerCallback):
