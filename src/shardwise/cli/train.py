@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.launch import print_report, run_ranks
+from shardwise.cli.progress import importing, signs_of_life
 from shardwise.core.errors import ConfigError
+from shardwise.core.phases import phase
 from shardwise.files.urls import HubOptions, is_local, local_path
 
 if TYPE_CHECKING:
@@ -151,13 +154,22 @@ def run_on_rank(config: RunConfig) -> TrlOutcome:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    silence_repetitions(rank)
+    with phase("import TRL"):
+        from shardwise.training.train_model import train
     if config.own.has_adapters:
         from shardwise.training.train_adapters import train_adapters
 
         return train_adapters(config, local_rank)
-    from shardwise.training.train_model import train
-
     return train(config, local_rank)
+
+
+def silence_repetitions(rank: int) -> None:
+    """Silence what libraries of this process would warn of without a reason, or as the first rank does."""
+    # TRL and PEFT use names that transformers has replaced. A user cannot change that.
+    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+    if rank > 0:
+        warnings.simplefilter("ignore", FutureWarning)
 
 
 def _exit_code(outcome: TrlOutcome) -> int:
@@ -226,8 +238,6 @@ def plan_command(
     from shardwise.core.tensors import parse_size
 
     limit = None if memory is None else parse_size(memory)
-    if sys.stderr.isatty():
-        click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
     placed: PlanOptions = {"device": device}
     if limit is not None:
         placed["memory_bytes"] = limit
@@ -249,9 +259,11 @@ def _estimate_config(
     if unused := [name for name, value in options.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
     config = _read([file, *overrides])
-    from shardwise.training.trl_objects import plan_run
-
-    return plan_run(config, ranks, placed)
+    with signs_of_life("plan"):
+        silence_repetitions(0)
+        with importing("torch and TRL"):
+            from shardwise.training.trl_objects import plan_run
+        return plan_run(config, ranks, placed)
 
 
 def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, options: dict[str, Any]) -> Estimate:
@@ -267,12 +279,13 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, o
         keywords["mesh"] = parse_mesh(keywords["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
-    from shardwise.loading.estimate import build_tuning, plan
-
     keywords["hub"] = HubOptions(revision=keywords.pop("revision", None))
-    if "tuning" in keywords:
-        keywords["tuning"] = build_tuning(keywords["tuning"])
-    return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
+    with signs_of_life("plan"):
+        with importing("torch and transformers"):
+            from shardwise.loading.estimate import build_tuning, plan
+        if "tuning" in keywords:
+            keywords["tuning"] = build_tuning(keywords["tuning"])
+        return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -233,11 +233,16 @@ class ShardwiseTrainer(_Trainer):
         # translate_collective_errors needs ranks that have met over the control channel.
         if steps.size > 1:
             steps.all_gather_object(None)
+        rows = self.get_total_train_batch_size(self.args)
+        if self._header is not None and self._header.rows_per_step == rows:
+            # A rank may have other rows on another number of ranks.
+            compat.COMPARISON_LOG.addFilter(compat.drop_batch_size)
         try:
             translated = translate_collective_errors(steps, self._where, _end_stuck)
             with translated, self._synchronized(steps):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
+            compat.COMPARISON_LOG.removeFilter(compat.drop_batch_size)
             # An error leaves it set, and AgreedEvents would go on to wait for the other ranks.
             self.is_in_train = False
 
@@ -301,6 +306,11 @@ class ShardwiseTrainer(_Trainer):
 
     def _where(self) -> str:
         return f"in step {self.state.global_step + 1}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks since the first step, as TRL or else the Trainer counts them. 0 if neither does."""
+        return int(getattr(self, compat.TOKENS, 0) or self.state.num_input_tokens_seen)
 
     @property
     def _run(self) -> Path:
@@ -445,6 +455,8 @@ class ShardwiseTrainer(_Trainer):
             return
         with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
+        if hasattr(self, compat.TOKENS):
+            setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
         # The Trainer skips batches after this, which draws random numbers.
         self._generators = generator_states()
         _log.info("%s", report)
@@ -484,7 +496,7 @@ class ShardwiseTrainer(_Trainer):
             plain_optimizer(self.optimizer),
             () if schedule is None else schedule,
             scaler=scaler,
-            user={"global_step": self.state.global_step},
+            user={"global_step": self.state.global_step, "num_tokens": getattr(self, compat.TOKENS, 0)},
         )
 
 
