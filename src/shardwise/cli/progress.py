@@ -59,12 +59,15 @@ def signs_of_life(work: str) -> Iterator[None]:
 
 def _report(work: str, has_ended: threading.Event) -> None:
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    begin_s, last_phases = time.monotonic(), ""
+    begin_s = time.monotonic()
+    last_phases: str | None = None
     while not has_ended.wait(_POLL_S):
         phases, busy, changed_s = main_thread_work()
         output_s, is_line_open = last_output()
         now_s = time.monotonic()
         since_s = changed_s if phases or busy else begin_s
+        if last_phases is None:
+            last_phases = phases  # the first line has said it
         if is_terminal and phases not in ("", last_phases):
             is_due = now_s - max(output_s, since_s) >= _NEW_PHASE_S
         else:

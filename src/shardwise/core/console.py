@@ -18,7 +18,7 @@ class _DroppingStream:
 
     def write(self, text: str) -> int:
         if text:
-            self.written = (time.monotonic(), not text.endswith("\n"))
+            self.written = (time.monotonic(), not text.endswith(("\n", "\r")))
         try:
             return self._stream.write(text)
         except OSError as error:
