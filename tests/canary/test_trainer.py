@@ -15,6 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 require_patched_names()
+from shardwise.cli.train import is_of_other_arguments  # noqa: E402
 from shardwise.integrations import trainer_compat as compat  # noqa: E402
 
 
@@ -93,18 +94,19 @@ def test_trainers_of_trl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "steps", "warned"), [(4, 9, ["logging_steps"]), (4, 10, []), (2, 9, ["logging_steps"])]
+    ("rows", "steps", "warned"),
+    [(4, 9, ["logging_steps", "per_device_train_batch_size"]), (4, 10, []), (2, 9, ["logging_steps"])],
 )
-def test_only_the_rows_of_a_rank_are_dropped_from_a_comparison(
+def test_a_comparison_is_not_shown_if_only_the_rows_of_a_rank_differ(
     monkeypatch: pytest.MonkeyPatch, rows: int, steps: int, warned: list[str]
 ) -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    monkeypatch.setattr(compat.COMPARISON_LOG, "level", logging.WARNING)
-    monkeypatch.setattr(compat.COMPARISON_LOG, "handlers", [handler])
-    monkeypatch.setattr(compat.COMPARISON_LOG, "filters", [compat.drop_batch_size])
+    log = logging.getLogger("transformers.trainer_utils")
+    for name, value in (("level", logging.WARNING), ("handlers", [handler]), ("filters", [is_of_other_arguments])):
+        monkeypatch.setattr(log, name, value)
     args = SimpleNamespace(per_device_train_batch_size=rows, logging_steps=steps, n_gpu=1)
     compare_trainer_and_checkpoint_args(args, SimpleNamespace(train_batch_size=2, logging_steps=10))
     lines = [line for text in told for line in text.splitlines()]
-    assert [line.strip().partition(":")[0] for line in lines[1:]] == warned
+    assert [line.partition(":")[0].strip() for line in lines[1:]] == warned

@@ -44,34 +44,21 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
 def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[Any]:
     """Call ``function(*args)`` on every rank of the launcher, or on new ranks, which get the first signal.
 
-    Return the values by rank, in all processes of a launcher. The first rank shows signs of life.
+    Return the values by rank, in all processes of a launcher.
 
     Raises:
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
     launch = read_launch(os.environ, nproc_per_node)
-    if launch is not None and launch["RANK"] > 0:
-        from shardwise.ranks.processes import run_launched
-
+    with nullcontext() if launch and launch["RANK"] else importing("torch and TRL"):
+        from shardwise.ranks.processes import run_launched, run_spawned
+    if launch is not None:
         return run_launched(os.environ, function, *args)
-    is_spawning = launch is None and nproc_per_node > 1
-    # The parent process of ranks has nothing to show once the first rank has begun to show signs of its own.
-    with signs_of_life("" if is_spawning else "train"):
-        with importing("torch and TRL"):
-            from shardwise.ranks.processes import run_launched, run_spawned
-        if launch is not None:
-            return run_launched(os.environ, function, *args)
-        if not is_spawning:
-            return [function(*args)]
-        return run_spawned(nproc_per_node, _run_on_new_rank, function, *args, asks_first=True)
-
-
-def _run_on_new_rank(function: RankFunction, *args: Any) -> Any:
-    from shardwise.ranks.processes import get_rank_and_size
-
-    with nullcontext() if get_rank_and_size()[0] else signs_of_life("train"):
-        return function(*args)
+    if nproc_per_node == 1:
+        return [function(*args)]
+    with signs_of_life(""):  # until the first rank shows its own
+        return run_spawned(nproc_per_node, function, *args, asks_first=True)
 
 
 def print_report(report: Any, *, as_json: bool) -> None:

@@ -11,9 +11,7 @@ import click
 
 from shardwise.core.console import last_output
 from shardwise.core.errors import require_versions
-from shardwise.core.phases import main_thread_work, phase
-
-_POLL_S: Final = 0.5
+from shardwise.core.phases import main_thread_work
 
 _NEW_PHASE_S: Final = 1.0
 """Seconds after which a phase is shown on a terminal. A shorter one is not."""
@@ -34,7 +32,7 @@ def importing(libraries: str) -> Iterator[None]:
     """
     require_versions()  # so that its error is all that the command writes
     click.echo(f"importing {libraries} (about 10 s) ...", err=True)
-    with phase(f"import {libraries}"):
+    with signs_of_life(f"import {libraries}"):
         yield
 
 
@@ -48,32 +46,28 @@ def signs_of_life(work: str) -> Iterator[None]:
         work: what it does between phases. "" for nothing that the user waits for.
     """
     has_ended = threading.Event()
-    reporter = threading.Thread(target=_report, args=(work, has_ended), name="shardwise-signs-of-life", daemon=True)
-    reporter.start()
+    thread = threading.Thread(target=_report, args=(work, has_ended), name="shardwise-signs-of-life", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         has_ended.set()
-        reporter.join(1.0)  # no longer: a terminal that is paused (Ctrl-S) blocks its write
+        thread.join(1.0)  # no longer: a terminal that is paused (Ctrl-S) blocks its write
 
 
 def _report(work: str, has_ended: threading.Event) -> None:
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    begin_s = time.monotonic()
-    last_phases: str | None = None
-    while not has_ended.wait(_POLL_S):
+    begin_s, last_phases = time.monotonic(), ""
+    while not has_ended.wait(0.5):
         phases, busy, changed_s = main_thread_work()
         output_s, is_line_open = last_output()
         now_s = time.monotonic()
         since_s = changed_s if phases or busy else begin_s
-        if last_phases is None:
-            last_phases = phases  # the first line has said it
         if is_terminal and phases not in ("", last_phases):
             is_due = now_s - max(output_s, since_s) >= _NEW_PHASE_S
         else:
             is_due = now_s - max(output_s, begin_s) >= (_TERMINAL_S if is_terminal else _LOG_S)
-        text = phases or busy or work
-        if is_due and text:
+        if is_due and (text := phases or busy or work):
             last_phases = phases
             # A progress bar leaves its line open.
             click.echo(f"{chr(10) * is_line_open}{text} ({now_s - since_s:.0f} s) ...", err=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -154,22 +156,31 @@ def run_on_rank(config: RunConfig) -> TrlOutcome:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    silence_repetitions(rank)
-    with phase("import TRL"):
-        from shardwise.training.train_model import train
-    if config.own.has_adapters:
-        from shardwise.training.train_adapters import train_adapters
+    silence_libraries(rank)
+    with nullcontext() if rank else signs_of_life("train"):
+        with phase("import TRL"):
+            from shardwise.training.train_model import train
+        if config.own.has_adapters:
+            from shardwise.training.train_adapters import train_adapters
 
-        return train_adapters(config, local_rank)
-    return train(config, local_rank)
+            return train_adapters(config, local_rank)
+        return train(config, local_rank)
 
 
-def silence_repetitions(rank: int) -> None:
-    """Silence what libraries of this process would warn of without a reason, or as the first rank does."""
-    # TRL and PEFT use names that transformers has replaced. A user cannot change that.
-    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
-    if rank > 0:
-        warnings.simplefilter("ignore", FutureWarning)
+def silence_libraries(rank: int) -> None:
+    """Silence warnings of libraries in this process that are about what shardwise does, or are those of rank 0."""
+    # TRL and PEFT use names that transformers has replaced. Other names that will go are shown by the first rank.
+    warnings.filterwarnings("ignore", "" if rank else r"`\w*gradient_checkpointing\w*` is depr", FutureWarning)
+    logging.getLogger("transformers.trainer_utils").addFilter(is_of_other_arguments)
+
+
+def is_of_other_arguments(record: logging.LogRecord) -> bool:
+    """Return False for the Trainer's warning that a resumed training has other rows on a rank, and no more.
+
+    They depend on the number of ranks. Those of a step have been compared.
+    """
+    _, *differences = record.getMessage().splitlines() or [""]
+    return [text.partition(":")[0].strip() for text in differences] != ["per_device_train_batch_size"]
 
 
 def _exit_code(outcome: TrlOutcome) -> int:
@@ -259,10 +270,10 @@ def _estimate_config(
     if unused := [name for name, value in options.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
     config = _read([file, *overrides])
+    silence_libraries(0)
+    with importing("torch and TRL"):
+        from shardwise.training.trl_objects import plan_run
     with signs_of_life("plan"):
-        silence_repetitions(0)
-        with importing("torch and TRL"):
-            from shardwise.training.trl_objects import plan_run
         return plan_run(config, ranks, placed)
 
 
@@ -279,12 +290,12 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, o
         keywords["mesh"] = parse_mesh(keywords["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
+    with importing("torch and transformers"):
+        from shardwise.loading.estimate import build_tuning, plan
     keywords["hub"] = HubOptions(revision=keywords.pop("revision", None))
+    if "tuning" in keywords:
+        keywords["tuning"] = build_tuning(keywords["tuning"])
     with signs_of_life("plan"):
-        with importing("torch and transformers"):
-            from shardwise.loading.estimate import build_tuning, plan
-        if "tuning" in keywords:
-            keywords["tuning"] = build_tuning(keywords["tuning"])
         return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
 
 

@@ -233,16 +233,11 @@ class ShardwiseTrainer(_Trainer):
         # translate_collective_errors needs ranks that have met over the control channel.
         if steps.size > 1:
             steps.all_gather_object(None)
-        rows = self.get_total_train_batch_size(self.args)
-        if self._header is not None and self._header.rows_per_step == rows:
-            # A rank may have other rows on another number of ranks.
-            compat.COMPARISON_LOG.addFilter(compat.drop_batch_size)
         try:
             translated = translate_collective_errors(steps, self._where, _end_stuck)
             with translated, self._synchronized(steps):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
-            compat.COMPARISON_LOG.removeFilter(compat.drop_batch_size)
             # An error leaves it set, and AgreedEvents would go on to wait for the other ranks.
             self.is_in_train = False
 
@@ -455,8 +450,7 @@ class ShardwiseTrainer(_Trainer):
             return
         with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
-        if hasattr(self, compat.TOKENS):
-            setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
+        setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
         # The Trainer skips batches after this, which draws random numbers.
         self._generators = generator_states()
         _log.info("%s", report)

@@ -5,7 +5,6 @@ A missing name is an error of :func:`require_names`. ``tests/canary`` asserts th
 """
 
 import inspect
-import logging
 from functools import partial
 
 from torch import nn
@@ -25,8 +24,6 @@ _NAME = "_get_name"
 _CONFIG = "distributed_config"
 TOKENS = "_total_train_tokens"
 """Attribute of TRL's trainers, which log it as ``num_tokens``: tokens of all ranks since the first step."""
-COMPARISON_LOG = logging.getLogger("transformers.trainer_utils")
-"""Where the Trainer warns of arguments that are not those of the checkpoint that it resumes."""
 HOOKED = "_replicated_grad_hook_registered"
 """Mark of a parameter whose gradient is averaged already."""
 REFERENCE = "ref"
@@ -70,15 +67,6 @@ def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
 def is_open(model: nn.Module) -> bool:
     """Return whether a model has the marks of :func:`add_marks`."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
-
-
-def drop_batch_size(record: logging.LogRecord) -> bool:
-    """Filter of :data:`COMPARISON_LOG`: drops the warning of the rows on a rank, not of other arguments."""
-    lines = record.getMessage().splitlines()
-    others = [line for line in lines if not line.startswith("\tper_device_train_batch_size: ")]
-    if len(others) < len(lines):
-        record.msg, record.args = "\n".join(others), ()
-    return len(others) == len(lines) or len(others) > 1  # the first line is a heading
 
 
 def require_before_trainer(kind: type, mixin: type) -> None:

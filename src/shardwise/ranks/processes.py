@@ -51,10 +51,6 @@ _GRACE_S = 10.0
 """Seconds for which the other ranks may continue after one has failed, and as many after SIGTERM."""
 
 
-_BEGUN = "begun"
-"""A file of the first rank, which has it once it calls the function."""
-
-
 class RankError(ShardwiseError):
     """A rank raised an error other than shardwise's. The text has its traceback."""
 
@@ -79,7 +75,7 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
         context: Any = start_processes(_run_rank, call, size, join=False, start_method="spawn")
         with _signals(context.processes, asks_first=asks_first):
             try:
-                first = _join_all(context, Path(folder, _BEGUN))
+                first = _join_all(context, Path(folder, "begun"))
             finally:
                 for process in context.processes:
                     process.kill()
@@ -102,7 +98,10 @@ def _priority(error: BaseException) -> int:
 
 
 def _join_all(context: Any, begun: Path) -> int | None:
-    """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
+    """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first.
+
+    The first rank makes the file ``begun`` when it calls the function.
+    """
     try:
         with phase(f"start {len(context.processes)} ranks, which import torch, too"):
             while not begun.exists() and not context.join(timeout=0.1, grace_period=_GRACE_S):
@@ -183,7 +182,7 @@ def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, ar
         dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
         try_collectives()
         if rank == 0:
-            Path(folder, _BEGUN).touch()
+            Path(folder, "begun").touch()
         return function(*args)
     except ShardwiseError as error:
         return Failure.from_error(error)
