@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.launch import print_report, run_ranks
+from shardwise.cli.progress import importing, signs_of_life
 from shardwise.core.errors import ConfigError
+from shardwise.core.phases import phase
 from shardwise.files.urls import HubOptions, is_local, local_path
 
 if TYPE_CHECKING:
@@ -157,13 +162,31 @@ def run_on_rank(config: RunConfig) -> TrlOutcome:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.own.has_adapters:
-        from shardwise.training.train_adapters import train_adapters
+    silence_libraries(rank)
+    with nullcontext() if rank else signs_of_life("train"):
+        with phase("import TRL"):
+            from shardwise.training.train_model import train
+        if config.own.has_adapters:
+            from shardwise.training.train_adapters import train_adapters
 
-        return train_adapters(config, local_rank)
-    from shardwise.training.train_model import train
+            return train_adapters(config, local_rank)
+        return train(config, local_rank)
 
-    return train(config, local_rank)
+
+def silence_libraries(rank: int) -> None:
+    """Silence warnings of libraries in this process that are about what shardwise does, or are those of rank 0."""
+    # TRL and PEFT use names that transformers has replaced. Other names that will go are shown by the first rank.
+    warnings.filterwarnings("ignore", "" if rank else r"`\w*gradient_checkpointing\w*` is depr", FutureWarning)
+    logging.getLogger("transformers.trainer_utils").addFilter(is_of_other_arguments)
+
+
+def is_of_other_arguments(record: logging.LogRecord) -> bool:
+    """Return False for the Trainer's warning that a resumed training has other rows on a rank, and no more.
+
+    They depend on the number of ranks. Those of a step have been compared.
+    """
+    _, *differences = record.getMessage().splitlines() or [""]
+    return [text.partition(":")[0].strip() for text in differences] != ["per_device_train_batch_size"]
 
 
 def _exit_code(outcome: TrlOutcome) -> int:
@@ -232,8 +255,6 @@ def plan_command(
     from shardwise.core.tensors import parse_size
 
     limit = None if memory is None else parse_size(memory)
-    if sys.stderr.isatty():
-        click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
     placed: PlanOptions = {"device": device}
     if limit is not None:
         placed["memory_bytes"] = limit
@@ -255,9 +276,11 @@ def _estimate_config(
     if unused := [name for name, value in options.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
     config = _read([file, *overrides])
-    from shardwise.training.trl_objects import plan_run
-
-    return plan_run(config, ranks, placed)
+    silence_libraries(0)
+    with importing("torch and TRL"):
+        from shardwise.training.trl_objects import plan_run
+    with signs_of_life("plan"):
+        return plan_run(config, ranks, placed)
 
 
 def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, options: dict[str, Any]) -> Estimate:
@@ -273,12 +296,13 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, o
         keywords["mesh"] = parse_mesh(keywords["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
-    from shardwise.loading.estimate import build_tuning, plan
-
+    with importing("torch and transformers"):
+        from shardwise.loading.estimate import build_tuning, plan
     keywords["hub"] = HubOptions(revision=keywords.pop("revision", None))
     if "tuning" in keywords:
         keywords["tuning"] = build_tuning(keywords["tuning"])
-    return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
+    with signs_of_life("plan"):
+        return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
 
 
 def parse_mesh(text: str) -> dict[str, int]:

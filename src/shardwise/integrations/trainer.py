@@ -307,6 +307,11 @@ class ShardwiseTrainer(_Trainer):
         return f"in step {self.state.global_step + 1}"
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks since the first step, as TRL or else the Trainer counts them. 0 if neither does."""
+        return int(getattr(self, compat.TOKENS, 0) or self.state.num_input_tokens_seen)
+
+    @property
     def _run(self) -> Path:
         assert self.args.output_dir is not None, "the Trainer's arguments have a default"
         return Path(self.args.output_dir)
@@ -449,6 +454,7 @@ class ShardwiseTrainer(_Trainer):
             return
         with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
+        setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
         # The Trainer skips batches after this, which draws random numbers.
         self._generators = generator_states()
         _log.info("%s", report)
@@ -488,7 +494,7 @@ class ShardwiseTrainer(_Trainer):
             plain_optimizer(self.optimizer),
             () if schedule is None else schedule,
             scaler=scaler,
-            user={"global_step": self.state.global_step},
+            user={"global_step": self.state.global_step, "num_tokens": getattr(self, compat.TOKENS, 0)},
         )
 
 

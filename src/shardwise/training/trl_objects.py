@@ -101,6 +101,7 @@ def parse(config: RunConfig) -> TrlArguments:
     values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
     if accelerator() is None:
         values["use_cpu"] = True
+    values.setdefault("log_level_replica", "error")  # the first rank shows warnings
     values.setdefault("logging_nan_inf_filter", False)  # which would log 0.0 for a loss that is NaN
     parser.set_defaults_with_config(**values)
     try:
