@@ -346,7 +346,9 @@ def trl_logits_bytes(tokens: int, head: Head) -> int:
     # For 8,192 tokens and a vocabulary of 151,936: tiles of (4096, 32768) logits, hidden states of (8192, hidden).
     words = min(head.vocab_size, _VOCAB_CHUNK)
     tile, chunk = min(tokens, _TOKEN_CHUNK) * words, words * head.hidden  # elements of logits, and of the weight
-    gradient = head.vocab_size * head.hidden * 4 if head.trained and head.itemsize < 4 else 0
+    # A gradient in the dtype of the weight is among the activations that are traced.
+    is_summed_apart = head.trained and head.itemsize < 4 and not head.is_cast
+    gradient = head.vocab_size * head.hidden * 4 if is_summed_apart else 0
     copies = 0
     if head.on_cpu:
         # Seven float32 copies of a tile and a mask while its gradient is computed. Then the tile and the chunk are

@@ -175,7 +175,13 @@ class _Repeats:
             block.forward = update_wrapper(call, block.forward)
 
     def _call(
-        self, forward: Callable[..., Any], kind: object, may_repeat: bool, /, *args: Any, **keywords: Any  # noqa: FBT001
+        self,
+        forward: Callable[..., Any],
+        kind: object,
+        may_repeat: bool,  # noqa: FBT001
+        /,
+        *args: Any,
+        **keywords: Any,
     ) -> Any:
         inputs = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
         key = (kind, *map(_Like.of, inputs))
