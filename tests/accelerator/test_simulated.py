@@ -186,7 +186,7 @@ def passes(layers: int, tenants: int, alike: bool) -> dict[str, list[int]]:
         with simulated.counting() as passed:
             bank.forward_backward(rows)
         with simulated.counting() as stepped:
-            bank.optim_steps(bank.names)
+            bank.optim_step({name: {} for name in bank.names})
     return {"pass": waits(passed), "steps": waits(stepped)}
 
 
