@@ -495,7 +495,7 @@ class AdapterBank:
             RankMismatchError, FormatError, StorageError, RankLostError: as for ``save_adapter``.
         """
         with comparing_arguments(self._world) as exchange:
-            exchange.local = _comparable(name, training_state)
+            exchange.local = _comparable(name, training_state, "training_state")
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
             whole = lend_tensors(self._model, adapter)
@@ -551,7 +551,7 @@ class AdapterBank:
         """
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
         with comparing_arguments(world) as exchange:
-            exchange.local = _comparable(name, training_state, **permissions)
+            exchange.local = _comparable(name, training_state, "training_state", **permissions)
         # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
@@ -591,9 +591,7 @@ def _comparable_options(backend: object, max_tokens_per_pass: object) -> dict[st
     return {"backend": str(backend), "max_tokens_per_pass": str(max_tokens_per_pass)}
 
 
-def _comparable(
-    name: str, switch: object, switch_name: str = "training_state", **permissions: OnFault
-) -> dict[str, str]:
+def _comparable(name: str, switch: object, switch_name: str, **permissions: OnFault) -> dict[str, str]:
     """Return the arguments that ranks must have in common, after checking their types."""
     check_options(_HINTS, permissions)
     if not isinstance(switch, bool):

@@ -370,8 +370,9 @@ def _require_requests(requests: object) -> list[Request]:
 def _require_loss(request: Request, adapter: BankAdapter | None) -> dict[str, Any]:
     """Return the settings of a request's loss. Raise ConfigError if the request is invalid."""
     who, size = describe_adapter(request.adapter), request.group_size
-    if not isinstance(request.backward, bool) or not isinstance(request.loss_config, Mapping):
-        raise ConfigError(f"{who}: backward={request.backward!r} is not a bool, or loss_config not a dict")
+    backward, config = request.backward, request.loss_config
+    if not isinstance(backward, bool) or not isinstance(config, Mapping):  # type: ignore[redundant-expr]
+        raise ConfigError(f"{who}: backward={backward!r} is not a bool, or loss_config not a dict")
     if size is not None and (type(size) is not int or size < 1):
         raise ConfigError(f"{who}: group_size={size!r}: pass 1 or more, or None for all rows")
     if isinstance(request.loss, str):
@@ -428,7 +429,7 @@ def _find_members(counts: Sequence[RequestCounts], rank: int) -> list[list[tuple
     members = []
     for request, entry in enumerate(counts):
         num_rows = len(entry.lengths[rank])
-        size = entry.group_size or max(num_rows, 1)
+        size = max(num_rows, 1) if entry.group_size is None else entry.group_size
         for start in range(0, num_rows, size):
             members.append([(request, row) for row in range(start, start + size)])
     return members

@@ -108,11 +108,13 @@ def _align(units: Sequence[Sequence[Unit]], multiple: int, longest: int) -> list
     """Align the units of all ranks by length within each kind. Return the columns, the longest first."""
     columns = []
     for kind in sorted({unit.kind for of_rank in units for unit in of_rank}):
-        of_kind = [[number for number, unit in enumerate(of_rank) if unit.kind == kind] for of_rank in units]
-        for of_rank, numbers in zip(units, of_kind, strict=True):
-            numbers.sort(key=lambda number, of_rank=of_rank: -of_rank[number].length)
+        # By rank, numbers of units, the longest first.
+        of_kind = [
+            sorted((-unit.length, number) for number, unit in enumerate(of_rank) if unit.kind == kind)
+            for of_rank in units
+        ]
         for place in range(max(map(len, of_kind))):
-            members = [numbers[place] if place < len(numbers) else None for numbers in of_kind]
+            members = [numbers[place][1] if place < len(numbers) else None for numbers in of_kind]
             present = [of_rank[n] for of_rank, n in zip(units, members, strict=True) if n is not None]
             tokens = pad_length(max(unit.length for unit in present), multiple=multiple, longest=longest)
             columns.append(_Column(tokens, max(unit.num_rows for unit in present), tuple(members)))

@@ -146,7 +146,9 @@ def multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """
     size = rows.element_size()
     if rows.dtype != torch.float64 and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
-        return _Contiguous.apply(F.grouped_mm(rows, weights.to(rows.dtype), offs=ends))
+        contiguous: Any = _Contiguous.apply
+        result: Tensor = contiguous(F.grouped_mm(rows, weights.to(rows.dtype), offs=ends))
+        return result
     products, start = [], 0
     for group, end in enumerate(ends.tolist()):
         if end > start:

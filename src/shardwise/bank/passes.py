@@ -304,7 +304,7 @@ class FusedPass:
             arguments = model, decoder_output, *inputs, route, switch, self._num_top
             if self._num_chunks > 1 and self.route.is_training:
                 # Recomputed to its end, since FSDP2 has to see the end of the output layer's forward pass.
-                options = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": False}
+                options: Any = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": False}
                 outputs = checkpoint(_compute_chunk, *arguments, **options)
             else:
                 outputs = _compute_chunk(*arguments)
@@ -386,21 +386,20 @@ class FusedPass:
     ) -> torch.Tensor:
         """Return the results of the caller's own loss for each group: (groups,)."""
         groups: dict[int, tuple[list[torch.Tensor], list[Mapping[str, torch.Tensor]]]] = {}
-        first = self._row_bounds[rows.start]
+        first, size = self._row_bounds[rows.start], placed.request.group_size
         for number in range(rows.start, rows.stop):
             each = self.rows[number]
             start, stop = self._row_bounds[number], self._row_bounds[number + 1]
             zeros = leaf.new_zeros((len(each.row.targets), leaf.shape[1]))
             logprobs = zeros.index_copy(0, self._positions[start:stop], leaf[start - first : stop - first])
             tensors = {"input_ids": each.row.input_ids, "targets": each.row.targets, **each.row.values}
-            logprobs_of_group, rows_of_group = groups.setdefault(
-                each.number // (placed.request.group_size or each.number + 1), ([], [])
-            )
+            group = 0 if size is None else each.number // size
+            logprobs_of_group, rows_of_group = groups.setdefault(group, ([], []))
             logprobs_of_group.append(_cut(logprobs, each.row))
             rows_of_group.append({key: sent(values, self.device) for key, values in tensors.items()})
         results = []
         for logprobs_of_group, rows_of_group in groups.values():
-            result = loss(logprobs_of_group, rows_of_group, placed.config)
+            result: Any = loss(logprobs_of_group, rows_of_group, placed.config)
             if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
                 raise TypeError(f"{result!r} is not a tensor of one number that depends on the log probabilities")
             results.append(result.float().view(()))

@@ -87,7 +87,7 @@ FLOAT_KEYS: Final = ("weights", "logprobs", "advantages")
 
 def parse_rows(
     who: str,
-    rows: object,
+    rows: Any,
     *,
     vocab_size: int,
     longest: int,

@@ -21,7 +21,7 @@ from shardwise.bank.compose import PassPlan, Unit, compose_passes, pad_length
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.passes import SharedBase
 from shardwise.bank.routes import AdapterRows, BatchRouting
-from shardwise.bank.rows import IGNORED, Request
+from shardwise.bank.rows import IGNORED, Request, RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.torch_private import sent
 
@@ -290,9 +290,10 @@ def _score(
 
     ``names`` are the adapters of such samples on all ranks: each is a request on every rank.
     """
-    requests, places = [], []
+    requests: list[Request] = []
+    places: list[tuple[int, int, int]] = []
     for name in dict.fromkeys(names):
-        rows = []
+        rows: list[RowTensors] = []
         for number, sample in enumerate(samples):
             if sample.adapter == name and (sample.prompt_logprobs or sample.top_prompt_logprobs):
                 places.append((number, len(requests), len(rows)))
