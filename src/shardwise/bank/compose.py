@@ -9,6 +9,12 @@ long as the longest of them, and columns are cut. No other assignment of rows to
 less: of any one, sort the passes by length and call the largest number of rows that a rank has in a pass its width.
 The columns, dealt to the passes in order of length and as many as their widths, are no longer than these passes.
 
+Rows could also be packed: one after the other in one sequence, without padding. In prototypes that was 1.6 times as
+fast as PEFT's ``set_adapter`` on mixed lengths, and composed passes 1.45 times. But packing by ``position_ids`` is
+exact in 94 of 149 architectures of transformers and wrong without an error in the others, and its dense masks let
+one adapter's NaN reach other rows (0 times NaN). Attention a segment at a time is exact in 84. Padded rows are
+exact in all of them.
+
 A pass has the padding of its longest row, so the shapes of an adapter's products depend on the other rows of the
 call, and its results may do so in the last bit. With the same rows, no value of one row reaches another.
 """

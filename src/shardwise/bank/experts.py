@@ -146,27 +146,13 @@ def multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """
     size = rows.element_size()
     if rows.dtype != torch.float64 and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
-        contiguous: Any = _Contiguous.apply
-        result: Tensor = contiguous(F.grouped_mm(rows, weights.to(rows.dtype), offs=ends))
-        return result
+        return F.grouped_mm(rows, weights.to(rows.dtype), offs=ends)
     products, start = [], 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
             products.append(rows[start:end] @ weights[group].to(rows.dtype))
         start = end
     return torch.cat(products)
-
-
-class _Contiguous(torch.autograd.Function):
-    """Makes a gradient contiguous: that of a sum is one number, repeated, which grouped products do not take."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:  # noqa: ARG004
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ARG004
-        return gradients[0].contiguous()
 
 
 def _stack_matrices(

@@ -464,7 +464,7 @@ def _compute_chunk(
     prefix, decoder = model.base_model_prefix, model.base_model
     # In the backward pass too, where activations are computed again: the route is that of the chunk.
     with switch.on(route):
-        setattr(model, prefix, _DecoderOutput(output))
+        setattr(model, prefix, _DecoderOutput(decoder, output))
         try:
             # Not by a call of the module, which would run hooks of the whole model, those of FSDP2 among them.
             logits = model.forward(input_ids=torch.zeros_like(targets[:, :1]), use_cache=False).logits
@@ -474,14 +474,17 @@ def _compute_chunk(
 
 
 class _DecoderOutput(nn.Module):
-    """Stands in for a decoder, and returns an output that has been computed."""
+    """Stands in for a decoder, with its attributes, and returns an output that has been computed."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, decoder: nn.Module, output: Any) -> None:
         super().__init__()
-        self._output = output
+        self._decoder_and_output = decoder, output  # in a tuple, so that it is no submodule
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        return self._output
+        return self._decoder_and_output[1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder_and_output[0], name)
 
 
 def _select_logprobs(

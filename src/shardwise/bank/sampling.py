@@ -212,7 +212,10 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
         mask[number, width - len(prompt) :] = 1
         numbers[number, : row.sample.max_tokens] = row.numbers
     ids, mask, numbers = (sent(each, base.device) for each in (ids, mask, numbers))
-    settings = _Settings.of(rows, base)
+    most = base.vocab_size
+    choices = [(row.sample.temperature, row.sample.top_k or most, row.sample.top_p) for row in rows]
+    settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64).T.unsqueeze(2)
+    settings = sent(settings.contiguous(), base.device)
     accepted = inspect.signature(base.model.forward).parameters
     anchor, cache = torch.zeros((), device=base.device), None
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -228,7 +231,7 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
                 **{key: value for key, value in kwargs.items() if key in accepted},
             )
         cache = getattr(output, "past_key_values", None)
-        tokens, logprobs = settings.choose(output.logits[:, -1].float(), numbers[:, step : step + 1])
+        tokens, logprobs = _choose_tokens(output.logits[:, -1].float(), settings, numbers[:, step : step + 1])
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=False):
             row.append(token, logprob)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
@@ -243,40 +246,30 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
                 break
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """How to choose the tokens of rows: (rows, 1) each."""
+def _choose_tokens(
+    logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose a token for each row of logits (rows, vocabulary). Return the tokens and their log probabilities.
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[_Row], base: SharedBase) -> _Settings:
-        values = [
-            (row.sample.temperature, row.sample.top_k or base.vocab_size, row.sample.top_p) for row in rows
-        ] or [(0.0, base.vocab_size, 1.0)]
-        columns = sent(torch.tensor(values, dtype=torch.float64), base.device).T.unsqueeze(2)
-        return cls(columns[0], columns[1], columns[2])
-
-    def choose(self, logits: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose a token for each row of logits (rows, vocabulary). Return the tokens and their log probabilities.
-
-        ``numbers`` (rows, 1) are uniform in [0, 1): a token is chosen if the sum of the probabilities of the more
-        probable ones is the last that is not above its number.
-        """
-        logprobs = logits.log_softmax(1)
-        is_greedy = self.temperature == 0
-        scaled = logits.double() / torch.where(is_greedy, 1.0, self.temperature)
-        probabilities, ids = scaled.softmax(1).sort(dim=1, descending=True, stable=True)
-        before = probabilities.cumsum(1) - probabilities
-        places = torch.arange(logits.shape[1], device=logits.device)
-        is_allowed = (places < self.top_k) & (before < self.top_p)  # the first one always is
-        sums = torch.where(is_allowed, probabilities, 0.0).cumsum(1)
-        place = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
-        place = torch.minimum(place, is_allowed.sum(1, keepdim=True) - 1).clamp(min=0)
-        tokens = torch.where(is_greedy, logits.argmax(1, keepdim=True), ids.gather(1, place))
-        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    Args:
+        logits: float32.
+        settings: temperature, top_k and top_p of each row, (3, rows, 1).
+        numbers: uniform in [0, 1), (rows, 1). The first token is chosen at which the sum of probabilities, of the
+            more probable ones too, is above the number.
+    """
+    temperature, top_k, top_p = settings
+    logprobs = logits.log_softmax(1)
+    is_greedy = temperature == 0
+    scaled = logits.double() / torch.where(is_greedy, 1.0, temperature)
+    probabilities, ids = scaled.softmax(1).sort(dim=1, descending=True, stable=True)
+    before = probabilities.cumsum(1) - probabilities
+    places = torch.arange(logits.shape[1], device=logits.device)
+    is_allowed = (places < top_k) & (before < top_p)  # the first one always is
+    sums = torch.where(is_allowed, probabilities, 0.0).cumsum(1)
+    place = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
+    place = torch.minimum(place, is_allowed.sum(1, keepdim=True) - 1).clamp(min=0)
+    tokens = torch.where(is_greedy, logits.argmax(1, keepdim=True), ids.gather(1, place))
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
 def _score(
