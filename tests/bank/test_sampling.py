@@ -10,8 +10,9 @@ from peft import get_peft_model, set_peft_model_state_dict
 from tests import zoo
 from tests.bank.banking import WORDS, Recipe, adamw, matrices_of, recipes, train
 from tests.bank.on_ranks import bank_of, here
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
+import shardwise
 from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError
 
@@ -183,6 +184,22 @@ def test_ranks_sample_their_own(worlds, base, bank):
         torch.testing.assert_close(logprobs, output.prompt_logprobs, rtol=1e-3, atol=1e-3)
         same += tokens == output.sequences[0].tokens
     assert same >= 3, "trained on two ranks, sums are in another order"
+
+
+def test_a_sequence_that_has_ended_needs_no_positions(tmp_path):
+    """Of a model with learned positions: one ends at the last of them, and the other goes on."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS, n_embd=32, n_layer=1, n_head=2, n_positions=32, bos_token_id=None, eos_token_id=None
+    )
+    bank = shardwise.AdapterBank(AutoModelForCausalLM.from_config(config).eval())
+    both = [
+        Sample(None, list(range(length)), max_tokens=32 - length, temperature=0.0, stop=[]) for length in (30, 2)
+    ]
+    together = bank.generate(both)
+    for sample, output in zip(both, together, strict=True):
+        assert output.sequences[0].tokens == bank.generate([sample])[0].sequences[0].tokens
+    assert [len(each.sequences[0].tokens) for each in together] == [2, 30]
 
 
 def test_the_model_is_left_as_it_was(bank):

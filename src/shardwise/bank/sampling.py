@@ -17,7 +17,7 @@ import torch
 
 from shardwise.bank.adapter import BankAdapter
 from shardwise.bank.batch import LENGTH_MULTIPLE, describe_adapter, evaluating, get_adapter, open_call, passing
-from shardwise.bank.compose import PassPlan, Unit, compose_passes, pad_length
+from shardwise.bank.compose import PassPlan, Unit, compose_passes
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.passes import SharedBase
 from shardwise.bank.routes import AdapterRows, BatchRouting
@@ -166,11 +166,7 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
         raise ConfigError(f"{who}: the prompt has tokens outside of the model's {base.vocab_size}")
     length = len(prompt) + sample.max_tokens
     longest = min(base.max_length, base.max_tokens_per_pass)
-    if (
-        sample.n < 1
-        or sample.max_tokens < 0
-        or pad_length(length, multiple=LENGTH_MULTIPLE, longest=longest) < length
-    ):
+    if sample.n < 1 or sample.max_tokens < 0 or length > longest:
         raise ConfigError(
             f"{who}: n={sample.n} sequences of {length} tokens with the prompt. They may have {longest}"
         )
@@ -235,7 +231,8 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=False):
             row.append(token, logprob)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        chosen, following = tokens.unsqueeze(1), positions[:, -1:] + 1
+        # A sequence that has ended goes on with the others, but no further than the model has positions.
+        chosen, following = tokens.unsqueeze(1), (positions[:, -1:] + 1).clamp(max=base.max_length - 1)
         if cache is None:  # a model without a cache computes all tokens again
             ids, positions = torch.cat([ids, chosen], 1), torch.cat([positions, following], 1)
         else:
