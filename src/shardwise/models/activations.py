@@ -196,7 +196,7 @@ class _Repeats:
             likes = [like for like in tree_leaves(output) if isinstance(like, _Like)]
             kept = grown - sum(like.shape.numel() * like.dtype.itemsize for like in likes)
             if trained and kept >= 0:
-                made = iter(_Repeated.apply(kept, likes, *trained))
+                made = iter(_Repeated.apply(kept, likes, *trained))  # type: ignore[no-untyped-call]
                 return tree_map_only(_Like, lambda _: next(made), output)
         output = forward(*args, **keywords)
         self.previous = (key, live, tree_map_only(torch.Tensor, _Like.of, output))
