@@ -113,6 +113,7 @@ bench-train: $(VENV)/project ## compare steps and starts with FSDP2 by hand, the
 
 bench-bank: $(VENV)/project ## compare many LoRAs in one bank with switching and with separate runs; 20 minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.bank $(ARGS)
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.bank_requests $(ARGS)
 
 bench-quantized: $(VENV)/project ## compare FP8 and 4 bits with bfloat16 and with peers; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantized $(ARGS)

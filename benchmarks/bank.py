@@ -81,8 +81,7 @@ def build_bank(job: BankJob, ranks: Sequence[int], backend: Any = "auto") -> Any
 def step_bank(bank: Any, batch: Sequence[torch.Tensor]) -> list[float]:
     """A step of as many adapters as the batch has ids, and their losses. Collective: yes."""
     output = bank.forward_backward([(str(adapter), {"input_ids": ids}) for adapter, ids in enumerate(batch)])
-    for adapter in range(len(batch)):
-        bank.optim_step(str(adapter))
+    bank.optim_step({str(adapter): {} for adapter in range(len(batch))})
     return [output.adapters[str(adapter)].loss for adapter in range(len(batch))]
 
 
@@ -119,12 +118,12 @@ class SwitchedAdapters:
         self.model.train()
         self.optimizers = [adamw(parameters) for parameters in self.parameters]
 
-    def step(self, batch: Sequence[torch.Tensor]) -> list[float]:
-        """A step of all adapters, and their losses. Collective: yes."""
+    def step(self, batch: Sequence[Any], loss_of: Any = None) -> list[float]:
+        """A step of all adapters, and their losses, by default of ids. Collective: yes."""
         losses = []
-        for adapter, ids in enumerate(batch):
+        for adapter, rows in enumerate(batch):
             self.model.set_adapter(str(adapter))
-            loss = compute_loss(self.inner, ids.to(own_device()))
+            loss = loss_of(self.inner, rows) if loss_of else compute_loss(self.inner, rows.to(own_device()))
             loss.backward()
             parameters = self.parameters[adapter]
             flat = torch.cat([each.grad.flatten() for each in parameters] + [loss.detach().view(1)])

@@ -1,5 +1,7 @@
 """How each verb does what it does, as values. Stated here, loaded when used."""
 
+from shardwise.bank.rows import Request as Request
+from shardwise.bank.sampling import Sample as Sample
 from shardwise.core.consents import Ignore as Ignore
 from shardwise.core.consents import Initialize as Initialize
 from shardwise.files.urls import HubOptions as HubOptions

@@ -186,7 +186,7 @@ def passes(layers: int, tenants: int, alike: bool) -> dict[str, list[int]]:
         with simulated.counting() as passed:
             bank.forward_backward(rows)
         with simulated.counting() as stepped:
-            bank.optim_steps(bank.names)
+            bank.optim_step({name: {} for name in bank.names})
     return {"pass": waits(passed), "steps": waits(stepped)}
 
 
@@ -197,6 +197,43 @@ def test_passes_and_steps_of_a_bank(rank):
     # With torch 2.11 one more copy to the device is from pageable memory, for which the host waits.
     of_pass = [1, 0, 1] if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else [2, 1, 1]
     assert counted == [{"pass": of_pass, "steps": [1, 0, 1]}] * 3
+
+
+def offloaded() -> dict[str, Any]:
+    """An adapter whose values are on the host for a while: it takes the next step as one that never was there."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM(config)
+    shardwise.shard(model)
+    bank = shardwise.AdapterBank(model)
+    rows = {"input_ids": torch.arange(18).view(2, 9)}
+    for name in ("ada", "twin"):
+        bank.add_adapter(name, LoraConfig(r=4, target_modules=["q_proj"]))
+    sizes = []
+    for number in range(3):
+        bank.forward_backward([("ada", rows), ("twin", rows)])
+        if number < 2:
+            bank.optim_step({"ada": {}, "twin": {}})
+        bank.offload("ada")
+        sizes.append(bank._adapters["ada"].flat.untyped_storage().nbytes())
+    bank.optim_step({"ada": {}, "twin": {}})
+    states = [bank.state_dict(name) for name in ("ada", "twin")]
+    same = [
+        all(values.equal(states[1][part][key]) for key, values in states[0][part].items())
+        for part in ("adapter", "training")
+    ]
+    return {"sizes": sizes, "device": bank._adapters["ada"].flat.device.type, "same": same}
+
+
+def test_an_adapter_on_the_host_has_no_memory_on_the_device(rank):
+    assert rank.run(offloaded) == [{"sizes": [0, 0, 0], "device": "npu", "same": [True, True]}]
 
 
 def agreements() -> list[int]:

@@ -162,14 +162,14 @@ def one_loss_raises(base: Path) -> dict[str, Any]:
 @contextmanager
 def losses_raise() -> Iterator[None]:
     """Of rows with the bad token."""
-    token_losses = passes.token_losses
+    compute_loss = passes.FusedPass._compute_loss
 
-    def look(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if bool((labels == BAD).any()):
+    def look(fused: Any, placed: Any, rows: slice, leaf: torch.Tensor) -> torch.Tensor:
+        if any(bool((each.row.targets == BAD).any()) for each in fused.rows[rows]):
             raise ValueError("not this token")
-        return token_losses(logits, labels)
+        return compute_loss(fused, placed, rows, leaf)
 
-    with mock.patch.object(passes, "token_losses", look):
+    with mock.patch.object(passes.FusedPass, "_compute_loss", look):
         yield
 
 

@@ -122,9 +122,10 @@ def on_meta(state: dict[str, Any]) -> dict[str, Any]:
 
 REFUSALS = {
     "a name twice": refused(lambda bank, _: create(bank, "x", X), "the adapter 'x' exists already"),
-    "an adapter twice": refused(lambda bank, _: bank.forward_backward([("x", BATCH)] * 2), "'x': is named twice"),
     "a name that is none": refused(lambda bank, _: bank.delete_adapter(["x"]), r"no adapter named \['x'\]"),
-    "a name for a list": refused(lambda bank, _: bank.optim_steps("x"), "names='x': is not a list of names"),
+    "a list for a dict": refused(
+        lambda bank, _: bank.optim_step(["x"]), r"steps=\['x'\]: is not a dict of settings"
+    ),
     "removed": in_removed,
     "a target that is not there": refused(
         lambda bank, _: bank.add_adapter("y", lora(target_modules=["q_prj"])), "nothing is named 'q_prj'"

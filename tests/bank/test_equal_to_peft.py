@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 import shardwise
 from shardwise import Sharding
 from shardwise.bank.kernels import drop_elements, row_keys
-from shardwise.bank.passes import FusedPass
-from shardwise.bank.rows import PassPlan, parse_batch, summarize_rows
+from shardwise.bank.passes import FusedPass, PlacedRequest, PlacedRow
+from shardwise.bank.rows import Request, parse_rows
 from shardwise.core.errors import TrainingError
 
 MICRO_BATCHES = 3 * STEPS
@@ -33,7 +33,7 @@ def begun(base: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def alone(base: Path, begun: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: banking.alone(base, name, recipe, begun[name], pad_to=64) for name, recipe in recipes().items()}
+    return {name: banking.alone(base, name, recipe, begun[name], pad_to=16) for name, recipe in recipes().items()}
 
 
 # ── together as alone ─────────────────────────────────────────────────────────────────────────────
@@ -149,27 +149,31 @@ def recompute(model: Any, **how: Any) -> None:
 
 def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = False) -> dict[str, torch.Tensor]:
     """Two micro-batches forward, then both backward, the older one first."""
-    adapters = [bank._adapters[name] for name in members]
+    adapters = {name: bank._adapters[name] for name in members}
+    requests = [PlacedRequest(Request(name, []), adapter, {}) for name, adapter in adapters.items()]
     passes = []
     for number in (0, 1):
-        order = adapters[:: 1 if number == 0 else -1]
         rows = [
-            parse_batch("", rows_for(t.name, members[t.name], number), vocab_size=64, longest=64) for t in order
+            PlacedRow(request, place, row, row_keys(number, 10 * request + place, 1).item())
+            for request, name in enumerate(members)
+            for place, row in enumerate(
+                parse_rows("", rows_for(name, members[name], number), vocab_size=64, longest=64)
+            )
         ]
-        agreed = [summarize_rows(t.name, own) for t, own in zip(order, rows, strict=True)]
-        plan = PassPlan(16, tuple(range(len(rows))))
-        passes.append(FusedPass(bank._base, plan, order, agreed, rows, is_training=True))
+        # In the other order: the second micro-batch has other rows and places than the first.
+        ordered = [replace(each, number=-each.number) for each in rows] if number else rows
+        passes.append(FusedPass(bank._base, 16, requests, ordered, 1, is_training=True))
     for each in passes:
         each.forward(bank._model, bank._base.switch)
     if mixed_up:
         passes[0].route, passes[1].route = passes[1].route, passes[0].route
     for each in passes:
-        assert not each.compute_losses(dict.fromkeys(each.spans, 1.0))
+        assert not each.compute_losses(is_training=True)
         each.backward(bank._base.switch)
         if not mixed_up:
             each.route.require_reached()
-    found = {adapter.name: adapter.gradient.clone() for adapter in adapters}
-    for adapter in adapters:
+    found = {name: adapter.gradient.clone() for name, adapter in adapters.items()}
+    for adapter in adapters.values():
         adapter.gradient.zero_()
     return found
 
@@ -325,7 +329,7 @@ def test_layers_of_other_models(tmp_path, config, targets):
     begin = matrices_of(bank, "ada")
     train(bank, {"ada": recipe, "eve": recipe}, 5)
     assert (
-        distance(matrices_of(bank, "ada"), banking.alone(tmp_path, "ada", recipe, begin, steps=5, pad_to=64), begin)
+        distance(matrices_of(bank, "ada"), banking.alone(tmp_path, "ada", recipe, begin, steps=5, pad_to=16), begin)
         <= 1e-6
     )
 

@@ -44,7 +44,7 @@ def together(base: Path, steps: int = STEPS) -> dict[str, Any]:
 def require_as_alone(base: Path, found: dict[str, Any], limit: float, steps: int = STEPS) -> None:
     for name, recipe in members().items():
         own, begin = found[name]
-        alone = banking.alone(base, name, recipe, begin, steps=steps, pad_to=64)
+        alone = banking.alone(base, name, recipe, begin, steps=steps, pad_to=16)
         assert distance(own, alone, begin) <= limit, name
 
 

@@ -90,7 +90,7 @@ def other_settings(base: Path) -> dict[str, Any]:
     told["momentum"] = said(lambda: bank.optim_step("bob"))
     bank._adapters["bob"].optimizer.param_groups[0]["momentum"] = 0.9
     told["goes on"] = said(lambda: bank.optim_step("bob"))
-    told["bank"] = said(lambda: shardwise.AdapterBank(bank._model, pad_to=64 + rank))
+    told["bank"] = said(lambda: shardwise.AdapterBank(bank._model, max_tokens_per_pass=64 + rank))
     kinds = (banking.falling, lambda optimizer: LambdaLR(optimizer, lambda step: 1.0))
     told["at once"] = said(lambda: create(bank, "x", replace(ADA, schedule=kinds[rank])))
     return told
@@ -104,7 +104,9 @@ def test_ranks_step_alike(worlds, base):
     )
     assert "momentum of 'bob' on rank 1 is not that of rank 0 (0.8 against 0.9)" in first["momentum"]
     assert first["goes on"] == ""
-    assert first["bank"].startswith("RankMismatchError: pad_to on rank 1 is not that of rank 0 (65 against 64)")
+    assert first["bank"].startswith(
+        "RankMismatchError: max_tokens_per_pass on rank 1 is not that of rank 0 (65 against 64)"
+    )
 
 
 # ── matrices of PEFT's ────────────────────────────────────────────────────────────────────────────

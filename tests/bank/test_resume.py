@@ -57,6 +57,11 @@ def test_plain_data_comes_back_from_json(value):
 # ── on one rank ───────────────────────────────────────────────────────────────────────────────────
 
 
+def set_rate_and_clip(adapter: Any) -> None:
+    """Settings that are not those of the recipe."""
+    adapter.optimizer.param_groups[0]["lr"], adapter.max_grad_norm = 0.02, 0.1
+
+
 def test_it_continues_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
     """In a bank of its own; and in the same one, while the others go on."""
     adapters = members()
@@ -66,10 +71,10 @@ def test_it_continues_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
 
     bank = bank_of(base, adapters)
     train(bank, adapters, HALF - 1)
-    bank._adapters["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
+    set_rate_and_clip(bank._adapters["bob"])
     whole_bob = bank_of(base, {"bob": adapters["bob"]})
     train(whole_bob, {"bob": adapters["bob"]}, HALF - 1)
-    whole_bob._adapters["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
+    set_rate_and_clip(whole_bob._adapters["bob"])
     train(whole_bob, {"bob": adapters["bob"]}, ALL - HALF + 1, first=HALF - 1)
     train(bank, adapters, 1, first=HALF - 1)
     before = {name: everything(bank, name) for name in adapters}

@@ -22,12 +22,13 @@ def bank_of(kinds: list[type[torch.optim.Optimizer]]) -> shardwise.AdapterBank:
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     bank = shardwise.AdapterBank(
-        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)), pad_to=16
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
     )
     for number, kind in enumerate(each for each in kinds for _ in range(2)):
         keywords: adapter.AdapterOptions | dict = {
             "optimizer": lambda own, kind=kind: kind(own, lr=1e-2),
             "max_grad_norm": math.inf if number % 3 else 0.1,
+            "gradient_accumulation_steps": 1,
             "seed": number,
             **({} if number % 2 else {"schedule": falling}),
         }
@@ -58,7 +59,7 @@ def test_the_same_bits_by_every_optimizer() -> None:
         micro_batch(other, number)
         for bank in (one, other):
             bank._adapters["2"].gradient[number:].fill_(math.nan if number == 1 else 0.5)
-        together = one.optim_steps(one.names)
+        together = one.optim_step({name: {} for name in one.names})
         alone = {name: other.optim_step(name) for name in other.names}
         assert repr(together) == repr(alone)
         assert together["2"].is_taken == (number != 1)
@@ -71,9 +72,9 @@ def test_none_steps_when_one_cannot() -> None:
     micro_batch(bank, 0)
     bank.optim_step("1")
     with pytest.raises(ConfigError, match="adapter '1': has accumulated 0 of 1 micro-batches"):
-        bank.optim_steps(["0", "1"])
+        bank.optim_step({"0": {}, "1": {}})
     assert bank.optim_step("0").is_taken
-    assert bank.optim_steps([]) == {}
+    assert bank.optim_step({}) == {}
 
 
 @pytest.mark.parametrize("part", ["schedule", "optimizer"])
@@ -83,13 +84,13 @@ def test_a_step_that_fails_changes_no_other_adapter(part: str) -> None:
         bank.delete_adapter("0")
         bank.add_adapter("failing", LoraConfig(r=4, target_modules=["q_proj"]), schedule=falling)
         micro_batch(bank, 0)
-        bank.optim_steps(["failing", "1"])
+        bank.optim_step({"failing": {}, "1": {}})
         micro_batch(bank, 1)
     before = one.state_dict("failing")
     own, error = getattr(one._adapters["failing"], part), ValueError("no such step")
     with mock.patch.object(own, "step", side_effect=error), pytest.raises(shardwise.ShardwiseError, match="such"):
-        one.optim_steps(["failing", "1"])
-    other.optim_steps(["failing", "1"])
+        one.optim_step({"failing": {}, "1": {}})
+    other.optim_step({"failing": {}, "1": {}})
     with pytest.raises(ConfigError, match="'failing': a step failed, ValueError: no such step"):
         micro_batch(one, 2)
     one.load_state_dict("failing", before)

@@ -13,7 +13,7 @@ def test_each_adapter_comes_out_as_alone(worlds, base, kind, limit):
     first, second = worlds(2).run(on_ranks.together, base, kind)
     for name, begin in first["begin"].items():
         recipe = recipes()[name]
-        alone = banking.alone(base, name, recipe, begin, pad_to=64)
+        alone = banking.alone(base, name, recipe, begin, pad_to=16)
         assert distance(first["adapters"][name], alone, begin) <= limit, name
         require_equal(first["adapters"][name], second["adapters"][name])
     assert first["base is same"]
@@ -32,7 +32,7 @@ def test_gradients_do_not_depend_on_the_groups(worlds, base):
     assert first["groups"] > 15
     for name, begin in first["begin"].items():
         recipe = recipes()[name]
-        alone = banking.alone(base, name, recipe, begin, steps=6 // recipe.gradient_accumulation_steps, pad_to=64)
+        alone = banking.alone(base, name, recipe, begin, steps=6 // recipe.gradient_accumulation_steps, pad_to=16)
         assert distance(first["adapters"][name], alone, begin) <= 1e-5, name
     half, other = worlds(2).run(on_ranks.other_groups, base, "16 bits")
     assert half["losses"] == other["losses"] != first["losses"]

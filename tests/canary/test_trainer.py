@@ -1,7 +1,9 @@
 """The meaning of unexported names of transformers' Trainer and of TRL."""
 
 import inspect
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from tests.training import tiny
 from transformers import Trainer, TrainingArguments
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 require_patched_names()
+from shardwise.cli.train import is_of_other_arguments  # noqa: E402
 from shardwise.integrations import trainer_compat as compat  # noqa: E402
 
 
@@ -87,3 +91,22 @@ def test_trainers_of_trl() -> None:
     assert not compat.wants_reference(trl.GRPOTrainer)
     assert f'model.add_adapter("{compat.REFERENCE}"' in inspect.getsource(trl.DPOTrainer)
     assert "model.get_parameter(ref_name)" in inspect.getsource(trl.DPOTrainer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "warned"),
+    [(4, 9, ["logging_steps", "per_device_train_batch_size"]), (4, 10, []), (2, 9, ["logging_steps"])],
+)
+def test_a_comparison_is_not_shown_if_only_the_rows_of_a_rank_differ(
+    monkeypatch: pytest.MonkeyPatch, rows: int, steps: int, warned: list[str]
+) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("transformers.trainer_utils")
+    for name, value in (("level", logging.WARNING), ("handlers", [handler]), ("filters", [is_of_other_arguments])):
+        monkeypatch.setattr(log, name, value)
+    args = SimpleNamespace(per_device_train_batch_size=rows, logging_steps=steps, n_gpu=1)
+    compare_trainer_and_checkpoint_args(args, SimpleNamespace(train_batch_size=2, logging_steps=10))
+    lines = [line for text in told for line in text.splitlines()]
+    assert [line.partition(":")[0].strip() for line in lines[1:]] == warned

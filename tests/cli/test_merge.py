@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from tests import zoo
+from tests.cli.running import RUNNER
 from tests.saving.adapters import save_adapter, tensors_of
 
 from shardwise.cli import main
@@ -19,7 +19,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def run(*arguments: object):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return RUNNER.invoke(main, [str(argument) for argument in arguments])
 
 
 def test_merge_adapter(base: Path, tmp_path: Path) -> None:
@@ -28,13 +28,13 @@ def test_merge_adapter(base: Path, tmp_path: Path) -> None:
         "merge-adapter", base, adapter, tmp_path / "out", "--dtype", "bfloat16", "--max-shard-size", "50KB"
     )
     assert result.exit_code == 0, result.output
-    assert "merged 2 of 2 modules" in result.output
+    assert "merged 2 of 2 modules" in result.stdout
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
-    as_json = json.loads(run("merge-adapter", base, adapter, tmp_path / "out", "--json").output)
+    as_json = json.loads(run("merge-adapter", base, adapter, tmp_path / "out", "--json").stdout)
     assert as_json["modules"] == 2
     refused = run("merge-adapter", base, adapter, base)
     assert refused.exit_code == 2
-    assert "is the folder that is read" in refused.output
+    assert "is the folder that is read" in refused.stderr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -42,9 +42,9 @@ def test_merge_weights(base: Path, tmp_path: Path) -> None:
     dcp.save(tensors_of(base), checkpoint_id=tmp_path / "run", no_dist=True)
     result = run("merge-weights", tmp_path / "run", tmp_path / "out", "--base", base, "--remove-source")
     assert result.exit_code == 0, result.output
-    assert "verified" in result.output
+    assert "verified" in result.stdout
     assert not (tmp_path / "run").exists()
     assert tensors_of(tmp_path / "out").keys() == tensors_of(base).keys()
     result = run("merge-weights", tmp_path / "out", tmp_path / "bin", "--format", "bin", "--json")
-    assert json.loads(result.output)["files"] == ["pytorch_model.bin"]
+    assert json.loads(result.stdout)["files"] == ["pytorch_model.bin"]
     assert run("merge-weights", tmp_path / "run", tmp_path / "out").exit_code == 2

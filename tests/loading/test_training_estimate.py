@@ -26,7 +26,12 @@ NOWHERE = Path("/nowhere")
 RECORD = Path(__file__).parents[2] / "benchmarks/results/training-memory-2026-11-23.json"
 SMALL = SHAPES["qwen3-36m"]
 LOW = smaller("qwen3-low", **{**SMALL.config, "num_hidden_layers": 2})
-SIZES = {"low": LOW, "36m": SMALL, "0.6b": SHAPES["qwen3-0.6b"], "1.7b": SHAPES["qwen3-1.7b"]}
+# Blocks in the middle of the last two are not traced.
+DEEPER = {
+    name: smaller(name, **{**SMALL.config, "num_hidden_layers": blocks})
+    for name, blocks in (("three", 3), ("four", 4), ("nine", 9))
+}
+SIZES = {**DEEPER, "low": LOW, "36m": SMALL, "0.6b": SHAPES["qwen3-0.6b"], "1.7b": SHAPES["qwen3-1.7b"]}
 LORA = Lora(LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
 
 
@@ -158,3 +163,19 @@ def test_the_largest_batch_fits_and_one_more_row_does_not(tuning: Any) -> None:
     peaks = [planned("low", 2, **step, per_device_train_batch_size=rows).peak_bytes for rows in (most, most + 1)]
     assert peaks[0] <= limit < peaks[1]
     assert planned("low", 2, **step, per_device_train_batch_size=3).training.largest_batch is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("tuning", [Full(), LORA], ids=["full", "lora"])
+def test_each_further_block_takes_as_much_memory(tuning: Any, recomputed: bool) -> None:
+    """Of two and three blocks all are traced, of nine those that differ."""
+    step: Any = {"per_device_train_batch_size": 2, "max_length": 64, "tuning": tuning}
+    activations = []
+    for model in ("low", "three", "four", "nine"):
+        training = planned(model, 2, **step, gradient_checkpointing=recomputed).training
+        assert training is not None
+        activations.append([phase.host.get("activations", 0) for phase in training.phases])
+    for two, three, four, nine in zip(*activations, strict=True):
+        assert four - three == three - two
+        assert nine - four == 5 * (three - two)
+    assert activations[3][1] > activations[0][1]

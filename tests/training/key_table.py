@@ -15,11 +15,12 @@ import trl
 from trl.scripts.utils import DatasetConfig
 
 import shardwise.training
+from shardwise.training import former_keys
 from shardwise.training.arguments import METHODS, ShardwiseArguments
-from shardwise.training.keys import make_specs
+from shardwise.training.keys import MISTAKEN, REJECTED, make_specs
+from shardwise.training.trl_objects import trl_class
 
 FILE = Path(shardwise.training.__path__[0]) / "trl_keys.json"
-CONFIGS = ("SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "RewardConfig")
 
 
 def table() -> dict[str, dict[str, dict[str, Any]]]:
@@ -30,9 +31,9 @@ def table() -> dict[str, dict[str, dict[str, Any]]]:
             script.GRPOScriptArguments if method == "grpo" else trl.ScriptArguments,
             trl.ModelConfig,
             trl.DatasetMixtureConfig,
-            getattr(trl, config),
+            trl_class(method, "Config"),
         )
-        for method, config in zip(METHODS, CONFIGS, strict=True)
+        for method in METHODS
     }
     first, *others = by_method.values()
     common = {key: spec for key, spec in first.items() if all(other.get(key) == spec for other in others)}
@@ -63,6 +64,50 @@ def page() -> str:
     return "\n".join(rows) + "\n"
 
 
+def former_page() -> str:
+    """``docs/former_keys.md``: keys that are read as others, left out or refused."""
+    lines = [
+        "# Keys of older files",
+        "",
+        "Published configurations were written for older versions of TRL and transformers, and for scripts that",
+        "extend them, such as the alignment handbook and open-r1. `shardwise train` reads their keys as follows,",
+        "and prints a line for each. `--strict` refuses them instead. All others that TRL does not have are",
+        "errors, listed at once.",
+        "",
+        "## Read as another key",
+        "",
+        "| key | read as |",
+        "|---|---|",
+        *(f"| `{old}` | `{new}` |" for old, new in former_keys.RENAMED.items()),
+        *(f"| `{old}` | `env: {{{new}: ...}}` |" for old, new in former_keys.ENVIRONMENT.items()),
+        *(f"| {old} | {new} |" for old, new in former_keys.CONVERTED.items()),
+        *(
+            f"| `{key}: {old}` | `{key}: {new}` |"
+            for key, values in former_keys.VALUES.items()
+            for old, new in values.items()
+        ),
+        "",
+        "## Left out",
+        "",
+        "None of these changes the loss, the data or where results go. Switches that are off are left out, too: "
+        + ", ".join(f"`{key}`" for key in sorted(former_keys.OFF))
+        + ".",
+        "",
+        "| key | why |",
+        "|---|---|",
+        *(f"| `{key}` | {why} |" for key, why in former_keys.INERT.items()),
+        "",
+        "## Refused",
+        "",
+        "| key | why, and what to do |",
+        "|---|---|",
+        *(f"| `{key}` | {why} |" for key, why in {**REJECTED, **MISTAKEN}.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     FILE.write_text(text(), "utf-8")
+    (Path(__file__).parents[2] / "docs" / "former_keys.md").write_text(former_page(), "utf-8")
     sys.stdout.write(f"{FILE}\n{page()}")

@@ -125,6 +125,13 @@ def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 
+def train_file(method: str, file: str) -> list[float]:
+    """Train on this rank from a file; the losses of all steps."""
+    with mock.patch.object(torch, "multinomial", quantile) if method == "grpo" else nullcontext():
+        outcome = run_on_rank(without_token(read_run_config([method, file])))
+    return [entry["loss"] for entry in outcome.history if "loss" in entry]
+
+
 def errors_of(values: dict[str, Any], differing: list[dict[str, Any]]) -> list[str]:
     """Train once for each of these keys, which only the second rank has; the errors."""
     errors = []
@@ -147,13 +154,16 @@ def train_on_own_rows(values: dict[str, Any], second: str) -> None:
         train(values)
 
 
-def warnings_of_a_slow_rank(values: dict[str, Any], kind: str, warned: str) -> list[str]:
-    """Train, where the second rank takes long in its second step, until the first one has said that it waits."""
+def warnings_of_a_slow_rank(values: dict[str, Any], kind: str, named: str, warned: str) -> list[str]:
+    """Train, where the second rank takes long in its second step, until the first one has said what it waits for.
+
+    On a busy machine the first rank may have waited before, for something else.
+    """
 
     class Warned(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
-            if "has been waiting for" in messages[-1]:
+            if named in messages[-1]:
                 Path(warned).touch()
 
     class Slow(TrainerCallback):
@@ -321,12 +331,11 @@ def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
 
     A LoRA begins with the stored values of an adapter.
     """
-    import trl
     from trl.trainer.utils import get_peft_config
 
     config = read_run_config(words({**COMMON, **values}))
     arguments = trl_setup.parse(config)
-    kind = getattr(trl, f"{config.method.upper()}Trainer")
+    kind = trl_setup.trl_class(config.method, "Trainer")
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
     rewards = {"reward_funcs": letters} if config.method == "grpo" else {}
     with (

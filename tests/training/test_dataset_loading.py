@@ -27,6 +27,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def script(name: str | None = None, **further: Any) -> Any:
     plain = {"dataset_config": None, "dataset_streaming": False, "dataset_train_split": "train"}
+    plain["dataset_test_split"] = "test"
     return SimpleNamespace(**{"dataset_name": name, **plain, **further})
 
 
@@ -37,7 +38,7 @@ def mixture(*entries: dict[str, Any], **further: Any) -> Any:
 
 
 def load(name: str | None, mixed: Any | None = None) -> Any:
-    return dataset_loading.load(script(name), mixed or mixture())
+    return dataset_loading.load(script(name), mixed or mixture(), ShardwiseArguments())
 
 
 def write(file: Path, count: int, say: str) -> str:
@@ -57,7 +58,9 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="test_split_size: 1.5 cannot be used"):
         load(name, mixture(test_split_size=1.5))
     with pytest.raises(ConfigError, match=r"train_split: train_sft is not a split of the dataset \(train\)"):
-        dataset_loading.load(script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5))
+        dataset_loading.load(
+            script(name, dataset_train_split="train_sft"), mixture(test_split_size=0.5), ShardwiseArguments()
+        )
 
 
 def load_data(name: Path, tokenizer: Any, *, masked: bool = False, **further: Any) -> Any:
@@ -265,3 +268,86 @@ def test_a_row_with_a_call_that_a_template_with_marks_leaves_out_is_named(tmp_pa
     name = tiny.write_rows(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(ConfigError, match="row 2 of the dataset: chat template: does not use 'tool_calls'"):
         list(load_data(name, tiny.tokenizer(tiny.MARKED), masked=True, dataset_streaming=streaming)[0])
+
+
+def splits_of(folder: Path, name: str, texts: dict[str, list[str]]) -> str:
+    """A dataset with these splits."""
+    (folder / name).mkdir()
+    for split, contents in texts.items():
+        rows = [{"messages": [{"role": "user", "content": text}], "extra": 1} for text in contents]
+        tiny.write_rows(folder / name / f"{split}.jsonl", *rows)
+    return str(folder / name)
+
+
+def texts_of(dataset: Any) -> list[str]:
+    return [row["messages"][0]["content"] for row in dataset]
+
+
+def test_a_mixer_has_the_first_rows_of_each_training_split(tmp_path: Path) -> None:
+    """As that of the alignment handbook: shares are rounded down, tests are whole, and all is shuffled."""
+    a = splits_of(tmp_path, "a", {"train": [f"a{n}" for n in range(10)], "test": ["ta", "tb"]})
+    b = splits_of(tmp_path, "b", {"train": [f"b{n}" for n in range(5)], "test": ["tc"]})
+    own = ShardwiseArguments(dataset_mixer={a: 0.35, b: 1})
+    mixed = dataset_loading.load(script(None), mixture(), own)
+    assert sorted(texts_of(mixed["train"])) == ["a0", "a1", "a2", "b0", "b1", "b2", "b3", "b4"]
+    assert sorted(texts_of(mixed["test"])) == ["ta", "tb", "tc"]
+    assert mixed["train"].column_names == ["messages"]
+    expected = datasets.Dataset.from_dict({"n": range(8)}).shuffle(seed=42)["n"]
+    in_order = ["a0", "a1", "a2", "b0", "b1", "b2", "b3", "b4"]
+    assert texts_of(mixed["train"]) == [in_order[number] for number in expected]
+    alone = dataset_loading.load(
+        script(None), mixture(), ShardwiseArguments(dataset_mixer={b: 1}, dataset_splits=["train"])
+    )
+    assert list(alone) == ["train"]
+    own = ShardwiseArguments(dataset_mixer={a: 1}, dataset_splits=["train_sft"])
+    with pytest.raises(ConfigError, match="cannot be loaded as a dataset"):
+        dataset_loading.load(script(None), mixture(), own)
+
+
+def test_a_mixture_has_shuffled_rows_of_each_dataset(tmp_path: Path) -> None:
+    """As that of open-r1: every step has the same seed."""
+    a = splits_of(tmp_path, "a", {"train": [f"a{n}" for n in range(10)]})
+    b = splits_of(tmp_path, "b", {"train": ["b0", "b1"]})
+    entries = [{"id": a, "weight": 0.5, "columns": ["messages"]}, {"id": b, "columns": ["messages"]}]
+    own = ShardwiseArguments(dataset_mixture={"datasets": entries, "seed": 3})
+    mixed = texts_of(dataset_loading.load(script(None), mixture(), own)["train"])
+    rows = [f"a{n}" for n in datasets.Dataset.from_dict({"n": range(10)}).shuffle(seed=3)["n"][:5]] + ["b0", "b1"]
+    assert mixed == [rows[n] for n in datasets.Dataset.from_dict({"n": range(7)}).shuffle(seed=3)["n"]]
+    own = ShardwiseArguments(dataset_mixture={"datasets": entries, "seed": 3, "test_split_size": 2})
+    parts = dataset_loading.load(script(None), mixture(), own)
+    assert sorted(texts_of(parts["train"]) + texts_of(parts["test"])) == sorted(rows)
+    assert len(parts["test"]) == 2
+
+
+def test_an_evaluation_dataset_replaces_the_test_split(tmp_path: Path) -> None:
+    a = splits_of(tmp_path, "a", {"train": ["a"], "test": ["b"]})
+    c = splits_of(tmp_path, "c", {"train": ["c"], "test": ["d"]})
+    loaded = dataset_loading.load(script(a), mixture(), ShardwiseArguments(eval_dataset_name=c))
+    assert (texts_of(loaded["train"]), texts_of(loaded["test"])) == (["a"], ["d"])
+    with pytest.raises(ConfigError, match="eval_dataset_name: .* has no split held_out, but train, test"):
+        dataset_loading.load(
+            script(a, dataset_test_split="held_out"), mixture(), ShardwiseArguments(eval_dataset_name=c)
+        )
+
+
+def test_a_system_prompt_begins_each_chat_without_one() -> None:
+    user = {"role": "user", "content": "u"}
+    own = {"role": "system", "content": "mine"}
+    rows = datasets.Dataset.from_list([{"messages": [user]}, {"messages": [own, user]}])
+    system = {"role": "system", "content": "s"}
+    done = dataset_loading.add_system_prompt(rows, "s", None, num_proc=None)
+    assert done["messages"] == [[system, user], [own, user]]
+    pair = datasets.Dataset.from_list([{"chosen": [user], "rejected": [user]}])
+    done = dataset_loading.add_system_prompt(pair, "s", None, num_proc=None)
+    assert (done["chosen"], done["rejected"]) == ([[system, user]], [[system, user]])
+    problems = datasets.Dataset.from_list([{"problem": "2 + 2", "solution": "4"}])
+    done = dataset_loading.add_system_prompt(problems, "s", "problem", num_proc=None)
+    assert done[0] == {"solution": "4", "prompt": [system, {"role": "user", "content": "2 + 2"}]}
+    done = dataset_loading.add_system_prompt(problems, None, "solution", num_proc=None)
+    assert done["prompt"] == [[{"role": "user", "content": "4"}]]
+    with pytest.raises(ConfigError, match="row 1 of the dataset: has no messages, prompt or chosen"):
+        dataset_loading.add_system_prompt(problems, "s", None, num_proc=None)
+    with pytest.raises(ConfigError, match="row 1 of the dataset: prompt: is text, which has no system message"):
+        dataset_loading.add_system_prompt(datasets.Dataset.from_list([{"prompt": "a"}]), "s", None, num_proc=None)
+    with pytest.raises(ConfigError, match="nothing: is not text"):
+        dataset_loading.add_system_prompt(problems, "s", "nothing", num_proc=None)

@@ -9,18 +9,18 @@ would be reduced into one another.)
 
 A call of ``forward_backward`` has these steps:
 
-1. Each rank checks its rows. All ranks exchange the numbers of rows, the longest row and the supervised tokens of
-   each adapter (``rows``). Invalid input on one rank raises the same error on all.
-2. Passes are planned, equal on every rank: adapters of one padded length share one.
+1. Each rank checks its requests (``rows``). All ranks exchange the lengths of rows and their numbers of targets.
+   Invalid input on one rank raises the same error on all.
+2. Passes are composed of rows of similar lengths, equal on every rank (``compose``).
 3. A pass (``passes``) concatenates rows, adapter by adapter, and owns the route that maps rows to adapters.
    Targeted layers of the base read the route and add each adapter's delta to its own rows (``hooks``,
-   ``kernels``). Losses are computed adapter by adapter. The backward pass adds to the adapters' flat gradients
-   directly.
+   ``kernels``). Log probabilities are computed in chunks, and losses (``losses``) request by request. The backward
+   pass adds to the adapters' flat gradients directly.
 4. The ranks exchange losses or a failure (``batch``). After a failure, gradients have their values from before the
    call, and if ranks have left one another in a gather, the bank has ended (``gathers``).
 
-``optim_step`` sums one adapter's gradient over the ranks, checks that it is finite, clips, and steps
-(``optimizer_steps``). ``optim_steps`` does it for several adapters, and waits for the device once.
+``optim_step`` sums the gradients of adapters over the ranks, checks that they are finite, clips, and steps
+(``optimizer_steps``). It waits for the device once.
 Bases that would couple adapters are rejected with the reason (``rows``).
 """
 

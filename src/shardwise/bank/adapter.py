@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import re
 import sys
-from collections.abc import Callable, Mapping
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -101,9 +103,9 @@ class AdapterOptions(TypedDict, total=False):
     Attributes:
         optimizer: makes an elementwise optimizer of the adapter's one flat parameter.
         schedule: makes the learning rate scheduler, which is stepped with the optimizer.
-        max_grad_norm: gradients with a larger norm are scaled down to it. Infinity for no limit.
-        gradient_accumulation_steps: micro-batches (calls of ``forward_backward``) of a window, at whose end it
-            steps.
+        max_grad_norm: gradients with a larger norm are scaled down to it. 0 or infinity for no limit.
+        gradient_accumulation_steps: micro-batches (calls of ``forward_backward``) of a window. Fewer or more before
+            a step are an error. None for any number.
         reduction: reduction of the losses of its tokens.
         seed: seed of the initial matrices and of dropout.
     """
@@ -111,7 +113,7 @@ class AdapterOptions(TypedDict, total=False):
     optimizer: OptimizerMaker
     schedule: ScheduleMaker
     max_grad_norm: float
-    gradient_accumulation_steps: int
+    gradient_accumulation_steps: int | None
     reduction: Reduction
     seed: int
 
@@ -120,7 +122,7 @@ DEFAULT_OPTIONS: Final[AdapterOptions] = {
     "optimizer": adamw,
     "schedule": constant_lr,
     "max_grad_norm": math.inf,
-    "gradient_accumulation_steps": 1,
+    "gradient_accumulation_steps": None,
     "reduction": "mean",
     "seed": 0,
 }
@@ -136,9 +138,9 @@ def require_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in ("optimizer", "schedule") and not callable(value):
             faults.append(f"{name}={value!r}: is not a function. Pass one")
-        elif name == "max_grad_norm" and not (isinstance(value, int | float) and value > 0):
-            faults.append(f"max_grad_norm={value!r}: is not above 0. Leave it out for no limit")
-        elif name == "gradient_accumulation_steps" and not (type(value) is int and value > 0):
+        elif name == "max_grad_norm" and not (isinstance(value, int | float) and value >= 0):
+            faults.append(f"max_grad_norm={value!r}: is not above 0. Pass 0 for no limit")
+        elif name == "gradient_accumulation_steps" and not (value is None or (type(value) is int and value > 0)):
             faults.append(f"gradient_accumulation_steps={value!r}: pass 1 or more")
         elif name == "reduction" and value not in get_args(Reduction):
             faults.append(f"reduction={value!r}: pass 'mean' or 'sum'")
@@ -152,7 +154,7 @@ class AdapterState(Enum):
     """State of an adapter, which decides which call may come next."""
 
     ACCUMULATING = auto()
-    """``forward_backward``: the window is not full."""
+    """``forward_backward``, or ``optim_step`` if the number of micro-batches is not fixed: the window is open."""
     FULL = auto()
     """``optim_step``: the window has ``gradient_accumulation_steps`` micro-batches."""
     FAILED = auto()
@@ -162,7 +164,7 @@ class AdapterState(Enum):
 class BankAdapter:
     """An adapter and its training.
 
-    Memory: with AdamW, 16 bytes for each trained number.
+    Memory: with AdamW, 16 bytes for each trained number. Without training, 4.
     """
 
     def __init__(
@@ -173,8 +175,10 @@ class BankAdapter:
         options: AdapterOptions,
         device: torch.device,
         world: World,
+        *,
+        is_trained: bool = True,
     ) -> None:
-        self.name = name
+        self.name, self.is_trained = name, is_trained
         self.options = options
         self.config = copy.deepcopy(config)
         self.comparable_config = peft_private.comparable_text(config)
@@ -185,8 +189,10 @@ class BankAdapter:
         # (count,), all matrices one after the other. The backward pass adds to views of the gradient, so it is only
         # zeroed in place: zero_grad() would have the optimizer read another tensor than the views.
         self.flat = nn.Parameter(torch.zeros(count, device=device))
-        self.gradient = torch.zeros(count, device=device)
-        self.flat.grad = self.gradient
+        self.gradient = torch.zeros(count, device=device if is_trained else "meta")
+        self.flat.grad = self.gradient if is_trained else None
+        self._offloaded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors without memory on the device, and their values on the host."""
         self.matrices = _views(self.flat.detach(), self.shapes)
         self.gradients = _views(self.gradient, self.shapes)
         for matrix in outline.matrices():
@@ -212,16 +218,16 @@ class BankAdapter:
     def state(self) -> AdapterState:
         if self.failure is not None:
             return AdapterState.FAILED
-        if self.micro_batches >= self.options["gradient_accumulation_steps"]:
-            return AdapterState.FULL
-        return AdapterState.ACCUMULATING
+        fixed = self.options["gradient_accumulation_steps"]
+        is_full = fixed is not None and self.micro_batches >= fixed
+        return AdapterState.FULL if is_full else AdapterState.ACCUMULATING
 
     @property
     def scales_before_backward(self) -> bool:
         """Whether a loss is divided by the number of its supervised tokens before the backward pass.
 
-        That is possible for the mean over a window of one micro-batch, whose tokens are counted before the pass.
-        Over several, sums accumulate, and the step divides their gradient by the tokens of all.
+        That is possible for the mean over a window of exactly one micro-batch, whose tokens are counted before the
+        pass. Otherwise sums accumulate, and the step divides their gradient by the tokens of all.
         """
         return self.options["reduction"] == "mean" and self.options["gradient_accumulation_steps"] == 1
 
@@ -236,6 +242,11 @@ class BankAdapter:
     def rank(self) -> int:
         """The largest rank of its matrices."""
         return max(site.r for site in self.sites)
+
+    @property
+    def scalings(self) -> dict[str, float]:
+        """The factor of each site's product."""
+        return {site.lora_A.key: site.scaling for site in self.sites}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -257,7 +268,7 @@ class BankAdapter:
         faults = []
         for key, value in settings.items():
             if key == "max_grad_norm":
-                is_valid = isinstance(value, int | float) and value > 0
+                is_valid = isinstance(value, int | float) and value >= 0
             elif key in numbers:
                 is_valid = _is_like(value, self.settings[key])
             else:
@@ -282,29 +293,69 @@ class BankAdapter:
         Raises:
             ConfigError: a setting is unknown, or a value invalid. The message has all of them.
         """
-        faults = self.find_invalid_settings(changes)
-        if "lr" in changes and self.options["schedule"] is not constant_lr:
-            faults.append("lr: the schedule of this adapter sets it. Create it without one")
-        if faults:
+        if faults := self.find_invalid_settings(changes):
             raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
 
-    def change(self, changes: Mapping[str, Any]) -> None:
-        """Change settings of the optimizer, or ``max_grad_norm``, for this and all later steps."""
-        settings = dict(changes)
-        self.max_grad_norm = float(settings.pop("max_grad_norm", self.max_grad_norm))
-        self.optimizer.param_groups[0].update(settings)
+    @contextmanager
+    def changing(self, changes: Mapping[str, Any]) -> Iterator[None]:
+        """Change settings of the optimizer, or ``max_grad_norm``, within the block."""
+        settings, group, max_grad_norm = dict(changes), self.optimizer.param_groups[0], self.max_grad_norm
+        self.max_grad_norm = float(settings.pop("max_grad_norm", max_grad_norm))
+        before = {key: group[key] for key in settings}
+        group.update(settings)
+        try:
+            yield
+        finally:
+            group.update(before)
+            self.max_grad_norm = max_grad_norm
 
     def clip(self, norm: float) -> None:
         """Scale the gradient down to ``max_grad_norm``."""
-        if (factor := self.max_grad_norm / (norm + 1e-6)) < 1:
+        if self.max_grad_norm and (factor := self.max_grad_norm / (norm + 1e-6)) < 1:
             self.gradient.mul_(factor)
+
+    def zero_grad(self) -> None:
+        """Discard the open window."""
+        self.gradient.zero_()
+        self.micro_batches = self.num_supervised_tokens = 0
+
+    def copy_training(self, source: BankAdapter) -> None:
+        """Copy all of the training of an adapter with equal options. Matrices are not copied."""
+        self.gradient.copy_(source.gradient)
+        if source.flat in source.optimizer.state:
+            self.optimizer.state[self.flat] = copy.deepcopy(source.optimizer.state[source.flat])
+        self.optimizer.param_groups[0].update(copy.deepcopy(source.settings))
+        self.schedule.load_state_dict(copy.deepcopy(source.schedule.state_dict()))
+        self.max_grad_norm = source.max_grad_norm
+        self.windows, self.steps = source.windows, source.steps
+        self.micro_batches, self.num_supervised_tokens = source.micro_batches, source.num_supervised_tokens
+
+    def offload(self) -> None:
+        """Move matrices, gradient and the state of the optimizer to the host, pinned, until :meth:`bring_back`."""
+        if self._offloaded or self.flat.device.type == "cpu":
+            return
+        state = self.optimizer.state.get(self.flat, {}).values()
+        tensors = [self.flat.detach(), self.gradient, *(each for each in state if isinstance(each, torch.Tensor))]
+        for tensor in tensors:
+            if tensor.device == self.flat.device:
+                values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+                self._offloaded.append((tensor, values))
+                # Views of the tensor stay valid: they share its storage, which gets its size back.
+                tensor.untyped_storage().resize_(0)
+
+    def bring_back(self) -> None:
+        """Move an offloaded adapter to the device again."""
+        for tensor, values in self._offloaded:
+            tensor.untyped_storage().resize_(values.untyped_storage().nbytes())
+            tensor.copy_(values)
+        self._offloaded = []
 
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
     """An adapter's matrices at one site and their gradients, float32: views of its flat buffers.
 
-    ``A`` is (r, in), ``B`` is (out, r).
+    ``A`` is (r, in), ``B`` is (out, r). For experts they are (experts, r, in) and (experts, out, r).
     """
 
     A: torch.Tensor
@@ -316,7 +367,7 @@ class LoraWeights:
 
     @property
     def rank(self) -> int:
-        return self.A.shape[0]
+        return self.A.shape[-2]
 
 
 def without_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,7 +391,7 @@ def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 def _matrix_pairs(
     site: adapted_layers.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, LoraWeights]:
-    """Return the matrices of a site by the names that the base's layer uses. For experts, those of each expert."""
+    """Return the matrices of a site by the name that the base's layer uses."""
     A, a_grad = matrices[site.lora_A.key], gradients[site.lora_A.key]  # (r, in)
     B, b_grad = matrices[site.lora_B.key], gradients[site.lora_B.key]  # (out, r)
     if not isinstance(site, adapted_layers.ExpertsSite):
@@ -349,45 +400,36 @@ def _matrix_pairs(
     # For experts, PEFT stores A as (experts * r, in), expert by expert, but B as (out, r * experts), rank by rank.
     A, a_grad = (values.view(site.experts, -1, values.shape[1]) for values in (A, a_grad))  # (experts, r, in)
     B, b_grad = (values.view(len(values), -1, site.experts) for values in (B, b_grad))  # (out, r, experts)
-    pairs = {}
-    for expert in range(site.experts):
-        key = expert_site(site.module, site.parameter, expert)
-        pairs[key] = LoraWeights(A[expert], B[..., expert], a_grad[expert], b_grad[..., expert], site.scaling)
-    return pairs
-
-
-def expert_site(module: str, parameter: str, expert: int) -> str:
-    """Name the site of the matrices of one expert."""
-    return f"{module}.{parameter}.{expert}"
-
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+    B, b_grad = B.permute(2, 0, 1), b_grad.permute(2, 0, 1)  # (experts, out, r)
+    return {f"{site.module}.{site.parameter}": LoraWeights(A, B, a_grad, b_grad, site.scaling)}
 
 
 def require_name(name: object) -> str:
-    """Return an adapter's name that is safe as the name of a folder or file, and in a log.
+    """Return an adapter's name. It is never the name of a folder: see ``core/formatting.py``, ``folder_name``.
 
     Raises:
-        ConfigError: the name is not safe.
+        ConfigError: the name is not valid.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
-        raise ConfigError(
-            f"{name!r} is not a valid adapter name: up to 128 letters, digits, '.', '_' and '-', the first a "
-            "letter or a digit, the last no '.', and no '..'"
-        )
-    return name
+    is_text = isinstance(name, str) and 0 < len(name) <= 128
+    # Cc are control characters, and Cs halves of a surrogate pair, which no file can have.
+    if not is_text or any(unicodedata.category(char) in ("Cc", "Cs") for char in str(name)):
+        raise ConfigError(f"{name!r} is not a valid adapter name: 1 to 128 characters, no control characters")
+    return str(name)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoss:
-    """Outcome of a micro-batch for one adapter.
+    """Outcome of a request.
 
     Attributes:
-        loss: of the rows of all ranks, by the adapter's ``reduction``.
-        num_supervised_tokens: of the rows of all ranks.
-        logprobs: log probability of each label of this rank's rows, (tokens - 1,) for each row.
+        adapter: its name. None for the base.
+        loss: of the rows of all ranks, by the adapter's ``reduction``. NaN if it raised.
+        num_supervised_tokens: positions with a target, of the rows of all ranks.
+        logprobs: log probabilities of this rank's rows, 0 for ignored targets: (tokens - 1,) for each row of a
+            batch, and of the shape of the targets for each row of a list.
     """
 
+    adapter: str | None
     loss: float
     num_supervised_tokens: int
     logprobs: list[torch.Tensor]
@@ -398,14 +440,20 @@ class FusedLosses:
     """Outcome of a call of ``forward_backward``.
 
     Attributes:
-        adapters: by name.
-        passes: number of passes through the base. Adapters whose rows have one length share a pass.
+        requests: in order.
+        passes: number of passes through the base.
         backends: how adapters were computed and why, with the number of layers on this rank.
     """
 
-    adapters: dict[str, AdapterLoss]
+    requests: list[AdapterLoss]
     passes: int
     backends: dict[str, int]
+
+    @property
+    def adapters(self) -> dict[str, AdapterLoss]:
+        """Outcomes by name, of adapters with one request."""
+        counts = Counter(outcome.adapter for outcome in self.requests)
+        return {each.adapter: each for each in self.requests if each.adapter and counts[each.adapter] == 1}
 
 
 @dataclass(frozen=True, slots=True)

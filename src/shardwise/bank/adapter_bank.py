@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import nn
@@ -33,11 +34,13 @@ from shardwise.bank.adapter_files import (
     read_adapter_headers,
     remove_embeddings,
 )
-from shardwise.bank.hooks import ActiveRouting, SiteHooks
+from shardwise.bank.hooks import SiteHooks
 from shardwise.bank.kernels import BackendChoice
 from shardwise.bank.optimizer_steps import step_and_mark
 from shardwise.bank.passes import SharedBase
-from shardwise.bank.rows import RowTensors
+from shardwise.bank.routes import ActiveRouting
+from shardwise.bank.rows import Request, RowTensors
+from shardwise.bank.sampling import Sample, SampleOutput, sample_tokens
 from shardwise.checkpoints.header import compute_digest
 from shardwise.core.errors import ConfigError, TrainingError, unknown_keyword
 from shardwise.core.save_reports import SaveReport
@@ -72,14 +75,15 @@ class AdapterBank:
     1. ``AdapterBank(model)``: the base is checked and frozen.
     2. :meth:`add_adapter` or :meth:`load`: the adapter exists on all ranks. It is ACCUMULATING, or in the state
        that was saved.
-    3. :meth:`forward_backward`, ``gradient_accumulation_steps`` times: after the last the adapter is FULL, and
-       another call is an error. If its loss raises, its gradient and window are as before the call, and those of
-       other adapters have the micro-batch. After any other error, all are as before the call.
-    4. :meth:`optim_step` or :meth:`optim_steps`: the matrices change, unless the gradient is not finite, and the
-       adapter is ACCUMULATING with an empty window. If the step fails, it is FAILED, as are adapters of the call
-       with equal optimizer settings: :meth:`load_state_dict` and :meth:`delete_adapter` are the only calls for it.
-    5. :meth:`save`, :meth:`state_dict` and :meth:`compute_logprobs` at any time in between: they change nothing.
-       :meth:`load_state_dict` replaces the state of the adapter.
+    3. :meth:`forward_backward`, any number of times. With ``gradient_accumulation_steps``, the adapter is FULL
+       after as many, and another call is an error. If one of its losses raises, its gradient and window are as
+       before the call, and those of other adapters have the micro-batch. After any other error, all are as before
+       the call. :meth:`zero_grad` discards the window.
+    4. :meth:`optim_step`: the matrices change, unless the gradient is not finite, and the adapter is ACCUMULATING
+       with an empty window. If the step fails, it is FAILED, as are adapters of the call with equal optimizer
+       settings: :meth:`load_state_dict`, :meth:`load` and :meth:`delete_adapter` are the only calls for it.
+    5. :meth:`save`, :meth:`state_dict`, :meth:`compute_logprobs`, :meth:`copy_adapter` and :meth:`offload` at any
+       time in between: they change nothing. :meth:`load_state_dict` and :meth:`load` replace the state.
     6. :meth:`delete_adapter`: the name is free, and the other adapters are not affected.
 
     When a rank is lost, or leaves a pass in which others wait for it, the bank has ended: this call and every later
@@ -89,24 +93,26 @@ class AdapterBank:
         model: a model of ``shardwise.from_pretrained`` without ``tuning=``, sharded or not. It is frozen.
         backend: "auto" computes adjacent adapters with one LoRA rank and equally many rows by one batched product.
             "loop" computes one adapter after the other, as PEFT does.
-        pad_to: lengths of rows are rounded up to a multiple of it.
+        max_tokens_per_pass: maximum number of tokens of a pass on a rank, with padding.
 
     Raises:
         ConfigError: the model cannot be a base. The message has the reason.
     """
 
-    def __init__(self, model: nn.Module, *, backend: BackendChoice = "auto", pad_to: int = 64) -> None:
+    def __init__(
+        self, model: nn.Module, *, backend: BackendChoice = "auto", max_tokens_per_pass: int = 8192
+    ) -> None:
         self._world = World.current(call="an AdapterBank")
         with self._world.collective("check the base"):
             self._model = rows.require_base(model, self._world.size)
         with comparing_arguments(self._world) as exchange:
-            exchange.local = _comparable_options(backend, pad_to)
+            exchange.local = _comparable_options(backend, max_tokens_per_pass)
         self._adapters: dict[str, BankAdapter] = {}
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         switch, device = ActiveRouting(), computing_device(next(self._model.parameters()))
         self._hooks = SiteHooks(self._model, switch)
-        self._base = SharedBase(self._world, self._model, device, switch, backend, pad_to)
+        self._base = SharedBase(self._world, self._model, device, switch, backend, max_tokens_per_pass)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,7 +134,7 @@ class AdapterBank:
         Collective: yes (two small exchanges).
 
         Args:
-            name: letters, digits, ``.``, ``_`` and ``-``.
+            name: 1 to 128 characters, no control characters.
             config: config of PEFT. It is copied.
             keywords: see :class:`~shardwise.bank.adapter.AdapterOptions`.
 
@@ -139,17 +145,19 @@ class AdapterBank:
         """
         self._admit(self._create(name, config, keywords, is_new=True))
 
-    def _create(self, name: str, config: LoraConfig, keywords: AdapterOptions, *, is_new: bool) -> BankAdapter:
+    def _create(
+        self, name: str, config: LoraConfig, keywords: AdapterOptions, *, is_new: bool, is_trained: bool = True
+    ) -> BankAdapter:
         """Return a new adapter, equal on all ranks and not registered yet. Collective: yes."""
         with self._world.collective("build the adapter"):
-            if require_name(name) in self._adapters:
-                raise ConfigError(f"the adapter {name!r} exists already. Delete it, or use another name")
+            if is_new:
+                self._require_new(name)
             for keyword in keywords.keys() - DEFAULT_OPTIONS.keys():
                 call = "add_adapter" if is_new else "load"
                 raise unknown_keyword(call, keyword, DEFAULT_OPTIONS, {})
             options: AdapterOptions = {**DEFAULT_OPTIONS, **keywords}
             require_options(options)
-            adapter = self._build(name, config, options, is_new=is_new)
+            adapter = self._build(name, config, options, is_new=is_new, is_trained=is_trained)
         # Functions cannot be compared, but what they have created can.
         values = [value for value in options.values() if not callable(value)]
         kinds = [type(each).__qualname__ for each in (adapter.optimizer, adapter.schedule)]
@@ -158,14 +166,23 @@ class AdapterBank:
         self._world.require_equal(digest, f"the adapter {name!r} (its config or options)")
         return adapter
 
+    def _require_new(self, name: str) -> None:
+        if require_name(name) in self._adapters:
+            raise ConfigError(f"the adapter {name!r} exists already. Delete it, or use another name")
+
     def _admit(self, adapter: BankAdapter) -> None:
+        if adapter.name in self._adapters:
+            self._hooks.remove(self._adapters[adapter.name].sites)
         self._hooks.add(adapter.sites)
         self._adapters[adapter.name] = adapter
 
-    def _build(self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool) -> BankAdapter:
+    def _build(
+        self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool, is_trained: bool = True
+    ) -> BankAdapter:
         outline = outline_lora(self._model, config, is_new=is_new)
         self._hooks.require_supported(outline.sites)
-        return BankAdapter(name, config, outline, options, self._base.device, self._world)
+        device, world = self._base.device, self._world
+        return BankAdapter(name, config, outline, options, device, world, is_trained=is_trained)
 
     def delete_adapter(self, name: str) -> None:
         """Delete an adapter and its accumulated gradient. Collective: no, but call it on every rank."""
@@ -176,125 +193,212 @@ class AdapterBank:
     def _adapter(self, name: str) -> BankAdapter:
         return batch.get_adapter(self._adapters, name)
 
-    def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> FusedLosses:
-        """Run a micro-batch of each given adapter through the base, together, and accumulate their gradients.
+    def forward_backward(
+        self, requests: Sequence[Request | tuple[str, RowTensors]], *, gather: bool = False
+    ) -> FusedLosses:
+        """Run rows of many adapters through the base, together, and accumulate their gradients.
 
-        If a pass fails, the whole call is discarded on all ranks: gradients and windows do not change. If a loss
-        raises, those of its adapter do not change, and the others' do.
+        Rows are sorted by length and cut into passes ([Note: Composed passes] in ``bank/compose.py``). If a pass
+        fails, the whole call is discarded on all ranks: gradients and windows do not change. If a loss raises, or
+        its gradient is not finite, those of its adapter do not change, and the others' do.
 
-        Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass. Memory: the logits of
-        all rows of a pass and their gradient, those of the adapter with the most rows in float32, and a copy of
-        gradients whose window is open.
+        Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass. Memory: that of a pass of
+        ``max_tokens_per_pass`` tokens, with the logits of a chunk of positions ([Note: Logits in chunks] in
+        ``bank/passes.py``), and a copy of gradients whose window is open.
 
         Args:
-            batches: (adapter, its rows on this rank), each adapter once. All ranks name the same adapters, with
-                empty rows if a rank has none. See :data:`~shardwise.bank.rows.RowTensors`.
+            requests: (adapter, its rows on this rank), or :class:`~shardwise.bank.rows.Request`. An adapter may be
+                in several. All ranks pass the same adapters and losses, with empty rows if a rank has none.
+            gather: True for the log probabilities of all ranks' rows on the first rank, rank by rank, on the CPU,
+                and none on the others.
 
         Raises:
-            ConfigError: a batch or an adapter is invalid. Raised on every rank before anything is computed.
-            RankMismatchError: ranks name different adapters.
-            TrainingError: the logits do not fit into memory, a loss raises or does not depend on an adapter, or the
-                base has drawn random numbers.
+            ConfigError: rows, a loss or an adapter is invalid. Raised on every rank before anything is computed.
+            RankMismatchError: ranks pass different adapters or losses.
+            TrainingError: a pass does not fit into memory, a loss raises or does not depend on an adapter, or the
+                base has drawn random numbers. After a loss that raised, ``output`` of the error has the outcome.
             RankLostError: a rank is lost, or failed while others waited for it. The bank has ended.
             ShardwiseError: a pass failed. A note names its adapters.
         """
-        call = batch.open_call(self._base, batches, self._adapters, is_training=True)
-        sums = call.accumulate_gradients()
+        call = batch.open_call(self._base, requests, self._adapters, is_training=True)
+        trained = call.trained()
+        # Without backward passes there is nothing to restore, and no need for the base's training mode.
+        sums = call.accumulate_gradients() if trained else call.run(is_training=False)
         # Before an error is raised: the gradients of adapters whose loss did not raise have the micro-batch.
-        losses = {}
-        for number, entry in enumerate(call.counts):
-            if number in sums.failures:
-                continue
-            adapter = self._adapter(str(entry.name))
-            adapter.micro_batches += 1
-            adapter.num_supervised_tokens += entry.num_supervised_tokens
-            # The loss in the report is that of this micro-batch. The divisor of the gradient is in BankAdapter.
-            divisor = max(entry.num_supervised_tokens, 1) if adapter.options["reduction"] == "mean" else 1
-            losses[adapter.name] = AdapterLoss(
-                sums.losses.get(number, 0.0) / divisor, entry.num_supervised_tokens, call.logprobs.get(number, [])
-            )
+        counted = []
+        for name, numbers in trained.items():
+            if not sums.failures.keys() & set(numbers):
+                adapter = self._adapter(name)
+                adapter.micro_batches += 1
+                adapter.num_supervised_tokens += sum(call.counts[each].num_supervised_tokens for each in numbers)
+                counted.append(name)
+        output = self._make_output(call, sums, gather=gather)
         if sums.failures:
-            counted = f"; the micro-batches of {', '.join(map(repr, losses))} count" if losses else ""
-            raise TrainingError(f"{call.describe(sums.failures)}. Its gradient is as before the call{counted}")
-        return FusedLosses(losses, sums.num_passes, dict(call.backends))
+            others = f"; the micro-batches of {', '.join(map(repr, counted))} count" if counted else ""
+            error = TrainingError(f"{call.describe(sums.failures)}. Its gradient is as before the call{others}")
+            error.output = output
+            raise error
+        return output
 
-    def optim_step(self, name: str, **changes: Any) -> AdapterStep:
-        """Take an adapter's optimizer step at the end of its window.
+    def _make_output(self, call: batch.RowCall, sums: batch.PassSums, *, gather: bool) -> FusedLosses:
+        logprobs = [[of_request[row] for row in sorted(of_request)] for of_request in call.logprobs]
+        if gather:
+            by_rank: list[list[list[torch.Tensor]]] = []
+            with self._world.all_reduce("gather the outputs", by_rank.extend) as exchange:
+                exchange.local = [[values.cpu() for values in of_request] for of_request in logprobs]
+            of_requests = zip(*by_rank, strict=True) if by_rank else ([] for _ in logprobs)
+            logprobs = [[values for of_rank in of_request for values in of_rank] for of_request in of_requests]
+        outcomes = []
+        for number, (placed, entry) in enumerate(zip(call.requests, call.counts, strict=True)):
+            # The loss in the report is that of this request. The divisor of the gradient is in BankAdapter.
+            tokens, adapter = entry.num_supervised_tokens, placed.adapter
+            is_mean = adapter is not None and adapter.options["reduction"] == "mean"
+            loss = math.nan if number in sums.failures else sums.losses.get(number, 0.0)
+            divisor = max(tokens, 1) if is_mean else 1
+            outcomes.append(AdapterLoss(entry.name, loss / divisor, tokens, logprobs[number]))
+        return FusedLosses(outcomes, len(call.passes), dict(call.backends))
 
-        Collective: yes (two small exchanges and an all-reduce of its gradient).
+    def zero_grad(self, name: str) -> None:
+        """Discard an adapter's open window. Collective: no, but call it on every rank."""
+        adapter = self._adapter(name)
+        if adapter.is_trained:
+            adapter.zero_grad()
+
+    @overload
+    def optim_step(self, steps: str, **changes: Any) -> AdapterStep: ...
+    @overload
+    def optim_step(self, steps: Mapping[str, Mapping[str, Any]]) -> dict[str, AdapterStep]: ...
+    def optim_step(
+        self, steps: str | Mapping[str, Mapping[str, Any]], **changes: Any
+    ) -> AdapterStep | dict[str, AdapterStep]:
+        """Take the optimizer steps of adapters, at the end of their windows.
+
+        A window may have any number of micro-batches, unless the adapter has ``gradient_accumulation_steps``.
+        Without any, the step is taken with a gradient of zeros. Several adapters at once step with the same bits as
+        one after the other, in fewer calls.
+
+        Collective: yes (two small exchanges, and an all-reduce of each gradient).
 
         Args:
-            name: the adapter.
-            changes: settings of its optimizer (``lr``, ``betas``, ...) or ``max_grad_norm``, for this and all later
-                steps.
+            steps: by adapter, settings of its optimizer (``lr``, ``betas``, ...) or ``max_grad_norm`` (0 for no
+                limit) for this step alone. Or the name of one adapter.
+            changes: with a name, its settings.
 
         Raises:
-            ConfigError: its window is not full, or a change is invalid.
-            RankMismatchError: ranks step different adapters or pass different changes, or their optimizers have
+            ConfigError: a window is not full, or a setting is invalid. No step is taken.
+            RankMismatchError: ranks step different adapters or pass different settings, or their optimizers have
                 different settings (for example, from different schedules) or step counts. No step is taken.
             RankLostError: a rank is lost. The bank has ended.
             ShardwiseError: the optimizer or the schedule of an adapter fails on a rank. It, and adapters of the
                 call with equal optimizer settings, must be restored or deleted. The others took their steps.
         """
-        return self._step_all([name], changes)[name]
-
-    def optim_steps(self, names: Sequence[str]) -> dict[str, AdapterStep]:
-        """Take the steps of several adapters: bitwise equal to :meth:`optim_step` of each, in fewer calls.
-
-        Collective: yes (two small exchanges, and an all-reduce for each adapter).
-        """
-        return self._step_all(names, {})
-
-    def _step_all(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, AdapterStep]:
+        by_name = {steps: changes} if isinstance(steps, str) else steps
         with comparing_arguments(self._world) as exchange:
-            exchange.local = self._comparable_steps(names, changes)
-        # Only now, when all ranks have accepted the names and the changes.
-        adapters = [self._require_full(name) for name in dict.fromkeys(names)]
-        for adapter in adapters:
-            adapter.change(changes)
-        return step_and_mark(self._world, adapters)
+            exchange.local = self._comparable_steps(by_name, are_names=not changes or isinstance(steps, str))
+        # Only now, when all ranks have accepted the names and the settings.
+        adapters = [self._require_ready(name) for name in by_name]
+        outcomes = step_and_mark(self._world, adapters, list(by_name.values()))
+        return outcomes[steps] if isinstance(steps, str) else outcomes
 
-    def _comparable_steps(self, names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, str]:
+    def _comparable_steps(self, by_name: object, *, are_names: bool) -> dict[str, str]:
         """Return the settings that ranks must have in common, after checking the changes."""
-        if not isinstance(names, list | tuple):
-            raise ConfigError(f"names={names!r}: is not a list of names. Pass one")
+        if (
+            not are_names
+            or not isinstance(by_name, Mapping)
+            or not all(isinstance(changes, Mapping) for changes in by_name.values())
+        ):
+            raise ConfigError(f"steps={by_name!r}: is not a dict of settings by name. Pass one, or a name")
         settings = {
-            "the adapter that takes a step": ", ".join(map(str, names)),
-            "the changes of its settings": repr(sorted(changes.items())),
+            "the adapter that takes a step": ", ".join(map(str, by_name)),
+            "the changes of its settings": repr([sorted(changes.items()) for changes in by_name.values()]),
         }
-        for adapter in map(self._require_full, names):
+        for name, changes in by_name.items():
+            adapter = self._require_ready(name)
             adapter.require_changes(changes)
             settings |= {
                 f"{key} of {adapter.name!r}": value for key, value in adapter.comparable_settings().items()
             }
         return settings
 
-    def _require_full(self, name: str) -> BankAdapter:
+    def _require_ready(self, name: str) -> BankAdapter:
         adapter = self._adapter(name)
-        if adapter.state is not AdapterState.FULL:
+        if not adapter.is_trained:
+            raise ConfigError(f"adapter {name!r}: is a copy for sampling. Copy it with training=True")
+        fixed = adapter.options["gradient_accumulation_steps"]
+        if fixed is not None and adapter.state is not AdapterState.FULL:
             raise ConfigError(
-                f"adapter {name!r}: has accumulated {adapter.micro_batches} of "
-                f"{adapter.options['gradient_accumulation_steps']} micro-batches. Call forward_backward before "
-                "optim_step"
+                f"adapter {name!r}: has accumulated {adapter.micro_batches} of {fixed} micro-batches. Call "
+                "forward_backward before optim_step"
             )
         return adapter
 
-    def compute_logprobs(self, batches: Sequence[tuple[str | None, RowTensors]]) -> list[list[torch.Tensor]]:
-        """Return the log probability of each label, without gradients and without dropout.
+    def compute_logprobs(
+        self, requests: Sequence[Request | tuple[str | None, RowTensors]], *, gather: bool = False
+    ) -> list[list[torch.Tensor]]:
+        """Return the log probability of each label or target, without gradients and without dropout.
 
         Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass.
 
         Args:
-            batches: as in :meth:`forward_backward`. None selects the base without an adapter. An adapter may be
-                named twice.
+            requests: as in :meth:`forward_backward`. None selects the base without an adapter.
+            gather: as in :meth:`forward_backward`.
 
         Returns:
-            For each entry and each of this rank's rows, (tokens - 1,) float32: the log probability of each label
-            given the tokens before it, 0 for ignored labels.
+            For each request and each of this rank's rows, the log probability of each label given the tokens before
+            it, (tokens - 1,) float32, or those of its targets, of their shape; 0 for ignored ones.
         """
-        call = batch.open_call(self._base, batches, self._adapters, is_training=False)
-        call.evaluate()
-        return [call.logprobs.get(number, []) for number in range(len(call.rows))]
+        call = batch.open_call(self._base, requests, self._adapters, is_training=False)
+        if failures := (sums := call.run(is_training=False)).failures:
+            raise TrainingError(call.describe(failures))
+        return [outcome.logprobs for outcome in self._make_output(call, sums, gather=gather).requests]
+
+    def generate(self, samples: Sequence[Sample]) -> list[SampleOutput]:
+        """Sample from adapters and the base, many at once. See :class:`~shardwise.bank.sampling.Sample`.
+
+        Collective: yes. Each rank has its own samples, or none, and all of them end with the longest. Memory: the
+        key-value cache of a batch of ``max_tokens_per_pass`` tokens, prompts and sampled ones.
+
+        Raises:
+            ConfigError: a sample is invalid. Raised on every rank before anything is computed.
+            RankLostError, ShardwiseError: as of :meth:`forward_backward`.
+        """
+        return sample_tokens(self._base, samples, self._adapters)
+
+    def copy_adapter(self, name: str, new: str, *, training: bool = False) -> None:
+        """Copy an adapter under another name.
+
+        Collective: yes (two small exchanges). Memory: 4 bytes for each trained number. With training 16, with
+        AdamW.
+
+        Args:
+            name: the adapter.
+            new: name of the copy.
+            training: False for a copy to sample from, without gradient, optimizer and training state. True for all
+                of it, an open window too.
+
+        Raises:
+            ConfigError: there is no such adapter, or the name is taken or invalid.
+            RankMismatchError: ranks pass different arguments.
+        """
+        with comparing_arguments(self._world) as exchange:
+            exchange.local = _comparable(name, training, "training") | {"the name of the copy": repr(new)}
+        with self._world.collective("copy the adapter"):
+            source = self._adapter(name)
+            if training and not source.is_trained:
+                raise ConfigError(f"adapter {name!r}: is a copy for sampling, and has no training")
+            self._require_new(new)
+            adapter = self._build(new, source.config, source.options, is_new=False, is_trained=training)
+            adapter.flat.detach().copy_(source.flat.detach())
+            if training:
+                adapter.copy_training(source)
+        self._admit(adapter)
+
+    def offload(self, name: str) -> None:
+        """Move an adapter's matrices, gradient and optimizer state to pinned host memory, until it is used again.
+
+        On CPU ranks, nothing is moved. Collective: no.
+        """
+        batch.find_adapter(self._adapters, name).offload()
 
     def state_dict(self, name: str) -> dict[str, Any]:
         """Return a copy of an adapter's state: matrices by PEFT's names, open window, optimizer, schedule, counts.
@@ -341,9 +445,12 @@ class AdapterBank:
             check_options(_HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
             current = batch.find_adapter(self._adapters, name)
             # A new adapter replaces the current one at the end, so that a failure leaves it unchanged.
-            adapter = self._build(name, current.config, current.options, is_new=False)
+            trains = current.is_trained
+            adapter = self._build(name, current.config, current.options, is_new=False, is_trained=trains)
             matrices = remove_embeddings(self._model, adapter, state)
             training = states.parse_state(adapter, what, matrices)
+            if not trains:
+                training = AdapterStart(reason="it is a copy for sampling")
             digest = compute_digest(dict(state))
         world.require_equal(digest, f"the state that {name!r} is given")
         base = adapter_settings.identify_base(world, self._model)
@@ -388,13 +495,13 @@ class AdapterBank:
             RankMismatchError, FormatError, StorageError, RankLostError: as for ``save_adapter``.
         """
         with comparing_arguments(self._world) as exchange:
-            exchange.local = _comparable(name, training_state=training_state)
+            exchange.local = _comparable(name, training_state, "training_state")
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
             whole = lend_tensors(self._model, adapter)
             cast = resolve_dtype(dtype)
-        training = None
-        if training_state:
+        training = None  # nor has a copy for sampling one
+        if training_state and adapter.is_trained:
             base = adapter_settings.identify_base(self._world, self._model)
             with self._world.collective("collect the training state"):
                 training = collect_training_state(adapter, base, cast)
@@ -412,17 +519,18 @@ class AdapterBank:
         on_not_finite: OnFault = "error",
         **keywords: Unpack[AdapterOptions],
     ) -> AdapterStart:
-        """Add an adapter from PEFT's files.
+        """Add an adapter from PEFT's files, or restore an existing one of this name from them.
 
         Every byte is compared with the recorded checksums. An adapter saved by PEFT has none and is accepted.
 
         With a training state, the training resumes on any number of ranks. Without one, it starts from these
         matrices. The result tells which of the two it was.
 
-        Collective: yes. If it fails, the adapter is not added.
+        Collective: yes. If it fails, the adapter is not added, or as it was.
 
         Args:
-            name: as for :meth:`add_adapter`.
+            name: as for :meth:`add_adapter`. An existing adapter keeps its options, except for those that are
+                passed, and those that come from the training state.
             directory: a folder that all ranks see, with ``adapter_config.json`` and a file of tensors.
             training_state: ``False`` ignores the training state.
             on_other_base: ``Ignore()`` allows a training to resume on another base. ``Ignore(only=...)`` allows
@@ -443,7 +551,7 @@ class AdapterBank:
         """
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
         with comparing_arguments(world) as exchange:
-            exchange.local = _comparable(name, training_state=training_state, **permissions)
+            exchange.local = _comparable(name, training_state, "training_state", **permissions)
         # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
@@ -451,10 +559,20 @@ class AdapterBank:
         training = exchange.result
         with world.collective("read the adapter"):
             stored_adapter = read_adapter_headers(self._model, directory)
-        options: Any = keywords
+            existing = self._adapters.get(require_name(name))
+        options: Any = {**(existing.options if existing is not None else {}), **keywords}
+        is_trained = existing is None or existing.is_trained
+        if not is_trained:
+            training = AdapterStart(reason="it is a copy for sampling")
         if not isinstance(training, AdapterStart):
-            options = {**training.facts.options(), **keywords}
-        adapter = self._create(name, stored_adapter.config, options, is_new=False)
+            options = {**options, **training.facts.options(), **keywords}
+        adapter = self._create(name, stored_adapter.config, options, is_new=False, is_trained=is_trained)
+        with world.collective("compare the adapter"):
+            if existing is not None and (existing.shapes, existing.scalings) != (adapter.shapes, adapter.scalings):
+                raise ConfigError(
+                    f"{os.fspath(directory)}: has other matrices or scales than {name!r}. Use another name, or "
+                    "delete it"
+                )
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
             targets = states.allocate_targets(adapter, training, base, on_other_base)
@@ -466,17 +584,17 @@ class AdapterBank:
         return started
 
 
-def _comparable_options(backend: object, pad_to: object) -> dict[str, str]:
-    if type(pad_to) is not int or pad_to < 1:
-        raise ConfigError(f"pad_to={pad_to!r}: is not a positive integer. Pass 1 or more")
+def _comparable_options(backend: object, max_tokens_per_pass: object) -> dict[str, str]:
+    if type(max_tokens_per_pass) is not int or max_tokens_per_pass < 1:
+        raise ConfigError(f"max_tokens_per_pass={max_tokens_per_pass!r}: is not a positive integer. Pass 1 or more")
     check_options({"backend": BackendChoice}, {"backend": backend})
-    return {"backend": str(backend), "pad_to": str(pad_to)}
+    return {"backend": str(backend), "max_tokens_per_pass": str(max_tokens_per_pass)}
 
 
-def _comparable(name: str, training_state: object, **permissions: OnFault) -> dict[str, str]:
+def _comparable(name: str, switch: object, switch_name: str, **permissions: OnFault) -> dict[str, str]:
     """Return the arguments that ranks must have in common, after checking their types."""
     check_options(_HINTS, permissions)
-    if not isinstance(training_state, bool):
-        raise ConfigError(f"training_state={training_state!r}: pass True or False")
-    options = {"training_state": training_state, **permissions}
+    if not isinstance(switch, bool):
+        raise ConfigError(f"{switch_name}={switch!r}: pass True or False")
+    options = {switch_name: switch, **permissions}
     return {"the name of the adapter": name, **{key: repr(value) for key, value in options.items()}}

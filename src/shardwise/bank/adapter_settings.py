@@ -56,7 +56,7 @@ class TrainingFacts:
         schedule: class of the schedule.
         schedule_state: ``state_dict`` of the schedule.
         max_grad_norm: the current limit.
-        gradient_accumulation_steps: micro-batches of a window.
+        gradient_accumulation_steps: micro-batches of a window. None for any number.
         reduction: reduction of the loss.
         seed: seed of the dropout.
         windows: completed windows, whether or not their step was taken.
@@ -73,7 +73,7 @@ class TrainingFacts:
     schedule: str
     schedule_state: dict[Any, Any]
     max_grad_norm: int | float
-    gradient_accumulation_steps: int
+    gradient_accumulation_steps: int | None
     reduction: str
     seed: int
     windows: int
@@ -172,7 +172,8 @@ def validate_facts(values: Mapping[str, Any], what: str) -> TrainingFacts:
             raise TypeError(f"base: has other keys than {', '.join(sorted(_BASE_KEYS))}")
         if min(facts.steps, facts.micro_batches, facts.num_supervised_tokens) < 0:
             raise TypeError("a count is below 0")
-        if facts.micro_batches > facts.gradient_accumulation_steps or facts.steps > facts.windows:
+        most = math.inf if facts.gradient_accumulation_steps is None else facts.gradient_accumulation_steps
+        if facts.micro_batches > most or facts.steps > facts.windows:
             raise TypeError("the counts contradict each other")
         require_options(facts.options())
     except (TypeError, ConfigError) as error:

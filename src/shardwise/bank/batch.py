@@ -1,34 +1,58 @@
-"""Calls with rows of many adapters: checks them, plans passes, runs them, or rolls back."""
+"""Calls with rows of many adapters: checks them, composes passes, runs them, or rolls back."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.bank.adapter import AdapterState, BankAdapter
+from shardwise.bank.compose import PassPlan, Unit, compose_passes, pad_length
 from shardwise.bank.gathers import CountedGather, are_in_step
-from shardwise.bank.passes import FusedPass, SharedBase
-from shardwise.bank.rows import (
-    PassPlan,
-    RowCounts,
-    RowTensors,
-    UnpaddedRow,
-    combine_counts,
-    no_random_numbers,
-    parse_batch,
-    plan_passes,
-    summarize_rows,
-)
-from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
+from shardwise.bank.kernels import row_keys, stable_key
+from shardwise.bank.losses import LOSSES, complete_config
+from shardwise.bank.passes import FusedPass, PlacedRequest, PlacedRow, SharedBase
+from shardwise.bank.rows import Request, UnpaddedRow, no_random_numbers, parse_rows
+from shardwise.core.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
 from shardwise.core.formatting import in_bytes
 from shardwise.ranks.outcomes import at_phase
+from shardwise.ranks.world import Exchange
+
+LENGTH_MULTIPLE: Final = 16
+"""Lengths of rows are rounded up to a multiple of it. Products of fewer rows would be rounded in another way."""
+
+_PASS_OVERHEAD: Final = 256
+"""Cost of a pass, in tokens: gathers of the base, and kernels that are not full."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """What ranks tell each other of a request.
+
+    Attributes:
+        name: the adapter.
+        settings: all else that must be equal on all ranks, as text.
+        group_size: rows that share a pass. None for all of a rank.
+        lengths: by rank, tokens of each row.
+        num_targets: by rank, positions of each row with a target that counts.
+    """
+
+    name: str | None
+    settings: str
+    group_size: int | None
+    lengths: tuple[tuple[int, ...], ...]
+    num_targets: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_supervised_tokens(self) -> int:
+        return sum(map(sum, self.num_targets))
 
 
 @dataclass
@@ -36,119 +60,105 @@ class PassSums:
     """Results of the passes of a call, of one rank or of all.
 
     Attributes:
-        losses: sums of the weighted losses by entry.
-        num_passes: equal on all ranks.
-        failures: errors of losses that raised, by entry.
+        losses: sums of the losses by request.
+        failures: errors of losses that raised, by request.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
-    num_passes: int = 0
     failures: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """A pass: its padded length, chunks of logits on all ranks, and (request, row) of each row of this rank."""
+
+    tokens: int
+    num_chunks: int
+    rows: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class RowCall:
-    """A call with rows. An entry is an adapter's name with its rows, and each list has one item for each entry.
+    """A call with requests. Each list has one item for each request.
 
     Attributes:
         base: the base.
         rows: rows of this rank.
-        adapters: the adapter of each entry. None is the base without an adapter.
-        counts: counts of the rows of each entry on all ranks.
-        plans: the passes, equal on all ranks.
+        requests: the requests.
+        counts: counts of the rows of each request on all ranks.
+        passes: the passes, as many and as long on all ranks.
         backends: number of adapted layer calls, by how they were computed.
-        logprobs: log probabilities of this rank's rows, by entry number.
+        logprobs: log probabilities of this rank's rows.
+        num_top: number of the most probable tokens that are returned for each position, too.
+        top: their log probabilities and ids, (positions, num_top) each.
     """
 
     base: SharedBase
     rows: list[list[UnpaddedRow]]
-    adapters: list[BankAdapter | None]
-    counts: list[RowCounts]
-    plans: list[PassPlan]
+    requests: list[PlacedRequest]
+    counts: list[RequestCounts]
+    passes: list[PlannedPass]
     backends: Counter[str] = field(default_factory=Counter)
-    logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    logprobs: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    num_top: int = 0
+    top: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def trained(self) -> dict[str, list[int]]:
+        """Return the requests with a backward pass by adapter."""
+        numbers: dict[str, list[int]] = {}
+        for number, placed in enumerate(self.requests):
+            if placed.request.backward and placed.adapter is not None:
+                numbers.setdefault(placed.adapter.name, []).append(number)
+        return numbers
 
     def accumulate_gradients(self) -> PassSums:
         """Accumulate the gradients of the adapters by forward and backward passes. Collective: yes.
 
-        An adapter whose loss raises has the gradient from before the call, and those of the others are accumulated.
+        An adapter with a loss that raises has the gradient from before the call, and those of the others are
+        accumulated.
 
         Raises:
             ShardwiseError: the same on every rank. A note names the adapters. Gradients are restored.
             RankLostError: see :meth:`_run`. Gradients are restored.
         """
-        copies: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # by entry: training has none of the base
-        for adapter in self.adapters:
-            assert adapter is not None, "the base is not trained"
-            # A window without micro-batches has a gradient of zeros, of which no copy is needed.
-            copies.append((adapter.gradient, adapter.gradient.clone() if adapter.micro_batches else None))
+        adapters = {placed.adapter.name: placed.adapter for placed in self.requests if placed.adapter is not None}
+        trained = self.trained()
+        # A window without micro-batches has a gradient of zeros, of which no copy is needed.
+        copies = {
+            name: adapters[name].gradient.clone() if adapters[name].micro_batches else None for name in trained
+        }
         # The backward pass adds to the gradients in place, so after a failure on any rank all of them are restored.
-        restored: Collection[int] = range(len(copies))
+        restored: Collection[str] = trained
         try:
-            sums = self._run(is_training=True)
-            restored = sums.failures
+            sums = self.run(is_training=True)
+            restored = [name for name, numbers in trained.items() if sums.failures.keys() & numbers]
         finally:
-            for number in restored:
-                gradient, values = copies[number]
+            for name in restored:
+                values = copies[name]
                 if values is None:
-                    gradient.zero_()
+                    adapters[name].gradient.zero_()
                 else:
-                    gradient.copy_(values)
+                    adapters[name].gradient.copy_(values)
         return sums
 
-    def evaluate(self) -> None:
-        """Run forward passes only. Collective: yes.
-
-        Raises:
-            TrainingError: a loss raised. The message names the adapters.
-            ShardwiseError: the same on every rank. A note names the adapters.
-            RankLostError: see :meth:`_run`.
-        """
-        if failures := self._run(is_training=False).failures:
-            raise TrainingError(self.describe(failures))
-
     def describe(self, failures: Mapping[int, str]) -> str:
-        """Describe losses that raised, by entry."""
+        """Describe losses that raised, by request."""
         return "; ".join(
-            f"the loss of {_describe(self.counts[number].name)} raised, {text}" for number, text in failures.items()
+            f"the loss of {describe_adapter(self.counts[number].name)} raised, {text}"
+            for number, text in failures.items()
         )
 
-    def _run(self, *, is_training: bool) -> PassSums:
-        """Run passes on all ranks, and sum their results.
-
-        Raises:
-            RankLostError: a rank is lost, or has left the others in a gather. See [Note: Left in a gather] in
-                ``bank/gathers.py``.
-        """
-        base = self.base
-        gathers = CountedGather(base.world)
-        try:
-            with base.world.all_reduce("compute the pass", self._sum) as exchange:
-                if base.world.size > 1:
-                    gathers.install(base.model)
-                exchange.local = self._run_passes(is_training=is_training)
-            sums: PassSums = exchange.result
-            return sums
-        except BaseException as error:
-            base.recover()
-            if not isinstance(error, ShardwiseError):
-                raise
-            names = ", ".join(_describe(entry.name) for entry in self.counts if sum(entry.rows))
-            if isinstance(error, RankLostError):
-                error.add_note(f"This was a pass of {names}.")
-                raise
-            # All ranks are here: the block has raised one error on all of them.
-            if not are_in_step(base.world.global_ranks, base.world.all_gather_object(gathers.counts)):
-                text = f"{error}. It left a pass of {names} in which other ranks wait for it, so the bank has ended"
-                ended = RankLostError(f"{text}. Start all ranks again, and resume from the last save")
-                base.world.end(ended)
-                raise at_phase(ended, error.phase) from error
-            error.add_note(f"This was a pass of {names}; all of it is discarded.")
-            raise
+    def run(self, *, is_training: bool) -> PassSums:
+        """Run passes on all ranks, and sum their results. Collective: yes. Errors: as of :func:`passing`."""
+        names = [entry.name for entry in self.counts if any(entry.lengths)]
+        with passing(self.base, "compute the pass", names, self._sum) as exchange:
+            exchange.local = self._run_passes(is_training=is_training)
+        sums: PassSums = exchange.result
+        return sums
 
     def _sum(self, results: Sequence[PassSums]) -> PassSums:
-        """Sum the losses of all ranks by entry. The number of passes is equal on all."""
-        sums = PassSums(num_passes=results[0].num_passes)
+        """Sum the losses of all ranks by request."""
+        sums = PassSums()
         for rank, result in zip(self.base.world.global_ranks, results, strict=True):
             for number, value in result.losses.items():
                 sums.losses[number] = sums.losses.get(number, 0.0) + value
@@ -159,44 +169,114 @@ class RowCall:
     def _run_passes(self, *, is_training: bool) -> PassSums:
         """Run the passes with the rows of this rank. Collective: as the base is."""
         base = self.base
-        passes = [
-            FusedPass(base, plan, self.adapters, self.counts, self.rows, is_training=is_training)
-            for plan in self.plans
-        ]
-        sums = PassSums(num_passes=len(passes))
-        scales = {}
-        for number, (adapter, entry) in enumerate(zip(self.adapters, self.counts, strict=True)):
-            is_scaled = adapter is not None and adapter.scales_before_backward
-            # The divisor counts the tokens of all ranks, since the gradients of all ranks are summed.
-            scales[number] = 1 / max(entry.num_supervised_tokens, 1) if is_scaled else 1.0
-        with no_random_numbers(base.device) if is_training else _evaluating(base.model):
-            for fused in passes:
+        keys = self._dropout_keys()
+        self.logprobs.extend({} for _ in self.requests)
+        sums, routes = PassSums(), []
+        with no_random_numbers(base.device) if is_training else evaluating(base.model):
+            for planned in self.passes:
+                rows = [
+                    PlacedRow(request, number, self.rows[request][number], keys[request][number])
+                    for request, number in planned.rows
+                ]
+                fused = FusedPass(
+                    base,
+                    planned.tokens,
+                    self.requests,
+                    rows,
+                    planned.num_chunks,
+                    is_training=is_training,
+                    num_top=self.num_top,
+                )
                 fused.forward(base.model, base.switch)
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
-                sums.failures |= fused.compute_losses(scales if is_training else None)
+                sums.failures |= fused.compute_losses(is_training=is_training)
                 if is_training:
                     fused.backward(base.switch)
                     # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
                     base.wait_for_device()
-                    sums.losses |= fused.sum_losses()
-                self._collect(fused)
+                losses, not_finite = fused.sum_losses()
+                for number, loss in losses.items():
+                    sums.losses[number] = sums.losses.get(number, 0.0) + loss
+                sums.failures |= dict.fromkeys(not_finite, "FloatingPointError: its gradient is not finite")
+                for placed, logprobs in fused.collect_logprobs():
+                    self.logprobs[placed.request][placed.number] = logprobs
+                if self.num_top:
+                    self.top.update(fused.collect_top())
+                self.backends.update(fused.route.backends)
+                routes.append(fused.route)
         # Only now: a rank that raises alone between two gathers would leave the others waiting in the next.
         if is_training:
-            for fused in passes:
-                fused.route.require_reached()
+            for route in routes:
+                route.require_reached()
         return sums
 
-    def _collect(self, fused: FusedPass) -> None:
-        """Keep what a pass has computed, without its padding."""
-        self.backends.update(fused.route.backends)
-        for number, span in fused.spans.items():
-            logprobs = fused.logprobs[span]  # (rows of the entry, padded tokens - 1)
-            lengths = [len(row.input_ids) for row in self.rows[number]]
-            self.logprobs[number] = [row[: length - 1] for row, length in zip(logprobs, lengths, strict=True)]
+    def _dropout_keys(self) -> list[list[int | None]]:
+        """Return the key of each row of this rank, by request. None without a backward pass.
+
+        It depends on the place of the row among all rows of the adapter in this call, on all ranks. So masks do not
+        depend on the number of ranks, or on the passes.
+        """
+        rank = self.base.world.rank
+        keys: list[list[int | None]] = []
+        num_rows: Counter[str] = Counter()
+        for placed, entry in zip(self.requests, self.counts, strict=True):
+            adapter = placed.adapter
+            if adapter is None or not placed.request.backward:
+                keys.append([None] * len(entry.lengths[rank]))
+                continue
+            by_rank = [len(lengths) for lengths in entry.lengths]
+            first = num_rows[adapter.name] + sum(by_rank[:rank])
+            num_rows[adapter.name] += sum(by_rank)
+            key = stable_key(adapter.options["seed"], adapter.windows, adapter.micro_batches)
+            keys.append(list[int | None](row_keys(key, first, by_rank[rank]).tolist()))
+        return keys
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def passing(
+    base: SharedBase, what: str, names: Sequence[str | None], reduce_fun: Callable[[list[Any]], object]
+) -> Iterator[Exchange]:
+    """Return a block in which all ranks make the same passes through the base. Its exchange has the results.
+
+    Collective: yes. After an error the base can be used again, unless the bank has ended.
+
+    Args:
+        base: the base.
+        what: name of the phase.
+        names: adapters of the passes, for errors.
+        reduce_fun: of the results of all ranks.
+
+    Raises:
+        RankLostError: a rank is lost, or has left the others in a gather. See [Note: Left in a gather] in
+            ``bank/gathers.py``.
+        ShardwiseError: the same on every rank. A note names the adapters.
+    """
+    gathers = CountedGather(base.world)
+    try:
+        with base.world.all_reduce(what, reduce_fun) as exchange:
+            if base.world.size > 1:
+                gathers.install(base.model)
+            yield exchange
+    except BaseException as error:
+        base.recover()
+        if not isinstance(error, ShardwiseError):
+            raise
+        listed = ", ".join(dict.fromkeys(map(describe_adapter, names)))
+        if isinstance(error, RankLostError):
+            error.add_note(f"This was a pass of {listed}.")
+            raise
+        # All ranks are here: the block has raised one error on all of them.
+        if not are_in_step(base.world.global_ranks, base.world.all_gather_object(gathers.counts)):
+            text = f"{error}. It left a pass of {listed} in which other ranks wait for it, so the bank has ended"
+            ended = RankLostError(f"{text}. Start all ranks again, and resume from the last save")
+            base.world.end(ended)
+            raise at_phase(ended, error.phase) from error
+        error.add_note(f"This was a pass of {listed}; all of it is discarded.")
+        raise
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode without gradients. Afterwards restore each module's mode, and reshard.
 
     FSDP2 keeps the root group unsharded after a forward pass for the backward pass, which does not follow here.
@@ -214,87 +294,237 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def open_call(
-    base: SharedBase,
-    batches: Sequence[tuple[str | None, RowTensors]],
-    adapters: Mapping[str, BankAdapter],
-    *,
-    is_training: bool,
+    base: SharedBase, requests: object, adapters: Mapping[str, BankAdapter], *, is_training: bool, num_top: int = 0
 ) -> RowCall:
     """Return a call with the rows of this rank, checked, counted and planned on all ranks. Collective: yes.
+
+    Args:
+        base: the base.
+        requests: a list of (name, rows) or of :class:`~shardwise.bank.rows.Request`.
+        adapters: all adapters of the bank.
+        is_training: False without backward passes, whatever the requests say.
+        num_top: number of the most probable tokens that are returned for each position, too.
 
     Raises:
         ConfigError, RankMismatchError, TrainingError: the same on every rank.
     """
     with base.world.all_reduce("check the rows", partial(_combine, base.world.global_ranks)) as exchange:
-        _require_pairs(batches)
-        members = [None if name is None else get_adapter(adapters, name) for name, _ in batches]
-        if is_training:
-            _require_trainable(members)
-        rows = []
-        for adapter, (name, batch) in zip(members, batches, strict=True):
-            has_weights = adapter is None or adapter.options["reduction"] == "sum"
-            limits = {"vocab_size": base.vocab_size, "longest": base.max_length}
-            rows.append(parse_batch(_describe(name), batch, **limits, may_have_weights=has_weights))
-        local = [
-            summarize_rows(name, rows_of_entry) for (name, _), rows_of_entry in zip(batches, rows, strict=True)
-        ]
-        exchange.local = local, base.free_bytes()
+        placed, rows, counts = [], [], []
+        for request in _require_requests(requests):
+            request = request if is_training else replace(request, backward=False)
+            adapter = None if request.adapter is None else get_adapter(adapters, request.adapter)
+            if request.backward:
+                _require_trainable(adapter)
+            config = _require_loss(request, adapter)
+            rows_of_request = _parse_request(base, request, adapter)
+            placed.append(PlacedRequest(request, adapter, config))
+            rows.append(rows_of_request)
+            counts.append(_count_rows(base, request, rows_of_request))
+        exchange.local = counts, base.free_bytes()
     counts, free_bytes = exchange.result
-    lora_ranks = {adapter.name: adapter.rank for adapter in members if adapter is not None}
-    plans = plan_passes(counts, lora_ranks, multiple=base.pad_to, longest=base.max_length)
+    plans = compose_passes(
+        [_make_units(counts, rank) for rank in range(base.world.size)],
+        multiple=LENGTH_MULTIPLE,
+        longest=base.max_length,
+        max_tokens=base.max_tokens_per_pass,
+        overhead=_PASS_OVERHEAD,
+    )
+    members = [_find_members(counts, rank) for rank in range(base.world.size)]
+    passes = []
     for plan in plans:
-        _require_memory(
-            base, plan, [counts[number] for number in plan.entries], free_bytes, is_training=is_training
+        # By rank, (request, row) of each row of the pass.
+        by_rank = [[row for unit in units for row in members[rank][unit]] for rank, units in enumerate(plan.units)]
+        num_targets = [
+            sum(counts[request].num_targets[rank][row] for request, row in rows_of_rank)
+            for rank, rows_of_rank in enumerate(by_rank)
+        ]
+        _require_memory(base, plan, counts, by_rank, num_targets, free_bytes, is_training=is_training)
+        num_chunks = max(-(-max(num_targets) // base.chunk_positions), 1)
+        passes.append(PlannedPass(plan.tokens, num_chunks, tuple(by_rank[base.world.rank])))
+    call = RowCall(base, rows, placed, counts, passes, num_top=num_top)
+    for numbers in call.trained().values():
+        adapter = placed[numbers[0]].adapter
+        assert adapter is not None
+        if adapter.scales_before_backward:
+            # The divisor counts the targets of all ranks, since the gradients of all ranks are summed.
+            total = sum(counts[number].num_supervised_tokens for number in numbers)
+            for number in numbers:
+                placed[number] = replace(placed[number], scale=1 / max(total, 1))
+    return call
+
+
+def _require_requests(requests: object) -> list[Request]:
+    """Return requests, from their short form too. Raise ConfigError unless they are a list of them."""
+    if not isinstance(requests, list | tuple) or not all(
+        isinstance(entry, Request)
+        or (isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str | None))
+        for entry in requests
+    ):
+        raise ConfigError(
+            "batches: is not a list of (name, rows). Pass one, with None as the name of the base, or a list of "
+            "Requests"
         )
-    return RowCall(base, rows, members, counts, plans)
+    return [entry if isinstance(entry, Request) else Request(*entry) for entry in requests]
+
+
+def _require_loss(request: Request, adapter: BankAdapter | None) -> dict[str, Any]:
+    """Return the settings of a request's loss. Raise ConfigError if the request is invalid."""
+    who, size = describe_adapter(request.adapter), request.group_size
+    backward, config = request.backward, request.loss_config
+    if not isinstance(backward, bool) or not isinstance(config, Mapping):  # type: ignore[redundant-expr]
+        raise ConfigError(f"{who}: backward={backward!r} is not a bool, or loss_config not a dict")
+    if size is not None and (type(size) is not int or size < 1):
+        raise ConfigError(f"{who}: group_size={size!r}: pass 1 or more, or None for all rows")
+    if isinstance(request.loss, str):
+        return complete_config(who, request.loss, request.loss_config)
+    if not callable(request.loss):
+        raise ConfigError(f"{who}: loss={request.loss!r}: is not a name or a function. Use {', '.join(LOSSES)}")
+    if request.backward and adapter is not None and adapter.options["reduction"] != "sum":
+        raise ConfigError(f"{who}: a loss of your own needs reduction='sum'. Its results are summed over groups")
+    return dict(request.loss_config)
+
+
+def _parse_request(base: SharedBase, request: Request, adapter: BankAdapter | None) -> list[UnpaddedRow]:
+    who = describe_adapter(request.adapter)
+    needs = LOSSES[request.loss].needs if isinstance(request.loss, str) else ()
+    rows = parse_rows(
+        who,
+        request.rows,
+        vocab_size=base.vocab_size,
+        longest=base.max_length,
+        may_have_weights=adapter is None or adapter.options["reduction"] == "sum",
+        keys=("weights", *needs) if isinstance(request.loss, str) else None,
+    )
+    for number, row in enumerate(rows):
+        if missing := [key for key in needs if key not in row.values]:
+            raise ConfigError(
+                f"{who}: row {number} has no {', '.join(missing)}, which {request.loss} needs. Pass them in a list "
+                "of rows"
+            )
+    if request.group_size is not None and len(rows) % request.group_size:
+        raise ConfigError(f"{who}: {len(rows)} rows are not groups of {request.group_size}. Pass whole groups")
+    return rows
+
+
+def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow]) -> RequestCounts:
+    """Count the rows of a request on this rank. Raise ConfigError if a group does not fit into a pass."""
+    lengths = tuple(len(row.input_ids) for row in rows)
+    num_targets = tuple(len(row.positions) for row in rows)
+    loss = request.loss if isinstance(request.loss, str) else getattr(request.loss, "__qualname__", "")
+    settings = f"{loss} {sorted(request.loss_config.items())} {request.backward} {request.group_size}"
+    counts = RequestCounts(request.adapter, settings, request.group_size, (lengths,), (num_targets,))
+    for unit in _make_units([counts], 0):
+        tokens = pad_length(unit.length, multiple=LENGTH_MULTIPLE, longest=base.max_length)
+        if unit.num_rows * tokens > base.max_tokens_per_pass:
+            raise ConfigError(
+                f"{describe_adapter(request.adapter)}: {unit.num_rows} rows of up to {unit.length} tokens, which "
+                f"must share a pass, have {unit.num_rows * tokens} with padding. A pass has at most "
+                f"{base.max_tokens_per_pass}. Pass shorter rows, or a larger max_tokens_per_pass"
+            )
+    return counts
+
+
+def _find_members(counts: Sequence[RequestCounts], rank: int) -> list[list[tuple[int, int]]]:
+    """Return (request, row) of the rows of each unit of a rank."""
+    members = []
+    for request, entry in enumerate(counts):
+        num_rows = len(entry.lengths[rank])
+        size = max(num_rows, 1) if entry.group_size is None else entry.group_size
+        for start in range(0, num_rows, size):
+            members.append([(request, row) for row in range(start, start + size)])
+    return members
+
+
+def _make_units(counts: Sequence[RequestCounts], rank: int) -> list[Unit]:
+    """Return the units of a rank, of whose rows :func:`_find_members` has the numbers."""
+    units = []
+    for rows in _find_members(counts, rank):
+        request = rows[0][0]
+        length = max(counts[request].lengths[rank][row] for _, row in rows)
+        size = counts[request].group_size
+        # Groups of one size may be in one column, whosever they are. A whole request has its own.
+        units.append(Unit(length, len(rows), (0, request) if size is None else (size,)))
+    return units
 
 
 def _combine(
-    global_ranks: Sequence[int], summaries: Sequence[tuple[list[RowCounts], int | None]]
-) -> tuple[list[RowCounts], list[int | None]]:
+    global_ranks: Sequence[int], summaries: Sequence[tuple[list[RequestCounts], int | None]]
+) -> tuple[list[RequestCounts], list[int | None]]:
     """Combine the counts of all ranks, and list their free memory by rank."""
     return combine_counts([counts for counts, _ in summaries], global_ranks), [free for _, free in summaries]
+
+
+def combine_counts(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequence[int]) -> list[RequestCounts]:
+    """Combine the counts of all ranks, request by request.
+
+    Two ranks with rows of 7 and 9, and of 40 tokens, have ``lengths`` ``((7, 9), (40,))``.
+
+    Args:
+        counts: the counts of each rank, of that rank alone.
+        global_ranks: the ranks in the default group, for errors.
+
+    Raises:
+        RankMismatchError: ranks name different adapters, or in another order, or pass other losses or settings.
+    """
+    names = [[entry.name for entry in counts_of_rank] for counts_of_rank in counts]
+    settings = [[entry.settings for entry in counts_of_rank] for counts_of_rank in counts]
+    for rank, names_of_rank, settings_of_rank in zip(global_ranks, names, settings, strict=True):
+        if names_of_rank != names[0]:
+            raise RankMismatchError(
+                f"rank {rank} has rows of {names_of_rank}, and rank {global_ranks[0]} of {names[0]}. Name the same "
+                "adapters in the same order on every rank, if needed with a batch of no rows"
+            )
+        if settings_of_rank != settings[0]:
+            raise RankMismatchError(
+                f"rank {rank} has requests with {settings_of_rank}, and rank {global_ranks[0]} with {settings[0]}. "
+                "Pass the same losses, settings, backward and group_size on every rank"
+            )
+    combined = []
+    for entries in zip(*counts, strict=True):
+        lengths = tuple(entry.lengths[0] for entry in entries)
+        num_targets = tuple(entry.num_targets[0] for entry in entries)
+        combined.append(replace(entries[0], lengths=lengths, num_targets=num_targets))
+    return combined
 
 
 def _require_memory(
     base: SharedBase,
     plan: PassPlan,
-    entries: Sequence[RowCounts],
+    counts: Sequence[RequestCounts],
+    by_rank: Sequence[Sequence[tuple[int, int]]],
+    num_targets: Sequence[int],
     free_bytes: Sequence[int | None],
     *,
     is_training: bool,
 ) -> None:
-    """Check that the logits of a pass fit into the free memory of each rank. Collective: no.
+    """Check that a chunk of logits and the hidden states of a pass fit into the free memory of each rank.
 
-    The check is a lower bound: 2 bytes for each logit, again for its gradient, and for the entry with the most
-    rows a copy and the log-softmax in float32. On the CPU each rank is compared with the whole free memory of
-    the host, which ranks share. Unknown memory is not checked.
+    The check is a lower bound: for each logit of a chunk 2 bytes, 4 for its log-softmax in float32 and, for the
+    backward pass, 4 for a gradient; for each token 2 bytes of hidden states, of all layers for the backward pass.
+    On the CPU each rank is compared with the whole free memory of the host, which ranks share. Unknown memory is
+    not checked. Collective: no.
 
     Raises:
         TrainingError: they do not fit. The same on every rank.
     """
-    logits_per_row = plan.tokens * base.vocab_size
+    config = base.model.config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", 1) if is_training else 1
+    bytes_per_token = 2 * getattr(config, "hidden_size", 0) * layers
     for rank, free in enumerate(free_bytes):
-        rows = [entry.rows[rank] for entry in entries]
-        needed = logits_per_row * (sum(rows) * (4 if is_training else 2) + max(rows) * 8)
+        positions = min(num_targets[rank], base.chunk_positions)
+        needed = positions * base.vocab_size * (10 if is_training else 6)
+        needed += len(by_rank[rank]) * plan.tokens * bytes_per_token
         if free is not None and needed > free:
-            names = ", ".join(_describe(entry.name) for entry in entries)
+            names = ", ".join(dict.fromkeys(describe_adapter(counts[request].name) for request, _ in by_rank[rank]))
             raise TrainingError(
-                f"a pass of {names}: the logits of {sum(rows)} rows of {plan.tokens} tokens need at least "
-                f"{in_bytes(needed)} on rank {base.world.global_ranks[rank]}, where {in_bytes(free)} is free. Pass "
-                "fewer rows in a call"
+                f"a pass of {names}: logits of {positions} positions, and hidden states of {len(by_rank[rank])} "
+                f"rows of {plan.tokens} tokens, need at least {in_bytes(needed)} on rank "
+                f"{base.world.global_ranks[rank]}, where {in_bytes(free)} is free. Pass fewer rows in a call, or a "
+                "smaller max_tokens_per_pass"
             )
 
 
-def _require_pairs(batches: object) -> None:
-    if not isinstance(batches, list | tuple) or not all(
-        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str | None)
-        for entry in batches
-    ):
-        raise ConfigError("batches: is not a list of (name, rows). Pass one, with None as the name of the base")
-
-
-def _describe(name: str | None) -> str:
+def describe_adapter(name: str | None) -> str:
     return "the base" if name is None else repr(name)
 
 
@@ -303,6 +533,7 @@ def get_adapter(adapters: Mapping[str, BankAdapter], name: object) -> BankAdapte
     adapter = find_adapter(adapters, name)
     if adapter.state is AdapterState.FAILED:
         raise ConfigError(f"{name!r}: a step failed, {adapter.failure}. Call load_state_dict, or delete it")
+    adapter.bring_back()
     return adapter
 
 
@@ -313,16 +544,14 @@ def find_adapter(adapters: Mapping[str, BankAdapter], name: object) -> BankAdapt
     return adapters[name]
 
 
-def _require_trainable(adapters: Sequence[BankAdapter | None]) -> None:
-    """Raise ConfigError for the base, for an adapter that is named twice, and for one whose window is full."""
-    names = [adapter.name for adapter in adapters if adapter is not None]
-    if len(names) < len(adapters):
-        raise ConfigError("None is the base, which is not trained. Name an adapter")
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{', '.join(map(repr, repeated))}: is named twice. Pass an adapter's rows as one batch")
-    for adapter in adapters:
-        if adapter is not None and adapter.state is AdapterState.FULL:
-            raise ConfigError(
-                f"adapter {adapter.name!r}: has accumulated all of its {adapter.micro_batches} micro-batches. Call "
-                f"optim_step({adapter.name!r}) before forward_backward"
-            )
+def _require_trainable(adapter: BankAdapter | None) -> None:
+    """Raise ConfigError for the base, for a copy for sampling, and for an adapter whose window is full."""
+    if adapter is None:
+        raise ConfigError("None is the base, which is not trained. Name an adapter, or pass backward=False")
+    if not adapter.is_trained:
+        raise ConfigError(f"adapter {adapter.name!r}: is a copy for sampling. Copy it with training=True")
+    if adapter.state is AdapterState.FULL:
+        raise ConfigError(
+            f"adapter {adapter.name!r}: has accumulated all of its {adapter.micro_batches} micro-batches. Call "
+            f"optim_step({adapter.name!r}) before forward_backward"
+        )

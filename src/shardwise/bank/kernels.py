@@ -38,7 +38,9 @@ def row_keys(key: int, first: int, count: int) -> Tensor:
     return _mix(key + torch.arange(first, first + count) * _INCREMENT)
 
 
-def drop_elements(values: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
+def drop_elements(
+    values: Tensor, keys: Tensor, site: int, probability: float, positions: Tensor | None = None
+) -> Tensor:
     """Return values after dropout, scaled as by ``nn.Dropout``, by a mask of keys, site and position alone.
 
     Applied to a gradient, it is its own derivative.
@@ -48,14 +50,17 @@ def drop_elements(values: Tensor, keys: Tensor, site: int, probability: float) -
     ``mix((keys[1] ^ site) + 5 * increment)``.
 
     Args:
-        values: (rows * tokens, width).
-        keys: (rows,), on the same device.
+        values: (rows * tokens, width), or (tokens, width) of any tokens of any rows, with ``positions``.
+        keys: (rows,), or of the row of each token, on the same device.
         site: key of the layer.
         probability: probability of 0.
+        positions: the positions of tokens in their rows.
     """
-    # Positions in a row: (tokens * width,). A random number for each element: (rows, tokens * width).
-    positions = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
-    numbers = _mix((keys ^ site).unsqueeze(1) + positions * _INCREMENT)
+    # Places in a row: (tokens * width,). A random number for each element: (rows, tokens * width).
+    places = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
+    if positions is not None:  # (tokens, width)
+        places = positions.unsqueeze(1) * values.shape[-1] + places
+    numbers = _mix((keys ^ site).unsqueeze(1) + places * _INCREMENT)
     # The upper 31 bits are a uniform integer below 2**31: an element is kept if it is not below the probability.
     is_kept = (_shift(numbers, 33) >= int(probability * (1 << 31))).view(values.shape)
     return torch.where(is_kept, values / (1 - probability), 0.0)
@@ -81,6 +86,9 @@ class RoutedSegment:
         weights: the matrices of the adapter in this layer.
         keys: the keys of the batch rows, for dropout. None without dropout.
         site: the key of the layer, for dropout.
+        positions: as in :func:`drop_elements`.
+        is_trained: False for rows without a backward pass. Their output has no gradient, and neither has their
+            input from these matrices. (A gradient of 0, multiplied, would be NaN if a matrix is not finite.)
     """
 
     weights: LoraWeights
@@ -88,12 +96,14 @@ class RoutedSegment:
     stop: int
     keys: Tensor | None = None
     site: int = 0
+    positions: Tensor | None = None
+    is_trained: bool = True
 
     def apply_dropout(self, values: Tensor) -> Tensor:
         """Return rows (layer rows of the segment, width) after dropout."""
         if self.keys is None:
             return values
-        return drop_elements(values, self.keys, self.site, self.weights.dropout)
+        return drop_elements(values, self.keys, self.site, self.weights.dropout, self.positions)
 
 
 Segments: TypeAlias = Sequence[RoutedSegment]
@@ -126,6 +136,8 @@ class SegmentLoop:
     ) -> None:
         """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
         for segment, z in zip(segments, saved, strict=True):
+            if not segment.is_trained:
+                continue
             weights, rows = segment.weights, slice(segment.start, segment.stop)
             # Products in g's dtype, added to the matrices' gradients in float32.
             scaled = g[rows] * weights.scaling  # (rows, out)
@@ -170,6 +182,8 @@ class GroupedProducts(SegmentLoop):
     ) -> None:
         """Add to the gradients of the matrices, and to that of ``x`` if there is one."""
         for run, scaled in zip(group_into_runs(segments), saved, strict=True):
+            if not run[0].is_trained:
+                continue
             if len(run) == 1:
                 super().backward_rows(run, x, [scaled], g, x_grad)
                 continue
@@ -220,6 +234,8 @@ class EmbeddingLoop(SegmentLoop):
     ) -> None:
         """Add to the gradients of the matrices."""
         for segment in segments:
+            if not segment.is_trained:
+                continue
             weights, ids = segment.weights, x[segment.start : segment.stop, 0]
             scaled = g[segment.start : segment.stop].float() * self._factor * weights.scaling  # (rows, out)
             weights.b_grad.add_(scaled.T @ F.embedding(ids, weights.A.T))  # (out, r)
@@ -230,7 +246,7 @@ class EmbeddingLoop(SegmentLoop):
 
 
 def group_into_runs(segments: Segments) -> list[list[RoutedSegment]]:
-    """Group segments that follow each other without a gap, with equally many rows and one LoRA rank."""
+    """Group segments without a gap, with equally many rows and one LoRA rank, all trained or none."""
     grouped: list[list[RoutedSegment]] = []
     for segment in segments:
         last = grouped[-1][-1] if grouped else None
@@ -239,6 +255,7 @@ def group_into_runs(segments: Segments) -> list[list[RoutedSegment]]:
             and last.stop == segment.start
             and last.stop - last.start == segment.stop - segment.start
             and last.weights.rank == segment.weights.rank
+            and last.is_trained == segment.is_trained
         ):
             grouped[-1].append(segment)
         else:
@@ -269,11 +286,7 @@ BackendChoice: TypeAlias = Literal["auto", "loop"]
 
 
 def select_backend(
-    choice: BackendChoice,
-    segments: Segments,
-    x: Tensor,
-    out: Tensor,
-    grouped: GroupedProducts,
+    choice: BackendChoice, segments: Segments, x: Tensor, out: Tensor, grouped: GroupedProducts
 ) -> tuple[SegmentLoop, str]:
     """Return the backend for one layer, ``grouped`` or a loop, and the reason in a few words."""
     if not segments:
@@ -287,13 +300,7 @@ def select_backend(
     return grouped, "grouped: fewer products"
 
 
-def adapt(
-    anchor: Tensor,
-    x: Tensor,
-    y: Tensor,
-    segments: Segments,
-    backend: SegmentLoop,
-) -> Tensor:
+def adapt(anchor: Tensor, x: Tensor, y: Tensor, segments: Segments, backend: SegmentLoop) -> Tensor:
     """Return ``y`` (..., out) plus the adapters' delta of each row of ``x`` (..., in).
 
     Segments are ranges of rows of both. The result is not a view, because FSDP2 warns about views that leave a
@@ -307,12 +314,7 @@ def adapt(
 class _SegmentedProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        _anchor: Tensor,
-        x: Tensor,
-        y: Tensor,
-        segments: tuple[RoutedSegment, ...],
-        backend: SegmentLoop,
+        ctx: Any, _anchor: Tensor, x: Tensor, y: Tensor, segments: tuple[RoutedSegment, ...], backend: SegmentLoop
     ) -> Tensor:
         # A contiguous copy, so that flatten() below is a view: the backend adds to ``out`` through it.
         out = y.clone(memory_format=torch.contiguous_format)

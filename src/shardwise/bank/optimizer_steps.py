@@ -1,9 +1,10 @@
 """Optimizer steps of adapters: one, or several at once with the same bits."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,9 @@ def sum_all(world: World, tensors: Sequence[torch.Tensor]) -> None:
             world.wait_for(work)
 
 
-def step_and_mark(world: World, adapters: Sequence[BankAdapter]) -> dict[str, AdapterStep]:
+def step_and_mark(
+    world: World, adapters: Sequence[BankAdapter], changes: Sequence[Mapping[str, Any]]
+) -> dict[str, AdapterStep]:
     """Run :func:`step_together`, and mark adapters whose step failed on any rank: ranks have other values of them.
 
     Raises:
@@ -35,7 +38,7 @@ def step_and_mark(world: World, adapters: Sequence[BankAdapter]) -> dict[str, Ad
     """
     try:
         with world.collective("step the optimizers"):
-            return step_together(world, adapters)
+            return step_together(world, adapters, changes)
     except RankLostError:
         raise
     except ShardwiseError as error:
@@ -49,10 +52,13 @@ def step_and_mark(world: World, adapters: Sequence[BankAdapter]) -> dict[str, Ad
         raise
 
 
-def step_together(world: World, adapters: Sequence[BankAdapter]) -> dict[str, AdapterStep]:
+def step_together(
+    world: World, adapters: Sequence[BankAdapter], changes: Sequence[Mapping[str, Any]]
+) -> dict[str, AdapterStep]:
     """Sum the gradients over the ranks, scale them, step adapters whose gradient norm is finite, and clear them.
 
-    Bitwise equal to stepping one after the other. The host waits for the device once. Collective: yes.
+    ``changes`` are settings of each adapter for this step alone. Bitwise equal to stepping one after the other. The
+    host waits for the device once. Collective: yes.
 
     Raises:
         Exception: the first one of an optimizer or a schedule, after the steps of all. Adapters whose step failed
@@ -65,20 +71,21 @@ def step_together(world: World, adapters: Sequence[BankAdapter]) -> dict[str, Ad
         if adapter.gradient_scale != 1.0:
             adapter.gradient.mul_(adapter.gradient_scale)
     # Norms are of the whole gradients: after the sum over the ranks, before clipping. One transfer has all of them.
-    norms = torch.stack([torch.nn.utils.get_total_norm(list(adapter.gradients.values())) for adapter in adapters])
+    norms = torch.stack([torch.linalg.vector_norm(adapter.gradient) for adapter in adapters])
     outcomes: dict[str, AdapterStep] = {}
     stepping = []
-    for adapter, norm in zip(adapters, norms.tolist(), strict=True):
-        rate = float(adapter.settings.get("lr", math.nan))  # before the schedule changes it
-        outcomes[adapter.name] = AdapterStep(math.isfinite(norm), norm, adapter.num_supervised_tokens, rate)
-        if math.isfinite(norm):
-            adapter.clip(norm)
-            stepping.append(adapter)
-    _step_optimizers(stepping)
+    with ExitStack() as settings:
+        for adapter, of_adapter, norm in zip(adapters, changes, norms.tolist(), strict=True):
+            settings.enter_context(adapter.changing(of_adapter))
+            rate = float(adapter.settings.get("lr", math.nan))  # before the schedule changes it
+            outcomes[adapter.name] = AdapterStep(math.isfinite(norm), norm, adapter.num_supervised_tokens, rate)
+            if math.isfinite(norm):
+                adapter.clip(norm)
+                stepping.append(adapter)
+        _step_optimizers(stepping)
     # Also without a step: the next window begins with zeros, and with other dropout masks.
     for adapter in adapters:
-        adapter.gradient.zero_()
-        adapter.micro_batches = adapter.num_supervised_tokens = 0
+        adapter.zero_grad()
         adapter.windows += 1
     for adapter in stepping:
         adapter.steps += 1

@@ -1,19 +1,36 @@
-"""A pass of many adapters through the base: forward, losses entry by entry, backward."""
+"""A pass of rows of many adapters through the base: forward, losses request by request, backward.
 
+[Note: Logits in chunks] Logits of all positions of a pass would need 12 bytes for each position and token of the
+vocabulary (float32 logits, log-softmax and gradient), which is more than all else. So the output layer computes a
+chunk of positions at a time, only those with a target that counts, and again in the backward pass. A hook takes the
+hidden states from the base's decoder. Within the forward function of the whole model (where FSDP2 has gathered the
+output layer) the model is called again for each chunk, with a stand-in for its decoder that returns the chunk. So
+scales and caps of logits, which are in the model's own code, and adapters on the output layer, tied or not, are
+computed as they are without chunks. The log probabilities replace the logits in the output of the forward function,
+by whose gradient FSDP2 gathers again in the backward pass. All ranks have equally many chunks, because FSDP2 may
+gather the output layer for each.
+
+(``torch.nn.functional.linear_cross_entropy`` of torch 2.13 has chunks too. But it takes a weight matrix: no
+adapters on the output layer, no caps of logits, one target for each position, and the weight as a plain tensor.)
+"""
+
+import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from shardwise.bank.adapter import BankAdapter
-from shardwise.bank.hooks import ActiveRouting, AdapterRows, BatchRouting
-from shardwise.bank.kernels import BackendChoice, row_keys, stable_key
-from shardwise.bank.rows import IGNORED, PassPlan, RowCounts, UnpaddedRow
+from shardwise.bank.kernels import BackendChoice
+from shardwise.bank.losses import LOSSES
+from shardwise.bank.routes import ActiveRouting, AdapterRows, BatchRouting
+from shardwise.bank.rows import IGNORED, Request, RowLoss, UnpaddedRow
 from shardwise.core.errors import TrainingError
 from shardwise.fsdp.gradients import reset_fsdp_state
 from shardwise.fsdp.named_tensors import find_fsdp_root
@@ -23,17 +40,27 @@ from shardwise.transfer.memory import available_memory
 
 _POLL_S = 0.0005
 
+_CHUNK_LOGITS: Final = 1 << 24
+"""Logits of a chunk: 12 bytes each, 200 MB."""
+
+_CHUNK_MULTIPLE: Final = 16
+"""Products of fewer rows than this are rounded in another way."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedBase:
-    """The base of a bank, its ranks, and how adapters on it are computed."""
+    """The base of a bank, its ranks, and how adapters on it are computed.
+
+    Attributes:
+        max_tokens_per_pass: maximum number of padded tokens of a pass on a rank.
+    """
 
     world: World
     model: PreTrainedModel
     device: torch.device
     switch: ActiveRouting
     backend: BackendChoice
-    pad_to: int
+    max_tokens_per_pass: int
 
     @property
     def vocab_size(self) -> int:
@@ -45,6 +72,11 @@ class SharedBase:
         """Maximum number of tokens in a row."""
         limit = getattr(self.model.config, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else 1 << 30
+
+    @property
+    def chunk_positions(self) -> int:
+        """Positions whose logits are computed at once."""
+        return max(_CHUNK_LOGITS // self.vocab_size // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
 
     def free_bytes(self) -> int | None:
         """Return free memory of the device, or of the host if that computes. None if unknown."""
@@ -72,153 +104,397 @@ class SharedBase:
             reset_fsdp_state(root)
 
 
-class FusedPass:
-    """A pass of a micro-batch of many adapters through the base.
+@dataclass(slots=True)
+class PlacedRow:
+    """A row of a call on this rank.
 
-    It owns its route ([Note: A route] in ``bank/hooks.py``).
+    Attributes:
+        request: number of its request.
+        number: its number in the request.
+        row: its tokens and targets.
+        key: for dropout. None without a backward pass.
+    """
+
+    request: int
+    number: int
+    row: UnpaddedRow
+    key: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRequest:
+    """A request of a call, checked.
+
+    Attributes:
+        request: as the caller passed it.
+        adapter: None for the base.
+        config: settings of the loss, with their defaults.
+        scale: factor of its loss before the backward pass.
+    """
+
+    request: Request
+    adapter: BankAdapter | None
+    config: Mapping[str, Any]
+    scale: float = 1.0
+
+
+class FusedPass:
+    """A pass of rows of many adapters through the base.
+
+    It owns its route ([Note: A route] in ``bank/routes.py``).
 
     Args:
         base: the base.
-        plan: the pass.
-        adapters: the adapter of each entry of the call.
-        counts: counts of the rows of each entry, on all ranks.
-        local_rows: rows of each entry, of this rank.
-        is_training: False for evaluation.
+        tokens: padded length of its rows.
+        requests: all requests of the call.
+        rows: its rows of this rank.
+        num_chunks: number of chunks of logits, equal on all ranks.
+        is_training: False without a backward pass.
+        num_top: number of the most probable tokens of each position to keep.
     """
 
     def __init__(
         self,
         base: SharedBase,
-        plan: PassPlan,
-        adapters: Sequence[BankAdapter | None],
-        counts: Sequence[RowCounts],
-        local_rows: Sequence[Sequence[UnpaddedRow]],
+        tokens: int,
+        requests: Sequence[PlacedRequest],
+        rows: Sequence[PlacedRow],
+        num_chunks: int,
         *,
         is_training: bool,
+        num_top: int = 0,
     ) -> None:
-        self.spans: dict[int, slice] = {}
-        """The rows of each entry in the pass."""
-        keys = [torch.empty(0, dtype=torch.int64)]
-        rows: list[UnpaddedRow] = []
-        # Rows of this rank, entry by entry. The dropout key of a row depends on its place among the rows of all
-        # ranks, so masks do not depend on the number of ranks.
-        for number in plan.entries:
-            adapter = adapters[number]
-            first_row = sum(counts[number].rows[: base.world.rank])
-            self.spans[number] = slice(len(rows), len(rows) + len(local_rows[number]))
-            rows.extend(local_rows[number])
-            if adapter is not None:
-                key = stable_key(adapter.options["seed"], adapter.windows, adapter.micro_batches)
-                keys.append(row_keys(key, first_row, len(local_rows[number])))
-        # (rows, tokens), padded on the right. Padding has no label, and so no loss.
-        shape = (max(len(rows), 1), plan.tokens)
+        # Rows of one adapter are adjacent, those with a backward pass first; adapters of one LoRA rank too, so that
+        # they can be computed by one product; and rows of one request are in order. Those of the base come last.
+        first: dict[str, int] = {}
+        for number, placed in enumerate(requests):
+            if placed.adapter is not None:
+                first.setdefault(placed.adapter.name, number)
+
+        def place(row: PlacedRow) -> tuple[int, ...]:
+            adapter = requests[row.request].adapter
+            if adapter is None:
+                return 1, 0, 0, 0, row.request, row.number
+            return 0, adapter.rank, first[adapter.name], row.key is None, row.request, row.number
+
+        self.rows = sorted(rows, key=place)
+        self._requests, self._num_chunks, self._num_top = requests, num_chunks, num_top
+        self._top: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """By chunk, log probabilities and ids of the most probable tokens."""
+        # (rows, tokens), padded on the right.
+        shape = (max(len(self.rows), 1), tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
         self.attention_mask = torch.zeros(shape, dtype=torch.int64)
-        self.labels = torch.full(shape, IGNORED)
-        self.weights = torch.zeros(shape)
-        for number, row in enumerate(rows):
-            length = len(row.input_ids)
-            self.input_ids[number, :length] = row.input_ids
+        for number, placed_row in enumerate(self.rows):
+            length = len(placed_row.row.input_ids)
+            self.input_ids[number, :length] = placed_row.row.input_ids
             self.attention_mask[number, :length] = 1
-            self.labels[number, :length] = row.labels
-            self.weights[number, :length] = row.weights
-        if not rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
+        if not self.rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
             self.attention_mask[:] = 1
-        self.device = base.device
+        self.device, self._chunk_positions = base.device, base.chunk_positions
+        self._place_targets(tokens)
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        # Keys of all rows in one transfer. Rows of the base have none, and come last.
-        keys_on_device = sent(torch.cat(keys), self.device)
-        members = []
-        for number, span in self.spans.items():
-            if (adapter := adapters[number]) is not None:
-                members.append(AdapterRows(adapter, span.start, span.stop, keys_on_device[span]))
-        self.route = BatchRouting(shape[0], shape[1], tuple(members), base.backend, anchor, is_training)
-        self.logits: torch.Tensor | None = None
-        """(rows, tokens, vocabulary), from the forward pass to the backward pass."""
-        self.logits_grad: torch.Tensor | None = None
-        """Of the same shape and dtype, 0 for rows whose loss raised. None if it is 0 for all rows."""
-        self.loss_weights: torch.Tensor | None = None
-        """Weight of each label, 0 for ignored ones: (rows, tokens - 1)."""
-        self.logprobs = torch.zeros((shape[0], shape[1] - 1), device=self.device)
-        """Log probability of each label. 0 for ignored labels."""
+        self.route = BatchRouting(*shape, self._members(requests), base.backend, anchor, is_training)
+        self.logprobs: torch.Tensor | None = None
+        """Log probabilities of the targets, float32 (positions, K), with a graph from forward to backward pass."""
+        self._gradient: torch.Tensor | None = None
+        """Of the same shape, 0 for requests without a backward pass, and for those whose loss raised."""
+        self._losses: dict[int, torch.Tensor] = {}
+        """By request, its loss and whether its gradient is finite: (2,), float64, on the device."""
 
-    def forward(self, model: nn.Module, switch: ActiveRouting) -> None:
-        """Run the forward pass, and keep the logits. Collective: if the model is sharded."""
-        with switch.on(self.route):
+    def _place_targets(self, tokens: int) -> None:
+        """Collect the positions with targets of all rows, one row after the other, and cut them into chunks."""
+        counts = torch.tensor([len(placed.row.positions) for placed in self.rows], dtype=torch.int64)
+        self._row_bounds = [0, *counts.cumsum(0).tolist()]
+        """Where the positions of each row begin, and those of the last end."""
+        num_positions = self._row_bounds[-1]
+        # Chunks are padded at their ends by the first position of the first row, whose gradient is 0. A rank with
+        # fewer positions than others has chunks of padding.
+        self._chunk_bounds = [0]
+        for _ in range(self._num_chunks):
+            left = min(max(num_positions - self._chunk_bounds[-1], 1), self._chunk_positions)
+            padded = -(-left // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+            self._chunk_bounds.append(self._chunk_bounds[-1] + padded)
+        total = self._chunk_bounds[-1]
+        # K is the largest of all rows.
+        width = max((placed.row.targets[0].numel() for placed in self.rows), default=1)
+        positions = torch.zeros(total, dtype=torch.int64)
+        targets = torch.full((total, width), IGNORED)
+        for placed, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
+            of_row = placed.row.targets.view(len(placed.row.targets), -1)[placed.row.positions]
+            positions[start:stop] = placed.row.positions
+            targets[start:stop, : of_row.shape[1]] = of_row
+        # Of each position, the number of its row. Padding has none of this pass.
+        self._row_numbers = torch.full((total,), len(self.rows), dtype=torch.int64)
+        self._row_numbers[:num_positions] = torch.arange(len(self.rows)).repeat_interleave(counts)
+        flat = positions.clone()  # places in (rows * tokens,)
+        flat[:num_positions] += self._row_numbers[:num_positions] * tokens
+        self._positions, self._flat, self._targets = (
+            sent(values, self.device) for values in (positions, flat, targets)
+        )
+
+    def _members(self, requests: Sequence[PlacedRequest]) -> tuple[AdapterRows, ...]:
+        """Return the rows of each adapter, with their keys in one transfer."""
+        keys = sent(torch.tensor([placed.key or 0 for placed in self.rows], dtype=torch.int64), self.device)
+        members: list[AdapterRows] = []
+        for number, placed in enumerate(self.rows):
+            adapter, is_trained = requests[placed.request].adapter, placed.key is not None
+            if adapter is None:
+                break
+            last = members[-1] if members else None
+            start = number
+            if last is not None and last.adapter is adapter and (last.keys is not None) == is_trained:
+                start = members.pop().start
+            keys_of_rows = keys[start : number + 1] if is_trained else None
+            members.append(AdapterRows(adapter, start, number + 1, keys_of_rows))
+        return tuple(members)
+
+    def forward(self, model: PreTrainedModel, switch: ActiveRouting) -> None:
+        """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""
+        with switch.on(self.route), self._hook_output(model, switch):
             output: Any = model(
                 input_ids=sent(self.input_ids, self.device),
                 attention_mask=sent(self.attention_mask, self.device),
                 use_cache=False,
             )
-        self.logits = output.logits
+        self.logprobs = output.logits
 
-    def compute_losses(self, scales: Mapping[int, float] | None = None) -> dict[int, str]:
-        """Compute log probabilities and, with scales, the gradient of the logits, entry by entry. Collective: no.
+    @contextmanager
+    def _hook_output(self, model: PreTrainedModel, switch: ActiveRouting) -> Iterator[None]:
+        """Have a model compute log probabilities in place of logits. See [Note: Logits in chunks]."""
+        outputs: list[tuple[Any, torch.Tensor]] = []
 
-        The gradient is that of each token's loss, times the token's weight and the entry's scale. Losses are not
-        summed, so a loss that raises or is not finite does not affect other entries.
+        def take(_module: nn.Module, _args: Any, output: Any) -> Any:
+            if getattr(output, "last_hidden_state", None) is not None:
+                outputs.append((output, output.last_hidden_state))  # (rows, tokens, width)
+                output["last_hidden_state"] = output.last_hidden_state[:1, :1]
+                self.route.is_cut = True
+            return output
 
-        Example: a pass of "ada" with 2 rows and "bob" with 1 row, padded to 64 tokens, with a vocabulary of 1000,
-        has logits of shape (3, 64, 1000). Those of token i predict label i + 1, so ``logits[0:2, :-1]`` of shape
-        (2, 63, 1000) and ``labels[0:2, 1:]`` of shape (2, 63) give the 2 x 63 losses of "ada". With 50 labels of
-        weight 1 on all ranks and a scale of 1 / 50, the gradient is that of their mean.
+        def replace_logits(_module: nn.Module, _args: Any, output: Any) -> Any:
+            if outputs and output.logits.shape[:2] == (1, 1):
+                output["logits"] = self._compute_in_chunks(model, *outputs[0], switch)
+            else:  # a model whose logits are of something else than its decoder's last hidden states
+                logits = output.logits.flatten(0, 1)[self._flat]
+                output["logits"], *top = _select_logprobs(logits, self._targets, self._num_top)
+                self._top.append((top[0], top[1]))
+            return output
 
-        Memory: the logits of an entry in float32, three times.
+        # Before the hook of FSDP2 on the model, which sees what has a gradient, and reshards the output layer.
+        # After the one on the decoder, if that is a group.
+        handles = [model.register_forward_hook(replace_logits, prepend=True)]
+        if model.base_model_prefix in dict(model.named_children()):
+            handles.append(model.base_model.register_forward_hook(take))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _compute_in_chunks(
+        self, model: PreTrainedModel, decoder_output: Any, hidden_states: torch.Tensor, switch: ActiveRouting
+    ) -> torch.Tensor:
+        """Return the log probabilities of the targets, float32 (positions, K)."""
+        # In one copy: the gradient of each would be as large as the hidden states. (positions, 1, width)
+        selected = hidden_states.flatten(0, 1).index_select(0, self._flat).unsqueeze(1)
+        logprobs = []
+        for start, stop in zip(self._chunk_bounds, self._chunk_bounds[1:], strict=False):
+            route = self.route.of_positions(self._row_numbers[start:stop], self._positions[start:stop])
+            inputs = selected[start:stop], self._targets[start:stop]
+            arguments = model, decoder_output, *inputs, route, switch, self._num_top
+            if self._num_chunks > 1 and self.route.is_training:
+                # Recomputed to its end, since FSDP2 has to see the end of the output layer's forward pass.
+                options: Any = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": False}
+                outputs = checkpoint(_compute_chunk, *arguments, **options)
+            else:
+                outputs = _compute_chunk(*arguments)
+            logprobs.append(outputs[0])
+            self._top.append(outputs[1:])
+        return torch.cat(logprobs)
+
+    def compute_losses(self, *, is_training: bool) -> dict[int, str]:
+        """Compute losses and their gradients with respect to the log probabilities, by request. Collective: no.
+
+        They are not summed over requests, so one that raises or is not finite does not affect the others.
+
+        Example: a pass of "ada" with 2 rows of 20 and 30 positions and "bob" with 1 row of 7 has log probabilities
+        of shape (64, 1), of which ``[0:50]`` and ``[50:57]`` are theirs, and 7 are padding. With 50 labels of
+        weight 1 on all ranks and a scale of 1 / 50, the gradient of "ada" is that of their mean.
 
         Returns:
-            Errors of losses that raised, by entry.
+            Errors of losses that raised, by request.
         """
-        assert self.logits is not None
-        logits = self.logits.detach()
-        # Evaluation: no backward pass follows that needs them.
-        if scales is None:
-            self.logits = None
-        labels = sent(self.labels, self.device)[:, 1:]  # (rows, tokens - 1): token i predicts label i + 1
-        self.loss_weights = sent(self.weights[:, 1:].masked_fill(self.labels[:, 1:] == IGNORED, 0), self.device)
+        assert self.logprobs is not None
+        self.values = self.logprobs.detach().float()
+        self._gradient = torch.zeros_like(self.values)
+        if not is_training:
+            self.logprobs = None
         failures = {}
-        # Entry by entry: only one has float32 copies of its logits at a time.
-        for number, span in self.spans.items():
-            if span.start == span.stop:
-                continue
+        for number, rows in self._request_rows().items():
+            placed = self._requests[number]
+            span = slice(self._row_bounds[rows.start], self._row_bounds[rows.stop])
             try:
-                # (rows of the entry, tokens - 1, vocabulary): a leaf, so that its gradient ends here.
-                leaf = logits[span, :-1].requires_grad_(scales is not None)
-                losses = token_losses(leaf, labels[span])  # (rows of the entry, tokens - 1)
-                if scales is not None:
-                    if self.logits_grad is None:
-                        self.logits_grad = torch.zeros_like(logits)
-                    # The weights are the gradient of the sum of weighted losses with respect to each loss.
-                    [gradient] = torch.autograd.grad(losses, leaf, self.loss_weights[span] * scales[number])
-                    self.logits_grad[span, :-1] = gradient
-                self.logprobs[span] = -losses.detach()
+                leaf = self.values[span].clone().requires_grad_()
+                with torch.enable_grad():
+                    losses = self._compute_loss(placed, rows, leaf)
+                    [gradient] = torch.autograd.grad(losses, leaf, torch.full_like(losses, placed.scale))
             except Exception as error:
                 failures[number] = f"{type(error).__name__}: {error}"
+                continue
+            if placed.request.backward:
+                self._gradient[span] = gradient
+            self._losses[number] = torch.stack([losses.detach().double().sum(), gradient.isfinite().all().double()])
         return failures
+
+    def _request_rows(self) -> dict[int, slice]:
+        """Return the rows of each request that has any with targets."""
+        spans: dict[int, slice] = {}
+        for number, placed in enumerate(self.rows):
+            start = spans[placed.request].start if placed.request in spans else number
+            spans[placed.request] = slice(start, number + 1)
+        return {
+            number: rows
+            for number, rows in spans.items()
+            if self._row_bounds[rows.start] < self._row_bounds[rows.stop]
+        }
+
+    def _compute_loss(self, placed: PlacedRequest, rows: slice, leaf: torch.Tensor) -> torch.Tensor:
+        """Return the losses of a request's rows: of each target, or of each group."""
+        loss = placed.request.loss
+        if not isinstance(loss, str):
+            return self._compute_own_loss(placed, loss, rows, leaf)
+        members = [each.row for each in self.rows[rows]]
+        is_flat = all(row.targets.ndim == 1 for row in members)
+        span = slice(self._row_bounds[rows.start], self._row_bounds[rows.stop])
+        values = {"rows": self._row_numbers[span].unique_consecutive(return_inverse=True)[1]}
+        for key in ("weights", *LOSSES[loss].needs):
+            padded = torch.zeros(leaf.shape)  # (positions, K)
+            start = 0
+            for row in members:
+                of_row = row.values[key].view(len(row.targets), -1)[row.positions]
+                if key == "weights":  # ignored targets of positions that have others
+                    ignored = row.targets.view(len(row.targets), -1)[row.positions] == IGNORED
+                    of_row = of_row.masked_fill(ignored, 0)
+                padded[start : start + len(of_row), : of_row.shape[1]] = of_row
+                start += len(of_row)
+            values[key] = padded[:, 0] if is_flat else padded
+        on_device = {key: sent(each, self.device) for key, each in values.items()}
+        return LOSSES[loss].function(leaf[:, 0] if is_flat else leaf, on_device, placed.config)
+
+    def _compute_own_loss(
+        self, placed: PlacedRequest, loss: RowLoss, rows: slice, leaf: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the results of the caller's own loss for each group: (groups,)."""
+        groups: dict[int, tuple[list[torch.Tensor], list[Mapping[str, torch.Tensor]]]] = {}
+        first, size = self._row_bounds[rows.start], placed.request.group_size
+        for number in range(rows.start, rows.stop):
+            each = self.rows[number]
+            start, stop = self._row_bounds[number], self._row_bounds[number + 1]
+            zeros = leaf.new_zeros((len(each.row.targets), leaf.shape[1]))
+            logprobs = zeros.index_copy(0, self._positions[start:stop], leaf[start - first : stop - first])
+            tensors = {"input_ids": each.row.input_ids, "targets": each.row.targets, **each.row.values}
+            group = 0 if size is None else each.number // size
+            logprobs_of_group, rows_of_group = groups.setdefault(group, ([], []))
+            logprobs_of_group.append(_cut(logprobs, each.row))
+            rows_of_group.append({key: sent(values, self.device) for key, values in tensors.items()})
+        results = []
+        for logprobs_of_group, rows_of_group in groups.values():
+            result: Any = loss(logprobs_of_group, rows_of_group, placed.config)
+            if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
+                raise TypeError(f"{result!r} is not a tensor of one number that depends on the log probabilities")
+            results.append(result.float().view(()))
+        return torch.stack(results)
 
     def backward(self, switch: ActiveRouting) -> None:
         """Accumulate the adapters' gradients. Collective: as the model is."""
-        logits, gradient = self.logits, self.logits_grad
-        self.logits = self.logits_grad = None
-        assert logits is not None
-        if not logits.requires_grad:
+        logprobs, self.logprobs = self.logprobs, None
+        assert logprobs is not None
+        if not logprobs.requires_grad:
             raise TrainingError("the loss depends on none of the adapters. Check their targets")
         # Also without any gradient: the others gather in this backward pass, so this rank must take part.
         with switch.on(self.route):
-            torch.autograd.backward(
-                logits, logits.new_zeros(()).expand_as(logits) if gradient is None else gradient
-            )
+            torch.autograd.backward(logprobs, self._gradient)
+        self._gradient = None
 
-    def sum_losses(self) -> dict[int, float]:
-        """Return the sum of the weighted losses of this rank's rows by entry."""
-        assert self.loss_weights is not None
-        losses = (-self.logprobs.double() * self.loss_weights).cpu()
-        return {number: float(losses[span].sum()) for number, span in self.spans.items()}
+    def sum_losses(self) -> tuple[dict[int, float], list[int]]:
+        """Return the losses of this rank's rows by request, and the requests whose gradient is not finite."""
+        if not self._losses:
+            return {}, []
+        rows = torch.stack(list(self._losses.values())).tolist()  # one transfer, for which the host waits
+        losses = {number: loss for number, (loss, _) in zip(self._losses, rows, strict=True)}
+        return losses, [number for number, (_, is_finite) in zip(self._losses, rows, strict=True) if not is_finite]
+
+    def collect_logprobs(self) -> Iterator[tuple[PlacedRow, torch.Tensor]]:
+        """Yield each row with its log probabilities, of the shape of its targets, 0 where they do not count."""
+        shape = (*self.input_ids.shape, self.values.shape[1])  # (rows, tokens, K)
+        padded = self.values.new_zeros((shape[0] * shape[1], shape[2]))
+        num_positions = self._row_bounds[-1]
+        padded[self._flat[:num_positions]] = self.values[:num_positions]
+        for placed, of_row in zip(self.rows, padded.view(shape), strict=False):
+            yield placed, _cut(of_row, placed.row)
+
+    def collect_top(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+        """Return log probabilities and ids of the most probable tokens at the positions of each row."""
+        logprobs, ids = (torch.cat(values) for values in zip(*self._top, strict=True))
+        bounds = zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False)
+        return {
+            (placed.request, placed.number): (logprobs[start:stop], ids[start:stop])
+            for placed, start, stop in bounds
+        }
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each label in float32, 0 for ignored ones: (rows, tokens).
+def _cut(logprobs: torch.Tensor, row: UnpaddedRow) -> torch.Tensor:
+    """Cut padded log probabilities (tokens, K) to those of a row."""
+    cut = logprobs[: row.num_outputs]
+    return cut[:, 0] if row.targets.ndim == 1 else cut[:, : row.targets.shape[1]]
 
-    ``logits`` are (rows, tokens, vocabulary), and ``labels`` (rows, tokens), already shifted.
+
+def _compute_chunk(
+    model: PreTrainedModel,
+    decoder_output: Any,
+    hidden_states: torch.Tensor,
+    targets: torch.Tensor,
+    route: BatchRouting,
+    switch: ActiveRouting,
+    num_top: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute log probabilities for hidden states (positions, 1, width), as :func:`_select_logprobs`."""
+    output = copy.copy(decoder_output)
+    output["last_hidden_state"] = hidden_states
+    prefix, decoder = model.base_model_prefix, model.base_model
+    # In the backward pass too, where activations are computed again: the route is that of the chunk.
+    with switch.on(route):
+        setattr(model, prefix, _DecoderOutput(decoder, output))
+        try:
+            # Not by a call of the module, which would run hooks of the whole model, those of FSDP2 among them.
+            logits = model.forward(input_ids=torch.zeros_like(targets[:, :1]), use_cache=False).logits
+        finally:
+            setattr(model, prefix, decoder)
+    return _select_logprobs(logits[:, 0], targets, num_top)
+
+
+class _DecoderOutput(nn.Module):
+    """Stands in for a decoder, with its attributes, and returns an output that has been computed."""
+
+    def __init__(self, decoder: nn.Module, output: Any) -> None:
+        super().__init__()
+        self._decoder_and_output = decoder, output  # in a tuple, so that it is no submodule
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        return self._decoder_and_output[1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder_and_output[0], name)
+
+
+def _select_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the log probabilities, float32 (positions, K), of targets by logits (positions, vocabulary).
+
+    Those of ignored targets are 0, without a gradient. Further results are log probabilities and ids of the most
+    probable tokens, (positions, num_top), without a graph.
     """
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=IGNORED)
-    return losses.view(labels.shape)
+    logprobs = logits.float().log_softmax(1)
+    top, ids = logprobs.detach().topk(num_top, dim=1)
+    return torch.where(targets == IGNORED, 0.0, logprobs.gather(1, targets.clamp(min=0))), top, ids

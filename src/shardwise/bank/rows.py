@@ -1,9 +1,4 @@
-"""Checks of the rows of adapters and of the base, and the plan of forward passes.
-
-[Note: Own lengths] An adapter's rows are padded to its own longest row on all ranks, rounded up to a multiple,
-never to another adapter's. Adapters with equal padded lengths share a pass through the base. So the shapes of an
-adapter do not depend on other adapters, and products have enough rows that their rounding does not either (with
-fewer than 16 rows it would).
+"""Checks of the rows of requests, and of the base.
 
 [Note: What couples rows] Nearly all of a transformer computes each row of a batch independently. Exceptions:
 normalization over the batch, rotary embeddings whose frequencies depend on the longest row (dynamic, longrope),
@@ -11,61 +6,131 @@ losses and capacities of routers, which count all tokens, and draws from torch's
 the number of rows.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.core.errors import ConfigError, RankMismatchError, TrainingError
+from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.fsdp.named_tensors import canonical
 from shardwise.fsdp.torch_private import is_compiled_in_place, normalizes_over_rows, splitting_dim
 
 IGNORED: Final = -100
-"""The label of tokens that are not supervised."""
+"""The label or target of positions that do not count."""
 
 RowTensors: TypeAlias = Mapping[str, torch.Tensor]
-"""``input_ids`` (rows, tokens); optionally ``attention_mask``, ``labels`` (not shifted, -100 for tokens without
-supervision; default: all tokens) and ``weights`` of the labels, all of that shape."""
+"""Rows as a batch: ``input_ids`` (rows, tokens); optionally ``attention_mask``, ``labels`` (not shifted, -100 for
+tokens without supervision; default: all tokens) and ``weights`` of the labels, all of that shape.
 
-_KEYS = ("input_ids", "attention_mask", "labels", "weights")
-_INTEGERS = (torch.int64, torch.int32)
+Or one row without padding: ``input_ids`` (tokens,) and ``targets``, (tokens,) or (tokens, K), the tokens whose log
+probabilities are computed at each position, -100 for none; optionally ``weights``, ``logprobs`` (of the policy that
+sampled the row, or of a reference) and ``advantages``, of the shape of the targets, and others for a loss of the
+caller's own."""
+
+RowLoss: TypeAlias = Callable[[list[torch.Tensor], list[RowTensors], Mapping[str, Any]], torch.Tensor]
+"""A loss of the caller's own, of the rows of one group: see :class:`Request`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Rows of an adapter, with a loss.
+
+    Attributes:
+        adapter: its name. None is the base, which is not trained.
+        rows: a batch, or a list of rows, of this rank. See :data:`RowTensors`.
+        loss: a name of ``bank/losses.py``, or a function ``(logprobs, rows, config) -> scalar``, which is called
+            for each group with the log probabilities of each row (of the shape of its targets, 0 where they do not
+            count), the rows, and ``loss_config``. Its results are summed.
+        loss_config: settings of the loss.
+        backward: False for log probabilities alone, without dropout.
+        group_size: rows that a function sees at once, one after the other in ``rows``. They share a pass. None for
+            all rows of the request on this rank.
+    """
+
+    adapter: str | None
+    rows: RowTensors | Sequence[RowTensors]
+    loss: str | RowLoss = "cross_entropy"
+    loss_config: Mapping[str, Any] = field(default_factory=dict)
+    backward: bool = True
+    group_size: int | None = 1
 
 
 @dataclass(frozen=True, slots=True)
 class UnpaddedRow:
-    """One row without padding, on the CPU: (tokens,) each."""
+    """One row without padding, on the CPU.
+
+    Attributes:
+        input_ids: (tokens,).
+        targets: (tokens,) or (tokens, K). Those of a batch are its labels, shifted: the last one is ignored.
+        values: weights, and what else the loss needs, by name. Of the shape of the targets.
+        positions: (positions,), where a target counts.
+        num_outputs: number of log probabilities that are returned: ``tokens``, or one less for a row of a batch.
+    """
 
     input_ids: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
+    targets: torch.Tensor
+    values: Mapping[str, torch.Tensor]
+    positions: torch.Tensor
+    num_outputs: int
 
 
-def parse_batch(
-    who: str, batch: RowTensors, *, vocab_size: int, longest: int, may_have_weights: bool = True
+_KEYS = ("input_ids", "attention_mask", "labels", "weights")
+_INTEGERS = (torch.int64, torch.int32)
+FLOAT_KEYS: Final = ("weights", "logprobs", "advantages")
+
+
+def parse_rows(
+    who: str,
+    rows: Any,
+    *,
+    vocab_size: int,
+    longest: int,
+    may_have_weights: bool = True,
+    keys: Collection[str] | None = FLOAT_KEYS,
 ) -> list[UnpaddedRow]:
-    """Return the rows of a batch without padding.
+    """Return the rows of a request without padding.
 
     Args:
         who: the adapter, for errors.
-        batch: see :data:`RowTensors`. It may have no rows.
+        rows: a batch or a list of rows, see :data:`RowTensors`. There may be none.
         vocab_size: size of the vocabulary.
         longest: maximum number of tokens in a row.
         may_have_weights: whether the adapter's loss has weights.
+        keys: values that the loss takes. None for any.
 
     Raises:
-        ConfigError: the batch is invalid. The message has the reason.
+        ConfigError: the rows are invalid. The message has the reason.
     """
-    ids = _require_tensors(who, batch)
-    if "weights" in batch and not may_have_weights:
+    is_batch = not isinstance(rows, list | tuple)
+    parsed = _parse_batch(who, rows, longest) if is_batch else _parse_list(who, rows, longest, keys)
+    if not may_have_weights and any("weights" in each for each in ([rows] if is_batch else rows)):
         raise ConfigError(f"{who}: weights need reduction='sum'. The mean over tokens has none")
-    ids = ids.cpu().long()  # (rows, tokens), as all others
-    mask = batch.get("attention_mask", torch.ones_like(ids)).cpu() != 0
+    labels = "labels" if is_batch else "targets"
+    for key, tensors in (
+        ("input_ids", [row.input_ids for row in parsed]),
+        (labels, [row.targets[row.targets != IGNORED] for row in parsed]),
+    ):
+        values = torch.cat([each.flatten() for each in tensors]) if tensors else torch.empty(0)
+        low, high = values.aminmax() if len(values) else (0, 0)
+        if low < 0 or high >= vocab_size:
+            raise ConfigError(f"{who}: {key} are from {int(low)} to {int(high)}. The model has {vocab_size} tokens")
+    for key in FLOAT_KEYS:
+        tensors = [row.values[key].flatten() for row in parsed if key in row.values]
+        if tensors and not bool(torch.cat(tensors).isfinite().all()):
+            raise ConfigError(f"{who}: {key} are not all finite")
+    return parsed
+
+
+def _parse_batch(who: str, batch: object, longest: int) -> list[UnpaddedRow]:
+    tensors = _require_tensors(who, batch)
+    ids = tensors["input_ids"].cpu().long()  # (rows, tokens), as all others
+    mask = tensors.get("attention_mask", torch.ones_like(ids)).cpu() != 0
     lengths = mask.sum(1)  # (rows,)
     # A row with its padding at the end has ones exactly before its length: [1, 1, 0], and not [0, 1, 1].
     if not mask.equal(torch.arange(ids.shape[1]) < lengths.unsqueeze(1)):
@@ -74,116 +139,87 @@ def parse_batch(
         raise ConfigError(
             f"{who}: rows have {int(lengths.min())} to {int(lengths.max())} tokens. They may have 2 to {longest}"
         )
-    labels = batch.get("labels", ids).cpu().long()
-    weights = batch.get("weights", torch.ones(ids.shape)).cpu().float()
-    for key, values in (("input_ids", ids), ("labels", labels.masked_fill(labels == IGNORED, 0))):
-        low, high = values[mask].aminmax() if len(ids) else (0, 0)
-        if low < 0 or high >= vocab_size:
-            raise ConfigError(f"{who}: {key} are from {int(low)} to {int(high)}. The model has {vocab_size} tokens")
-    if not bool(weights[mask].isfinite().all()):
-        raise ConfigError(f"{who}: weights are not all finite")
-    return [
-        UnpaddedRow(ids[row, :length], labels[row, :length], weights[row, :length])
-        for row, length in enumerate(lengths.tolist())
-    ]
+    # Position i predicts label i + 1, and the last one nothing.
+    targets = F.pad(tensors.get("labels", ids).cpu().long()[:, 1:], (0, 1), value=IGNORED)
+    weights = F.pad(tensors.get("weights", torch.ones(ids.shape)).cpu().float()[:, 1:], (0, 1))
+    rows = []
+    for row, length in enumerate(lengths.tolist()):
+        targets_of_row = targets[row, :length].clone()
+        targets_of_row[-1] = IGNORED  # the label that follows is padding
+        values = {"weights": weights[row, :length]}
+        rows.append(_make_row(ids[row, :length], targets_of_row, values, length - 1))
+    return rows
 
 
-def _require_tensors(who: str, batch: Any) -> torch.Tensor:
-    """Return the token ids of a batch. Raise ConfigError unless it is tensors of one shape under valid names."""
+def _make_row(
+    ids: torch.Tensor, targets: torch.Tensor, values: Mapping[str, torch.Tensor], num_outputs: int
+) -> UnpaddedRow:
+    counts = (targets != IGNORED).view(len(targets), -1).any(1)  # (tokens,)
+    return UnpaddedRow(ids, targets, values, counts.nonzero()[:, 0], num_outputs)
+
+
+def _require_tensors(who: str, batch: Any) -> RowTensors:
+    """Return a batch. Raise ConfigError unless it is tensors of one shape under valid names."""
     is_known = isinstance(batch, Mapping) and set(_KEYS).issuperset(batch)
     ids = batch.get("input_ids") if is_known else None
     if (
         not isinstance(ids, torch.Tensor)
         or ids.ndim != 2
-        or any(not isinstance(values, torch.Tensor) or values.shape != ids.shape for values in batch.values())
-        or any(values.is_meta or values.layout is not torch.strided for values in batch.values())
+        or any(not _is_plain(values) or values.shape != ids.shape for values in batch.values())
         or any(batch[key].dtype not in _INTEGERS for key in ("input_ids", "labels") if key in batch)
     ):
         raise ConfigError(
             f"{who}: the rows are not a dict of tensors of one shape (rows, tokens). Pass input_ids (integers), "
-            "and optionally attention_mask, labels (integers) and weights"
+            "and optionally attention_mask, labels (integers) and weights; or a list of rows, each with input_ids "
+            "(tokens,) and targets"
         )
-    return ids
+    tensors: RowTensors = batch
+    return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class RowCounts:
-    """Counts of the rows of one entry of a call, on one rank or on all. ``rows`` are numbers of rows by rank."""
-
-    name: str | None
-    rows: tuple[int, ...]
-    longest: int
-    num_supervised_tokens: int
+def _is_plain(values: object) -> bool:
+    return isinstance(values, torch.Tensor) and not values.is_meta and values.layout is torch.strided
 
 
-def summarize_rows(name: str | None, rows: Sequence[UnpaddedRow]) -> RowCounts:
-    learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
-    return RowCounts(name, (len(rows),), max((len(row.input_ids) for row in rows), default=0), learned)
-
-
-def combine_counts(counts: Sequence[Sequence[RowCounts]], global_ranks: Sequence[int]) -> list[RowCounts]:
-    """Combine the counts of all ranks, entry by entry.
-
-    Two ranks with 2 rows and 1 row of "ada", of up to 7 and 40 tokens with 9 and 30 labels, have
-    ``RowCounts("ada", (2, 1), 40, 39)``.
-
-    Args:
-        counts: the counts of each rank, with numbers of rows of that rank alone.
-        global_ranks: the ranks in the default group, for errors.
-
-    Raises:
-        RankMismatchError: ranks name different adapters, or in another order.
-    """
-    names = [[entry.name for entry in counts_of_rank] for counts_of_rank in counts]
-    for rank, names_of_rank in zip(global_ranks, names, strict=True):
-        if names_of_rank != names[0]:
-            raise RankMismatchError(
-                f"rank {rank} has rows of {names_of_rank}, and rank {global_ranks[0]} of {names[0]}. Name the same "
-                "adapters in the same order on every rank, if needed with a batch of no rows"
+def _parse_list(who: str, rows: Sequence[Any], longest: int, keys: Collection[str] | None) -> list[UnpaddedRow]:
+    parsed = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping) or not all(map(_is_plain, row.values())):
+            raise ConfigError(
+                f"{who}: the rows are not a dict of tensors of one shape, or a list of such dicts: row {number} is "
+                f"a {type(row).__name__}. Pass input_ids (tokens,) and targets for each"
             )
-    combined = []
-    for entries in zip(*counts, strict=True):
-        rows = tuple(entry.rows[0] for entry in entries)
-        longest = max(entry.longest for entry in entries)
-        combined.append(RowCounts(entries[0].name, rows, longest, sum(e.num_supervised_tokens for e in entries)))
-    return combined
-
-
-@dataclass(frozen=True, slots=True)
-class PassPlan:
-    """A pass through the base: the padded length of its rows, and the numbers of its entries of the call."""
-
-    tokens: int
-    entries: tuple[int, ...]
-
-
-def plan_passes(
-    counts: Sequence[RowCounts], ranks: Mapping[str, int], *, multiple: int, longest: int
-) -> list[PassPlan]:
-    """Plan passes for the entries that have rows on any rank, equal on every rank. See [Note: Own lengths].
-
-    Entries of equal LoRA rank are adjacent, so that they can be computed by one product. Those without an adapter
-    come last.
-
-    Example: with ``multiple=64``, entries "a" (rank 8, up to 7 tokens), "b" (rank 4, 65 tokens), None (3 tokens)
-    and "c" (rank 4, 60 tokens) have the passes ``PassPlan(64, (3, 0, 2))`` and ``PassPlan(128, (1,))``.
-
-    Args:
-        counts: the entries of a call.
-        ranks: LoRA ranks by adapter.
-        multiple: lengths are rounded up to a multiple of it.
-        longest: maximum number of tokens in a row, padding included.
-    """
-    entries_by_length: dict[int, list[tuple[bool, int, int]]] = {}
-    for number, entry in enumerate(counts):
-        if sum(entry.rows):
-            tokens = min(math.ceil(entry.longest / multiple) * multiple, longest)
-            key = entry.name is None, ranks.get(entry.name or "", 0), number  # in the order of the pass
-            entries_by_length.setdefault(tokens, []).append(key)
-    return [
-        PassPlan(tokens, tuple(number for *_, number in sorted(keys)))
-        for tokens, keys in sorted(entries_by_length.items())
-    ]
+        ids, targets = row.get("input_ids"), row.get("targets")
+        if (
+            ids is None
+            or targets is None
+            or ids.ndim != 1
+            or targets.ndim not in (1, 2)
+            or len(targets) != len(ids)
+            or not targets.numel()
+            or ids.dtype not in _INTEGERS
+            or targets.dtype not in _INTEGERS
+        ):
+            shapes = {key: tuple(values.shape) for key, values in row.items()}
+            raise ConfigError(
+                f"{who}: the rows are not a dict of tensors of one shape, or a list of such dicts: row {number} is "
+                f"{shapes}. It needs input_ids (tokens,) and targets, (tokens,) or (tokens, K), of integers"
+            )
+        if len(ids) > longest:
+            raise ConfigError(f"{who}: row {number} has {len(ids)} tokens. It may have 1 to {longest}")
+        values = {key: row[key].cpu() for key in row if key not in ("input_ids", "targets")}
+        for key, of_key in values.items():
+            if keys is not None and key not in keys:
+                raise ConfigError(f"{who}: row {number}: this loss takes no {key}. Pass {', '.join(keys)}")
+            if key in FLOAT_KEYS and of_key.shape != targets.shape:
+                raise ConfigError(
+                    f"{who}: row {number}: {key} are {tuple(of_key.shape)}, and its targets "
+                    f"{tuple(targets.shape)}. Pass one for each target"
+                )
+        floats = {key: of_key.float() if key in FLOAT_KEYS else of_key for key, of_key in values.items()}
+        floats.setdefault("weights", torch.ones(targets.shape))
+        parsed.append(_make_row(ids.cpu().long(), targets.cpu().long(), floats, len(ids)))
+    return parsed
 
 
 _BY_LONGEST_ROW = ("dynamic", "longrope")

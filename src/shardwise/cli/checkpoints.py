@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from shardwise.cli.launch import print_report
+from shardwise.cli.progress import importing, signs_of_life
 from shardwise.core.errors import FormatError
 from shardwise.core.formatting import collapse, in_bytes, table_lines
 from shardwise.files.checkpoint_index import CheckpointIndex, StoredTensor
@@ -29,9 +30,10 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     MODEL is the folder of a model, an adapter, a checkpoint of a training, or several of these, of which the newest
     is read. Exits with 1 when something differs, with 2 when MODEL cannot be opened.
     """
-    from shardwise.checkpoints.folder import verify
-
-    report = verify(model)
+    with importing("torch and transformers"):
+        from shardwise.checkpoints.folder import verify
+    with signs_of_life("verify"):
+        report = verify(model)
     print_report(report, as_json=as_json)
     sys.exit(0 if report.is_sound else 1)
 
@@ -58,9 +60,10 @@ def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, *
     accelerator, memory that does not grow with the model. Exits with 2, and leaves OUT as it was, when the adapter
     does not fit the base or would change nothing.
     """
-    from shardwise.saving.merge_adapter import merge_adapter
-
-    report = merge_adapter(base, adapter, out, **options)
+    with importing("torch and transformers"):
+        from shardwise.saving.merge_adapter import merge_adapter
+    with signs_of_life("merge-adapter"):
+        report = merge_adapter(base, adapter, out, **options)
     print_report(report, as_json=as_json)
 
 
@@ -99,9 +102,10 @@ def merge_weights_command(
     optimizer.bin. One process, memory that does not grow with the model. Exits with 2, and leaves OUT as it was,
     when it cannot be done.
     """
-    from shardwise.saving.merge_weights import merge_weights
-
-    report = merge_weights(checkpoint, out, key_mapping=dict(key_mapping), **options)
+    with importing("torch and transformers"):
+        from shardwise.saving.merge_weights import merge_weights
+    with signs_of_life("merge-weights"):
+        report = merge_weights(checkpoint, out, key_mapping=dict(key_mapping), **options)
     print_report(report, as_json=as_json)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.progress import importing, signs_of_life
 from shardwise.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,15 +50,15 @@ def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[A
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
-    if read_launch(os.environ, nproc_per_node) is not None:
-        from shardwise.ranks.processes import run_launched
-
+    launch = read_launch(os.environ, nproc_per_node)
+    with nullcontext() if launch and launch["RANK"] else importing("torch and TRL"):
+        from shardwise.ranks.processes import run_launched, run_spawned
+    if launch is not None:
         return run_launched(os.environ, function, *args)
     if nproc_per_node == 1:
         return [function(*args)]
-    from shardwise.ranks.processes import run_spawned
-
-    return run_spawned(nproc_per_node, function, *args, asks_first=True)
+    with signs_of_life(""):  # until the first rank shows its own
+        return run_spawned(nproc_per_node, function, *args, asks_first=True)
 
 
 def print_report(report: Any, *, as_json: bool) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.launch import print_report, run_ranks
+from shardwise.cli.progress import importing, signs_of_life
 from shardwise.core.errors import ConfigError
+from shardwise.core.phases import phase
 from shardwise.files.urls import HubOptions, is_local, local_path
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ class _TrainCommand(click.Command):
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks to start on this machine.  [default: 1]")
 @click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
+@click.option("--strict", is_flag=True, help="Refuse former keys, instead of translating them.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def train_command(
     arguments: Sequence[str],
@@ -53,13 +59,14 @@ def train_command(
     nproc_per_node: int | None,
     accelerate_config: str | None,
     check: bool,
+    strict: bool,
     as_json: bool,
 ) -> None:
     """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
-    METHOD is sft (the default), dpo, kto, grpo or reward. Keys are described in docs/train.md. Files for several
-    models are in recipes/. Many LoRAs: adapters: and sweep: (docs/many_loras.md). Under torchrun, its ranks are
-    used. With --nproc-per-node, ranks are started here.
+    METHOD is sft (the default), dpo, kto, grpo, reward, orpo or cpo. Keys are described in docs/train.md. Files
+    for several models are in recipes/. Many LoRAs: adapters: and sweep: (docs/many_loras.md). Under torchrun, its
+    ranks are used. With --nproc-per-node, ranks are started here.
 
     \b
     A small config.yaml:
@@ -74,7 +81,8 @@ def train_command(
     its state saved, so that the same command resumes.
     """  # noqa: D301 - click's mark of a paragraph that is not wrapped
     try:
-        config = _read([*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())])
+        words = [*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())]
+        config = _read(words, strict=strict)
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
@@ -91,8 +99,8 @@ def train_command(
     sys.exit(_exit_code(outcomes[0]))
 
 
-def _read(arguments: Sequence[str]) -> RunConfig:
-    """Read a configuration without importing torch.
+def _read(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
+    """Read a configuration without importing torch, and print what was translated or left out.
 
     Raises:
         ShardwiseError: the configuration is invalid, or its local model does not exist.
@@ -102,7 +110,10 @@ def _read(arguments: Sequence[str]) -> RunConfig:
     from shardwise.training.adapters_config import read_adapters
     from shardwise.training.run_config import read_run_config
 
-    config = read_run_config(arguments)
+    config = read_run_config(arguments, strict=strict)
+    if os.environ.get("RANK", "0") == "0":
+        for note in config.notes:
+            click.echo(note, err=True)
     if config.own.has_adapters:
         read_adapters(config)
     model = str(config.values.get("model_name_or_path", ""))
@@ -143,21 +154,44 @@ def without_token(config: RunConfig) -> RunConfig:
 
 def run_on_rank(config: RunConfig) -> TrlOutcome:
     """Train on one rank, with torchrun's environment variables, which accelerate reads. Collective: yes."""
+    from shardwise.fsdp.torch_private import accelerator
     from shardwise.ranks.processes import get_rank_and_size
+    from shardwise.transfer.memory import return_freed_blocks
 
+    is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    if accelerator() is None and not is_set:
+        return_freed_blocks()
     rank, size = get_rank_and_size()
     if size > 1:
         # Ranks that are started here are all on this machine, so the local rank is the rank.
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.own.has_adapters:
-        from shardwise.training.train_adapters import train_adapters
+    silence_libraries(rank)
+    with nullcontext() if rank else signs_of_life("train"):
+        with phase("import TRL"):
+            from shardwise.training.train_model import train
+        if config.own.has_adapters:
+            from shardwise.training.train_adapters import train_adapters
 
-        return train_adapters(config, local_rank)
-    from shardwise.training.train_model import train
+            return train_adapters(config, local_rank)
+        return train(config, local_rank)
 
-    return train(config, local_rank)
+
+def silence_libraries(rank: int) -> None:
+    """Silence warnings of libraries in this process that are about what shardwise does, or are those of rank 0."""
+    # TRL and PEFT use names that transformers has replaced. Other names that will go are shown by the first rank.
+    warnings.filterwarnings("ignore", "" if rank else r"`\w*gradient_checkpointing\w*` is depr", FutureWarning)
+    logging.getLogger("transformers.trainer_utils").addFilter(is_of_other_arguments)
+
+
+def is_of_other_arguments(record: logging.LogRecord) -> bool:
+    """Return False for the Trainer's warning that a resumed training has other rows on a rank, and no more.
+
+    They depend on the number of ranks. Those of a step have been compared.
+    """
+    _, *differences = record.getMessage().splitlines() or [""]
+    return [text.partition(":")[0].strip() for text in differences] != ["per_device_train_batch_size"]
 
 
 def _exit_code(outcome: TrlOutcome) -> int:
@@ -226,8 +260,6 @@ def plan_command(
     from shardwise.core.tensors import parse_size
 
     limit = None if memory is None else parse_size(memory)
-    if sys.stderr.isatty():
-        click.echo("planning; importing torch and transformers takes some seconds ...", err=True)
     placed: PlanOptions = {"device": device}
     if limit is not None:
         placed["memory_bytes"] = limit
@@ -249,9 +281,11 @@ def _estimate_config(
     if unused := [name for name, value in options.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
     config = _read([file, *overrides])
-    from shardwise.training.trl_objects import plan_run
-
-    return plan_run(config, ranks, placed)
+    silence_libraries(0)
+    with importing("torch and TRL"):
+        from shardwise.training.trl_objects import plan_run
+    with signs_of_life("plan"):
+        return plan_run(config, ranks, placed)
 
 
 def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, options: dict[str, Any]) -> Estimate:
@@ -267,12 +301,13 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, o
         keywords["mesh"] = parse_mesh(keywords["mesh"])
     if is_local(model):
         local_path(model, HubOptions())
-    from shardwise.loading.estimate import build_tuning, plan
-
+    with importing("torch and transformers"):
+        from shardwise.loading.estimate import build_tuning, plan
     keywords["hub"] = HubOptions(revision=keywords.pop("revision", None))
     if "tuning" in keywords:
         keywords["tuning"] = build_tuning(keywords["tuning"])
-    return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
+    with signs_of_life("plan"):
+        return plan(model, ranks=ranks, **{"dtype": "auto", **keywords})
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
@@ -12,8 +13,12 @@ class _DroppingStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.written = (0.0, False)
+        """When it was last written to, by the monotonic clock, and whether that line is not ended."""
 
     def write(self, text: str) -> int:
+        if text:
+            self.written = (time.monotonic(), not text.endswith(("\n", "\r")))
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -41,6 +46,14 @@ class _DroppingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def last_output() -> tuple[float, bool]:
+    """Return when this process last wrote to stdout or stderr, and whether that line is not ended.
+
+    Of output within :func:`surviving_console`. 0 seconds if there is none.
+    """
+    return max(getattr(stream, "written", (0.0, False)) for stream in (sys.stdout, sys.stderr))
 
 
 @contextmanager

@@ -72,7 +72,13 @@ class RankLostError(CheckpointError):
 
 
 class TrainingError(ShardwiseError):
-    """A training cannot continue: its loss or gradient is not finite, or a rank is out of memory."""
+    """A training cannot continue: its loss or gradient is not finite, or a rank is out of memory.
+
+    ``output`` is the outcome of a call of ``AdapterBank.forward_backward`` in which losses raised, and others did
+    not.
+    """
+
+    output: Any = None
 
 
 class ConfigError(ShardwiseError):

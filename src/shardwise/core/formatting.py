@@ -1,6 +1,8 @@
 """Names of tensors without what wrappers add, lists of names, values as text, and numbers of bytes."""
 
+import hashlib
 import re
+import urllib.parse
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Final
@@ -13,6 +15,24 @@ _SHOWN = 6
 
 _MOST_RANKS = 8
 """Ranks, or ranges of them, in a message."""
+
+
+_LONGEST_FOLDER = 200
+"""Bytes of the name of a folder. Most file systems have 255, and saves add to it."""
+
+
+def folder_name(name: str) -> str:
+    """Return a name for a folder, percent-encoded, for any text: the same text, if it is letters, digits, _.-~ .
+
+    ``a/b`` becomes ``a%2Fb``, and ``..`` becomes ``%2E.``. Longer ones end with a digest of the text.
+    """
+    quoted = urllib.parse.quote(name, safe="")
+    if quoted.startswith("."):
+        quoted = f"%2E{quoted[1:]}"
+    if len(quoted) <= _LONGEST_FOLDER:
+        return quoted
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return f"{quoted[: _LONGEST_FOLDER - 17]}-{digest}"
 
 
 ALL_RANKS: Final = range(1 << 31)

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -97,11 +97,15 @@ class ShardwiseTrainer(_Trainer):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
+        reference: Any = keywords.pop("ref_model", None) if compat.loads_reference(type(self)) else None
         kwargs = bind_arguments(after, positional, keywords)
+        if reference is not None:
+            kwargs = {**kwargs, "ref_model": reference}
         with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
             require_trainable(type(self), kwargs, world)
         try:
-            super().__init__(*positional, **keywords)
+            with nullcontext() if reference is None else compat.giving_reference(reference):
+                super().__init__(*positional, **keywords)
         finally:
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model
@@ -303,6 +307,11 @@ class ShardwiseTrainer(_Trainer):
         return f"in step {self.state.global_step + 1}"
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks since the first step, as TRL or else the Trainer counts them. 0 if neither does."""
+        return int(getattr(self, compat.TOKENS, 0) or self.state.num_input_tokens_seen)
+
+    @property
     def _run(self) -> Path:
         assert self.args.output_dir is not None, "the Trainer's arguments have a default"
         return Path(self.args.output_dir)
@@ -445,6 +454,7 @@ class ShardwiseTrainer(_Trainer):
             return
         with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
+        setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
         # The Trainer skips batches after this, which draws random numbers.
         self._generators = generator_states()
         _log.info("%s", report)
@@ -484,7 +494,7 @@ class ShardwiseTrainer(_Trainer):
             plain_optimizer(self.optimizer),
             () if schedule is None else schedule,
             scaler=scaler,
-            user={"global_step": self.state.global_step},
+            user={"global_step": self.state.global_step, "num_tokens": getattr(self, compat.TOKENS, 0)},
         )
 
 

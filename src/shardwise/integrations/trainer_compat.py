@@ -5,13 +5,16 @@ A missing name is an error of :func:`require_names`. ``tests/canary`` asserts th
 """
 
 import inspect
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
+from unittest import mock
 
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length as has_length
 
-from shardwise.core.errors import ConfigError, private, require_private, require_version
+from shardwise.core.errors import ConfigError, find_private, private, require_private, require_version
 from shardwise.fsdp.torch_private import original_class
 
 require_version("transformers", "5.19")
@@ -22,6 +25,8 @@ _MARK = "_is_distributed_loading_by_transformers"
 _MANAGED = "_is_fsdp_managed_module"
 _NAME = "_get_name"
 _CONFIG = "distributed_config"
+TOKENS = "_total_train_tokens"
+"""Attribute of TRL's trainers, which log it as ``num_tokens``: tokens of all ranks since the first step."""
 HOOKED = "_replicated_grad_hook_registered"
 """Mark of a parameter whose gradient is averaged already."""
 REFERENCE = "ref"
@@ -80,6 +85,27 @@ def require_before_trainer(kind: type, mixin: type) -> None:
 def is_trl_trainer(trainer_class: type) -> bool:
     """Return whether a trainer is one of TRL, which read the head's weight without calling it."""
     return any(kind.__module__.partition(".")[0] == "trl" for kind in trainer_class.__mro__)
+
+
+def loads_reference(trainer_class: type) -> bool:
+    """Return whether a trainer takes no reference model, and loads one by the model's name: TRL's for GRPO."""
+    return _is_of_trl(trainer_class, "GRPOTrainer")
+
+
+def has_no_reference(trainer_class: type) -> bool:
+    """Return whether ``beta`` of a trainer of TRL is not the weight of a reference model."""
+    return _is_of_trl(trainer_class, "CPOTrainer") or _is_of_trl(trainer_class, "ORPOTrainer")
+
+
+def _is_of_trl(trainer_class: type, name: str) -> bool:
+    return any(kind.__name__ == name and kind.__module__.startswith("trl.") for kind in trainer_class.__mro__)
+
+
+def giving_reference(reference: nn.Module) -> AbstractContextManager[Any]:
+    """Have the constructor of a trainer that ``loads_reference`` take this one, within the block."""
+    return mock.patch.object(
+        *find_private("trl.trainer.grpo_trainer:create_model_from_path"), return_value=reference
+    )
 
 
 def wants_reference(trainer_class: type) -> bool:

@@ -315,9 +315,10 @@ def _require_reference(kind: type, model: nn.Module, args: Any, kwargs: Mapping[
         raise ConfigError(
             f"{kind.__name__}(ref_model=...): pass ref_model=for_trainer(reference), sharded as the model is"
         )
-    compares = compat.wants_reference(kind) or bool(getattr(args, "beta", 0))
+    has_beta = bool(getattr(args, "beta", 0)) and not compat.has_no_reference(kind)
+    compares = compat.wants_reference(kind) or has_beta
     if reference is None and compares and not has_adapters(model):
-        if compat.wants_reference(kind):
+        if compat.wants_reference(kind) or compat.loads_reference(kind):
             hint = "Pass ref_model=for_trainer(reference), sharded as the model is"
         else:
             hint = "Pass beta=0.0"

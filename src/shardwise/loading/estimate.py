@@ -228,9 +228,16 @@ def _head(base: Any, param_dtype: torch.dtype | None, options: PlanOptions) -> H
     if module is None:
         return None
     vocab_size, hidden = module.weight.shape[-2:]
-    itemsize = (_autocast(options) or param_dtype or module.weight.dtype).itemsize
-    on_cpu = options.get("device", "cuda") == "cpu"
-    return Head(vocab_size, hidden, itemsize, on_cpu=on_cpu, trained=module.weight.requires_grad)
+    gathered = param_dtype or module.weight.dtype
+    computed = _autocast(options) or gathered
+    return Head(
+        vocab_size,
+        hidden,
+        computed.itemsize,
+        is_cast=computed != gathered,
+        on_cpu=options.get("device", "cuda") == "cpu",
+        trained=module.weight.requires_grad,
+    )
 
 
 def _trace(

@@ -105,6 +105,7 @@ class Head:
         vocab_size: size of the vocabulary.
         hidden: size of the hidden states.
         itemsize: bytes of an element of the compute dtype.
+        is_cast: whether autocast casts the weight, by chunks.
         on_cpu: whether torch reduces the tiles, with copies in float32, instead of a Triton kernel.
         trained: whether the head has a gradient, which is accumulated in float32.
     """
@@ -112,6 +113,7 @@ class Head:
     vocab_size: int
     hidden: int
     itemsize: int
+    is_cast: bool
     on_cpu: bool
     trained: bool
 
@@ -342,6 +344,15 @@ _TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768
 def trl_logits_bytes(tokens: int, head: Head) -> int:
     """Return the memory of TRL's loss for so many tokens of a micro-batch. Logits are computed in tiles."""
     # For 8,192 tokens and a vocabulary of 151,936: tiles of (4096, 32768) logits, hidden states of (8192, hidden).
-    tile = min(tokens, _TOKEN_CHUNK) * min(head.vocab_size, _VOCAB_CHUNK)
-    gradient = head.vocab_size * head.hidden * 4 if head.trained and head.itemsize < 4 else 0
-    return tile * (head.itemsize + (5 * 4 if head.on_cpu else 0)) + tokens * head.hidden * 4 + gradient
+    words = min(head.vocab_size, _VOCAB_CHUNK)
+    tile, chunk = min(tokens, _TOKEN_CHUNK) * words, words * head.hidden  # elements of logits, and of the weight
+    # A gradient in the dtype of the weight is among the activations that are traced.
+    is_summed_apart = head.trained and head.itemsize < 4 and not head.is_cast
+    gradient = head.vocab_size * head.hidden * 4 if is_summed_apart else 0
+    copies = 0
+    if head.on_cpu:
+        # Seven float32 copies of a tile and a mask while its gradient is computed. Then the tile and the chunk are
+        # multiplied in float32.
+        copies = max(tile * (7 * 4 + 1), (tile + chunk) * 4 if head.itemsize < 4 else 0)
+    cast = chunk * head.itemsize if head.is_cast else 0
+    return tile * head.itemsize + copies + cast + tokens * head.hidden * 4 + gradient

@@ -2,15 +2,17 @@
 
 import inspect
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from shardwise.core.layout import Activations, TensorKind
 from shardwise.fsdp.named_tensors import collect_tensors
-from shardwise.fsdp.torch_private import dispatch_mode, fake_mode, storage_key, tree_leaves
+from shardwise.fsdp.torch_private import dispatch_mode, fake_mode, storage_key, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -50,7 +52,11 @@ def trace_activations(
             parameter.register_post_accumulate_grad_hook(_free_gradient)
     model.train()
     live_bytes = _LiveBytes((*model.parameters(), *model.buffers()))
-    passes = _Passes(live_bytes, [base.get_submodule(name) for name in blocks])
+    modules = [base.get_submodule(name) for name in blocks]
+    passes = _Passes(live_bytes, modules)
+    kept = {parameter for name, parameter in model.named_parameters() if name in roots}
+    if not any(parameter in kept for module in modules for parameter in module.parameters()):
+        _Repeats(live_bytes, modules)
     with mode, live_bytes, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         ids = torch.zeros(size, dtype=torch.int64, device="cpu")
         parameters = inspect.signature(base.forward).parameters
@@ -135,6 +141,100 @@ class _LiveBytes(dispatch_mode()):  # type: ignore[misc]
 
         self._known[key] = weakref.ref(storage, forget)
         self.live += nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """Describes a tensor of an input or output."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+class _Repeats:
+    """Has blocks take the memory of an equal block before them, without its operations.
+
+    An operation on fake tensors takes a third of a millisecond, a block has hundreds, and a model dozens of equal
+    blocks. Run are the first two (the model keeps the input of the first one in any case) and, since both passes
+    have their peaks there, the last of its kind. Blocks whose gradients stay until the end cannot be repeated.
+    """
+
+    def __init__(self, watch: _LiveBytes, blocks: Sequence[nn.Module]) -> None:
+        self.watch = watch
+        self.known: dict[object, tuple[int, Any]] = {}  # bytes kept by a block and its output, by description
+        self.previous: tuple[object, int, Any] | None = None  # of a block that ran: live bytes before it, output
+        kinds = [_describe(block, index) for index, block in enumerate(blocks)]
+        last = {kind: index for index, kind in enumerate(kinds)}
+        for index, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
+            call = partial(self._call, block.forward, kind if index else None, 1 < index < last[kind])
+            block.forward = update_wrapper(call, block.forward)
+
+    def _call(
+        self,
+        forward: Callable[..., Any],
+        kind: object,
+        may_repeat: bool,  # noqa: FBT001
+        /,
+        *args: Any,
+        **keywords: Any,
+    ) -> Any:
+        inputs = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
+        key = (kind, *map(_Like.of, inputs))
+        live = self.watch.live
+        if self.previous is not None:  # only now the input of the block before is freed, if nothing keeps it
+            earlier, before, output = self.previous
+            self.known.setdefault(earlier, (live - before, output))
+            self.previous = None
+        trained = [leaf for leaf in inputs if leaf.requires_grad]
+        if may_repeat and key in self.known:
+            grown, output = self.known[key]
+            likes = [like for like in tree_leaves(output) if isinstance(like, _Like)]
+            kept = grown - sum(like.shape.numel() * like.dtype.itemsize for like in likes)
+            if trained and kept >= 0:
+                made = iter(_Repeated.apply(kept, likes, *trained))  # type: ignore[no-untyped-call]
+                return tree_map_only(_Like, lambda _: next(made), output)
+        output = forward(*args, **keywords)
+        self.previous = (key, live, tree_map_only(torch.Tensor, _Like.of, output))
+        return output
+
+
+class _Repeated(torch.autograd.Function):
+    """Outputs of a block that keeps its inputs and some bytes more for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: int, likes: Sequence[_Like], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(inputs[0].new_empty(kept, dtype=torch.uint8), *inputs)
+        outputs = tuple(inputs[0].new_empty(like.shape, dtype=like.dtype) for like in likes)
+        pairs = zip(outputs, likes, strict=True)
+        ctx.mark_non_differentiable(*(output for output, like in pairs if not like.requires_grad))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors[1:])
+
+
+def _describe(block: nn.Module, index: int) -> object:
+    """Describe what decides the memory of a block: classes, settings but its number, and parameters."""
+    modules = []
+    for name, module in block.named_modules():
+        settings = [
+            (key, repr(value))
+            for key, value in vars(module).items()
+            if isinstance(value, (str, int, float, tuple)) and not (key in _NUMBER_OF_BLOCK and value == index)
+        ]
+        # A recomputed block has a forward of its own.
+        modules.append((name, type(module), type(vars(module).get("forward")), *settings))
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return tuple(modules), tuple((name, _Like.of(tensor)) for name, tensor in tensors)
+
+
+_NUMBER_OF_BLOCK = frozenset({"layer_idx", "layer_id", "layer_number", "idx", "block_idx"})
 
 
 class _Passes:

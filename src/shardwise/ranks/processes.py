@@ -28,6 +28,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from shardwise.core import machine
 from shardwise.core.console import surviving_console
 from shardwise.core.errors import RankLostError, ShardingError, ShardwiseError
+from shardwise.core.phases import phase
 from shardwise.ranks.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
 from shardwise.ranks.failure_detection import get_detector
 from shardwise.ranks.outcomes import Failure, decode, encode
@@ -74,7 +75,7 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
         context: Any = start_processes(_run_rank, call, size, join=False, start_method="spawn")
         with _signals(context.processes, asks_first=asks_first):
             try:
-                first = _join_all(context)
+                first = _join_all(context, Path(folder, "begun"))
             finally:
                 for process in context.processes:
                     process.kill()
@@ -96,9 +97,15 @@ def _priority(error: BaseException) -> int:
     return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
 
 
-def _join_all(context: Any) -> int | None:
-    """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first."""
+def _join_all(context: Any, begun: Path) -> int | None:
+    """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first.
+
+    The first rank makes the file ``begun`` when it calls the function.
+    """
     try:
+        with phase(f"start {len(context.processes)} ranks, which import torch, too"):
+            while not begun.exists() and not context.join(timeout=0.1, grace_period=_GRACE_S):
+                pass
         while not context.join(grace_period=_GRACE_S):
             pass
     except ProcessException as error:
@@ -174,6 +181,8 @@ def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, ar
         store = FileStore(str(Path(folder, "store")), size)
         dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
         try_collectives()
+        if rank == 0:
+            Path(folder, "begun").touch()
         return function(*args)
     except ShardwiseError as error:
         return Failure.from_error(error)

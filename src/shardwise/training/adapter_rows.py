@@ -1,9 +1,9 @@
-"""Rows of adapters: tokenized, shuffled, and batched within a budget of tokens."""
+"""Rows of adapters: tokenized, shuffled, and dealt to steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer import sft_trainer
 
+from shardwise.bank.batch import LENGTH_MULTIPLE
+from shardwise.bank.compose import pad_length
 from shardwise.bank.rows import RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects as trl_setup
@@ -92,65 +94,19 @@ def _count_supervised(rows: datasets.Dataset) -> int:
     return sum(len(labels) - 1 - labels[1:].count(-100) for labels in rows["labels"])
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A micro-batch.
+def require_rows_fit(rows: TokenizedRows, longest: int, tokens_per_pass: int) -> None:
+    """Check that the longest row fits into a pass.
 
-    Attributes:
-        rows: indices of the rows, by rank.
-        tokens: padded length of a row.
+    Raises:
+        ConfigError: it does not.
     """
-
-    rows: tuple[tuple[int, ...], ...]
-    tokens: int
-
-    @property
-    def cost(self) -> int:
-        """Tokens, with padding, on the rank with the most rows."""
-        return max(map(len, self.rows)) * self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBudget:
-    """Limits of a pass through the base on one rank.
-
-    Attributes:
-        tokens: maximum number of tokens, with padding.
-        pad_to: rows are padded to a multiple of it.
-        longest: maximum number of tokens in a row.
-    """
-
-    tokens: int
-    pad_to: int
-    longest: int
-
-    def padded(self, tokens: int) -> int:
-        """Round the length of a row up."""
-        return min(-(-tokens // self.pad_to) * self.pad_to, self.longest)
-
-    def rows_at_once(self, rows: TokenizedRows) -> int:
-        """Return the number of rows of the maximum length that fit into a pass.
-
-        Raises:
-            ConfigError: none fits.
-        """
-        most = max(rows.lengths)
-        if most > self.longest or self.padded(most) > self.tokens:
-            raise ConfigError(
-                f"a row has {most} tokens ({self.padded(most)} with padding), more than the model ({self.longest}) "
-                f"or a pass ({self.tokens}) takes. Set max_length or tokens_per_pass"
-            )
-        return self.tokens // self.padded(most)
-
-    def micro_batches(
-        self, rows: TokenizedRows, order: Sequence[int], at_once: int, ranks: int
-    ) -> Iterator[MicroBatch]:
-        """Distribute rows to ranks, ``at_once`` consecutive rows to each."""
-        # Two rows for each of two ranks: order 0 1 2 3 4 gives ((0, 1), (2, 3)) and ((4,), ()).
-        for start in range(0, len(order), at_once * ranks):
-            batch = order[start : start + at_once * ranks]
-            by_rank = tuple(tuple(batch[rank * at_once : (rank + 1) * at_once]) for rank in range(ranks))
-            yield MicroBatch(by_rank, self.padded(max(rows.lengths[index] for index in batch)))
+    most = max(rows.lengths)
+    padded = pad_length(most, multiple=LENGTH_MULTIPLE, longest=longest)
+    if most > longest or padded > tokens_per_pass:
+        raise ConfigError(
+            f"a row has {most} tokens ({padded} with padding), more than the model ({longest}) or a pass "
+            f"({tokens_per_pass}) takes. Set max_length or tokens_per_pass"
+        )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Final
 
+from shardwise.core.formatting import folder_name
 from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.keys import find_conflicts, find_faults
 from shardwise.training.run_config import RunConfig, raise_faults
@@ -37,7 +38,7 @@ _SHARED_KEYS: Final = frozenset(
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "eos_token", "tokenizer_name_or_path"),
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
         *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "cpu_offload"),
-        *("tokens_per_pass", "adapters", "sweep", "env"),
+        *("tokens_per_pass", "adapters", "sweep", "env", "chat_template", "system_prompt", "config_overrides"),
     }
 )
 """Keys that are common to all adapters."""
@@ -59,6 +60,9 @@ _REPLACED: Final = {"num_train_epochs": "max_steps", "dataset_name": "datasets"}
 """Keys of the file that do not apply to an adapter which sets another key."""
 
 _MAX_ADAPTERS: Final = 1024
+
+_LONGEST_NAME: Final = 100
+"""Of names in a file. A sweep appends values, and an AdapterBank takes 128 characters."""
 
 _SHORT: Final[Mapping[str, str]] = {
     "learning_rate": "lr",
@@ -114,10 +118,8 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
 
 def _find_adapter_faults(name: object, overrides: object) -> Iterator[str]:
-    if not isinstance(name, str) or not re.fullmatch(
-        r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-])){0,99}", name
-    ):
-        yield f"adapters: {name!r} is not a name. Use up to 100 letters, digits, '.', '_' and '-'"
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        yield f"adapters: {name!r} is not a name. Use up to {_LONGEST_NAME} characters that can be printed"
     elif not isinstance(overrides, dict):
         yield f"adapters.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}"
     else:
@@ -153,7 +155,7 @@ def _make_config(config: RunConfig, name: str, overrides: Mapping[str, Any]) -> 
     """Return the configuration of one adapter, as of a single training in a folder with its name."""
     replaced = {_REPLACED[key] for key in overrides if key in _REPLACED} - overrides.keys()
     values = {key: value for key, value in config.values.items() if key not in replaced}
-    output_dir = f"{config.values.get('output_dir', 'trainer_output')}/{name}"
+    output_dir = f"{config.values.get('output_dir', 'trainer_output')}/{folder_name(name)}"
     values |= {**overrides, "use_peft": True, "output_dir": output_dir}
     single = replace(config.own, adapters=None, sweep=None)
     return replace(config, source=f"{config.source}, adapter {name}", values=values, own=single)

@@ -21,6 +21,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.files.urls import redact
 from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.world import World
+from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.chat_masks import AssistantMasks
 from shardwise.training.chat_rendering import ChatError
 
@@ -100,16 +101,34 @@ def preparing_together(
         yield
 
 
-def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
-    """Load the datasets that TRL's ``ScriptArguments`` and ``DatasetMixtureConfig`` name, by split.
+def load(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[str, AnyDataset]:
+    """Load the datasets of a configuration, by split.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
         mixture: ``datasets``, which replaces ``dataset_name``, ``streaming``, ``test_split_size``.
+        own: ``dataset_mixer`` and ``dataset_mixture``, which replace both, and ``eval_dataset_name``.
 
     Raises:
         ConfigError: a dataset cannot be loaded, or settings contradict each other. The message names them.
     """
+    splits = _load_splits(script, mixture, own)
+    if own.eval_dataset_name:
+        evaluated = _read(own.eval_dataset_name, streaming=script.dataset_streaming)
+        if script.dataset_test_split not in evaluated:
+            raise ConfigError(
+                f"eval_dataset_name: {own.eval_dataset_name} has no split {script.dataset_test_split}, but "
+                f"{', '.join(evaluated)}. Set dataset_test_split"
+            )
+        splits = {**splits, script.dataset_test_split: evaluated[script.dataset_test_split]}
+    return splits
+
+
+def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[str, AnyDataset]:
+    if own.dataset_mixer:
+        return _mix_shares(own)
+    if own.dataset_mixture:
+        return _mix_weighted(own.dataset_mixture, script.dataset_train_split)
     if mixture.datasets:
         for entry in mixture.datasets:
             if (builder := _find_builder(entry.path)) is not None:
@@ -126,16 +145,65 @@ def load(script: Any, mixture: Any) -> Mapping[str, AnyDataset]:
     name = script.dataset_name
     if not name:
         raise ConfigError("dataset_name: is missing. Set it, or datasets")
-    if builder := _find_builder(name):
-        options = {"path": builder, "data_files": name}
-    else:
-        options = {"path": name, "name": script.dataset_config}
-    splits: Mapping[str, AnyDataset] = _call(
-        name, datasets.load_dataset, **options, streaming=script.dataset_streaming
-    )
+    splits: Mapping[str, AnyDataset] = _read(name, script.dataset_config, streaming=script.dataset_streaming)
     if mixture.test_split_size is not None and "test" not in splits:
         return _split(splits, script.dataset_train_split, mixture.test_split_size)
     return splits
+
+
+def _read(name: str, config: str | None = None, **keywords: Any) -> Any:
+    """Read a local file, a folder or a dataset on the hub: its splits, or the one of ``split=``."""
+    if builder := _find_builder(name):
+        return _call(name, datasets.load_dataset, path=builder, data_files=name, **keywords)
+    return _call(name, datasets.load_dataset, path=name, name=config, **keywords)
+
+
+_MIXED_COLUMNS: Final = frozenset({"messages", "chosen", "rejected", "prompt", "completion", "label"})
+
+
+def _mix_shares(own: ShardwiseArguments) -> Mapping[str, AnyDataset]:
+    """Mix datasets as the alignment handbook does.
+
+    Of each training split the first rows are used, as many as its share. Test splits are used whole. Both are
+    shuffled with the seed 42, and have the columns of TRL's formats only.
+    """
+    mixer = own.dataset_mixer or {}
+    configs = own.dataset_configs or [None] * len(mixer)
+    parts: dict[str, list[Any]] = {"train": [], "test": []}
+    for (name, share), config in zip(mixer.items(), configs, strict=True):
+        for split in own.dataset_splits or ("train", "test"):
+            rows = _read(name, config, split=split)
+            rows = rows.select_columns([column for column in rows.column_names if column in _MIXED_COLUMNS])
+            if "train" in split:
+                rows = rows.select(range(int(share * len(rows))))
+            parts["train" if "train" in split else "test"].append(rows)
+    return {
+        split: _call(", ".join(mixer), datasets.concatenate_datasets, rows).shuffle(seed=42)
+        for split, rows in parts.items()
+        if rows
+    }
+
+
+def _mix_weighted(mixture: Mapping[str, Any], train_split: str) -> Mapping[str, AnyDataset]:
+    """Mix datasets as open-r1 does.
+
+    Each is shuffled, if it has a weight, and its first rows are used, as many as that share of it. All are shuffled
+    together, and ``test_split_size`` of them are for evaluation. ``seed`` is that of every step.
+    """
+    seed = mixture.get("seed", 0)
+    parts = []
+    for entry in mixture["datasets"]:
+        rows = _read(entry["id"], entry.get("config"), split=entry.get("split", "train"))
+        if entry.get("columns") is not None:
+            rows = _call(entry["id"], rows.select_columns, entry["columns"])
+        if (weight := entry.get("weight")) is not None:
+            rows = rows.shuffle(seed=seed).select(range(int(len(rows) * weight)))
+        parts.append(rows)
+    names = ", ".join(entry["id"] for entry in mixture["datasets"])
+    mixed = _call(names, datasets.concatenate_datasets, parts).shuffle(seed=seed)
+    if (size := mixture.get("test_split_size")) is not None:
+        return _split({train_split: mixed}, train_split, size, seed)
+    return {train_split: mixed}
 
 
 def _find_builder(name: str) -> str | None:
@@ -145,7 +213,7 @@ def _find_builder(name: str) -> str | None:
     return _BUILDERS.get(suffix) if file.is_file() else None
 
 
-def _split(splits: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[str, AnyDataset]:
+def _split(splits: Mapping[str, AnyDataset], name: str, size: float, seed: int = 0) -> Mapping[str, AnyDataset]:
     """Split the training rows into ``name`` and ``test``, alike on every rank."""
     if name not in splits:
         raise ConfigError(
@@ -157,7 +225,7 @@ def _split(splits: Mapping[str, AnyDataset], name: str, size: float) -> Mapping[
             "test_split_size: cannot split a streamed dataset. Set dataset_test_split, or do not stream"
         )
     try:
-        parts = train.train_test_split(test_size=size, seed=0)
+        parts = train.train_test_split(test_size=size, seed=seed)
     except ValueError as error:
         raise ConfigError(
             f"test_split_size: {size} cannot be used, {error} Write a fraction of the rows"
@@ -184,6 +252,42 @@ def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyData
     if not is_foreign(get_column_names(dataset)):
         return dataset
     return _map_rows(dataset, lambda row: [to_messages(row)], num_proc)
+
+
+def add_system_prompt(
+    dataset: AnyDataset, system_prompt: str | None, prompt_column: str | None, *, num_proc: int | None
+) -> AnyDataset:
+    """Make messages of a column of prompts, and begin each chat that has no system message with one.
+
+    Raises:
+        ConfigError: a row has no chat.
+    """
+    if system_prompt is None and prompt_column is None:
+        return dataset
+    return _map_rows(dataset, partial(_add_system_prompt, system_prompt, prompt_column), num_proc)
+
+
+def _add_system_prompt(
+    system_prompt: str | None, prompt_column: str | None, row: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
+    chat = dict(row)
+    if prompt_column is not None:
+        if not isinstance(chat.get(prompt_column), str):
+            raise MalformedRowError(
+                f"{prompt_column}: is not text. Set dataset_prompt_column to a column of prompts"
+            )
+        chat["prompt"] = [{"role": "user", "content": chat.pop(prompt_column)}]
+    # The first that is there: a completion follows its prompt, and a pair without one begins each of its answers.
+    columns = next((one for one in (["messages"], ["prompt"], ["chosen", "rejected"]) if one[0] in chat), [])
+    if not columns:
+        raise MalformedRowError("has no messages, prompt or chosen for system_prompt. Remove that key")
+    for column in columns if system_prompt is not None else ():
+        messages = chat[column]
+        if isinstance(messages, str):
+            raise MalformedRowError(f"{column}: is text, which has no system message. Set dataset_prompt_column")
+        if not messages or messages[0].get("role") != "system":
+            chat[column] = [{"role": "system", "content": system_prompt}, *messages]
+    return [chat]
 
 
 def tokenize_with_masks(

@@ -1,4 +1,4 @@
-"""The keys of a configuration: those of shardwise and TRL, rejected keys, and former names.
+"""The keys of a configuration: those of shardwise and TRL, their checks, and rejected keys.
 
 TRL's keys are the fields of its dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``,
 ``DatasetMixtureConfig``). Importing them takes seconds, so names, types and choices are checked against the table
@@ -12,7 +12,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import resources
@@ -46,39 +46,26 @@ REJECTED: Final[Mapping[str, str]] = {
     "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size",
     "use_vllm": "TRL would gather the whole model for vLLM. Remove it",
     "reward_model_name_or_path": "would be loaded whole on every rank. Use reward_funcs",
-    "model_init_kwargs": "cannot be passed on. Use dtype, attn_implementation and model_revision",
 }
 """TRL's keys that are rejected if they are set, with the reason and the remedy."""
 
-FORMER: Final[Mapping[str, str | None]] = {
-    "torch_dtype": "dtype",
-    "warmup_ratio": "warmup_steps (a fraction below 1)",
-    "group_by_length": "train_sampling_strategy: group_by_length",
-    "dataset_mixer": "datasets",
-    "dataset_mixture": "datasets",
-    "preprocessing_num_workers": "dataset_num_proc",
-    "use_flash_attention_2": "attn_implementation: flash_attention_2",
-    "no_cuda": "use_cpu",
-    "overwrite_output_dir": None,
-    "use_liger": "use_liger_kernel",
-    "chat_template": "chat_template_path",
-    "logging_dir": "env: {TENSORBOARD_LOGGING_DIR: FOLDER}",
-    "max_prompt_length": "max_length",
-    "min_num_params": "accelerate_config",
-    "interleave": "datasets: [{path: ..., fraction: ...}, ...]",
+MISTAKEN: Final[Mapping[str, str]] = {
+    "adapter": "it is axolotl's. Set use_peft and the keys lora_*, or load_in_4bit, too",
+    "dataset": "it is LLaMA-Factory's. Set dataset_name",
+    "finetuning_type": "it is LLaMA-Factory's. Set use_peft and the keys lora_*, or trainable_layers",
+    "unsloth_configs": "another library would load the model. Set max_length, use_peft, load_in_4bit and lora_*",
+    "dataset_mixer_list": "its names and shares alternate. Write dataset_mixer: {NAME: SHARE, ...}",
+    "datasets_and_ratios": "its shares are of total_sample_size. Write dataset_mixer: {NAME: SHARE, ...}",
+    "min_num_params": "it belongs to FSDP. Set accelerate_config",
+    "interleave": "datasets are concatenated and shuffled. Write datasets: [{path: ..., fraction: ...}, ...]",
+    "freeze_llm": "which modules are trained is chosen by name. Set trainable_layers and extra_modules",
 }
-"""Keys of transformers 4, older TRL and earlier versions of shardwise, and what to use instead."""
+"""Keys that TRL does not have, whose removal could train something else, with what to set."""
 
-_AT_LEAST_1: Final = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("num_processes", "dp_replicate_size", "tokens_per_pass"),
-)
+_AT_LEAST_1: Final = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
-_CONTRADICTIONS: Final = {
-    **dict.fromkeys(("transformer_layer_cls_to_wrap", "cpu_offload"), "accelerate_config"),
-    **dict.fromkeys(("trainable_layers", "trainable_modules", "extra_modules"), "use_peft"),
-}
-"""Keys that cannot be set together."""
+_BY_VALUE: Final[Mapping[str, Mapping[Any, str]]] = {"scale_rewards": {True: "group", False: "none"}}
+"""Values that TRL reads as others."""
 
 
 @cache
@@ -141,6 +128,25 @@ def _make_spec(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
     return spec
 
 
+def normalize_values(values: Mapping[str, Any], method: TrainMethod) -> dict[str, Any]:
+    """Return a configuration in which nulls stand only for keys that take them, and values have today's names.
+
+    A key of another method that is off asks for nothing, and is left out, too.
+    """
+    specs = get_keys(method)
+    elsewhere = {key for one in METHODS for key in get_keys(one)} - specs.keys()
+    normalized = {}
+    for key, value in values.items():
+        if value is None and "null" not in specs.get(key, {}).get("types", ("null",)):
+            continue
+        if key in elsewhere and not value:
+            continue
+        if isinstance(value, str | bool):
+            value = _BY_VALUE.get(key, {}).get(value, value)
+        normalized[key] = value
+    return normalized
+
+
 def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Yield the faults of a key and its value."""
     specs = get_keys(method)
@@ -171,19 +177,16 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
     """
     use_peft = values.get("use_peft")
     all_values = {**values, **dataclasses.asdict(own)}
-    for key, other in _CONTRADICTIONS.items():
-        if all_values.get(key) and all_values.get(other):
-            yield f"{key}: contradicts {other}. Remove one of them"
+    for field in dataclasses.fields(own):
+        other = field.metadata["excludes"]
+        if other and all_values.get(field.name) and all_values.get(other):
+            yield f"{field.name}: contradicts {other}. Remove one of them"
+    yield from _find_mixture_faults(own)
     if own.early_stopping_patience and not values.get("load_best_model_at_end"):
         yield "early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them"
     for name, value in (own.env or {}).items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
             yield f"env: {name!r} cannot be set to {value!r}. Write NAME: VALUE"
-    if own.method == "grpo" and not use_peft and float(values.get("beta") or 0):
-        yield (
-            f"beta: {values['beta']} compares with a reference, which TRL would load whole on every rank. Set beta "
-            "to 0.0, or use_peft to true"
-        )
     if values.get("load_in_4bit") and not use_peft:
         yield "load_in_4bit: packed weights are not trained. Set use_peft"
     task = values.get("lora_task_type", "CAUSAL_LM")
@@ -191,17 +194,49 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield f"lora_task_type: {task} does not fit reward. Set it to SEQ_CLS"
 
 
+def _find_mixture_faults(own: ShardwiseArguments) -> Iterator[str]:
+    """Yield the faults of ``dataset_mixer`` and ``dataset_mixture``."""
+    for name, share in (own.dataset_mixer or {}).items():
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            yield f"dataset_mixer.{name}: {_format_value(share)} is not a share of its rows. Write 0.0 to 1.0"
+    for split in own.dataset_splits or ():
+        if "train" not in split and "test" not in split:
+            yield f"dataset_splits: {split} is neither for training nor for tests. Name it so, or use datasets"
+    if own.dataset_configs and len(own.dataset_configs) != len(own.dataset_mixer or own.dataset_configs):
+        yield "dataset_configs: has another number of entries than dataset_mixer. Write one for each"
+    if own.dataset_mixture is None:
+        return
+    entries = own.dataset_mixture.get("datasets")
+    if not isinstance(entries, list) or not all(isinstance(one, dict) and "id" in one for one in entries):
+        yield "dataset_mixture: has no datasets. Write datasets: [{id: NAME, weight: SHARE}, ...]"
+        return
+    unknown = own.dataset_mixture.keys() - {"datasets", "seed", "test_split_size"}
+    for number, entry in enumerate(entries):
+        unknown |= entry.keys() - {"id", "config", "split", "columns", "weight"}
+        weight = entry.get("weight")
+        if weight is not None and (not isinstance(weight, int | float) or not 0 <= weight <= 1):
+            shown = f"dataset_mixture.datasets[{number}].weight: {_format_value(weight)}"
+            yield f"{shown} is not a share. Write 0.0 to 1.0"
+    if unknown:
+        yield f"dataset_mixture: does not know {', '.join(sorted(map(str, unknown)))}. Remove it"
+
+
 def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str) -> Iterator[str]:
     """Yield a fault if a key is unknown, or a value has none of its types and choices."""
     if key not in specs:
-        near = [FORMER[key]] if key in FORMER else difflib.get_close_matches(str(key), specs, n=1)
-        yield f"is not a key of {whose}. " + (f"Did you mean {near[0]}?" if near and near[0] else "Remove it")
+        if key in MISTAKEN:
+            yield f"is not a key of {whose}, {MISTAKEN[key]}"
+            return
+        misspelled = _find_misspelled(str(key), specs)
+        remedy = f"Did you mean {misspelled}?" if misspelled else "Remove it if it only steers your own script"
+        yield f"is not a key of {whose}. {remedy}"
         return
     spec = specs[key]
     names: Sequence[str] = spec["types"]
     kind = "null" if value is None else type(value).__name__
     fits = (
         "any" in names
+        or (key == "resume_from_checkpoint" and value is False)  # as the Trainer's own argument
         or kind in names
         or (kind == "int" and "float" in names)
         or (kind == "str" and "list" in names)
@@ -209,9 +244,7 @@ def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str
     )
     if not fits:
         expected = " or ".join(sorted(names, key=lambda name: name == "null"))  # null last
-        # YAML 1.1 reads no as False.
-        remedy = ". Write 'no' in quotes" if value is False and "no" in spec.get("choices", ()) else ""
-        yield f"{_format_value(value)} is a {kind}. Expected {expected}{remedy}"
+        yield f"{_format_value(value)} is a {kind}. Expected {expected}"
     elif {"int", "float"} & {*names} and kind in ("int", "float", "str"):
         yield from _find_number_faults(key, value)
     choices = spec.get("choices")
@@ -221,13 +254,31 @@ def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str
         yield f"{_format_value(value)} is not a choice. {shown}"
 
 
+def _find_misspelled(key: str, known: Iterable[str]) -> str | None:
+    """Return a known key with one or two other letters. One that is merely similar may mean something else."""
+    for near in difflib.get_close_matches(key, known, n=3, cutoff=0.8):
+        edits = difflib.SequenceMatcher(None, key, near, autojunk=False).get_opcodes()
+        letters = sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in edits if kind != "equal")
+        if letters <= (2 if len(key) > 8 else 1) or sorted(key) == sorted(near):
+            return near
+    return None
+
+
 def _find_number_faults(key: str, value: Any) -> Iterator[str]:
     with suppress(ValueError, OverflowError):  # a word, or a number beyond floats
         number = float(value)
         if math.isnan(number) or (key == "num_train_epochs" and math.isinf(number)):
             yield f"{_format_value(value)} is not finite. Write a number"
-        elif key in _AT_LEAST_1 and number < 1:
-            yield f"{_format_value(value)} is less than 1. Write 1 or more"
+        elif number < (least := _least(key)):
+            yield f"{_format_value(value)} is less than {least}. Write {least} or more"
+
+
+def _least(key: str) -> float:
+    """Return the smallest number of a key."""
+    if key in _AT_LEAST_1:
+        return 1
+    least = {field.name: field.metadata["at_least"] for field in dataclasses.fields(ShardwiseArguments)}.get(key)
+    return -math.inf if least is None else least
 
 
 def _is_number(text: str, names: Sequence[str]) -> bool:

@@ -1,9 +1,9 @@
 """Configurations of ``shardwise train``, read and checked before torch is imported.
 
 A configuration is a YAML file as for ``trl sft --config``, with overrides ``--key value``. Its keys: ``keys.py``.
+Keys of older versions and of published scripts are translated first: ``former_keys.py``.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,9 +15,16 @@ import yaml
 from shardwise.core.errors import ConfigError
 from shardwise.core.untrusted import parse_yaml
 from shardwise.training.arguments import METHODS, ShardwiseArguments, TrainMethod
-from shardwise.training.keys import find_conflicts, find_faults, get_types, own_keys
-
-_log = logging.getLogger(__name__)
+from shardwise.training.former_keys import translate
+from shardwise.training.keys import (
+    find_conflicts,
+    find_faults,
+    get_keys,
+    get_types,
+    normalize_values,
+    own_keys,
+)
+from shardwise.training.other_formats import explain_other_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +35,13 @@ class RunConfig:
         source: its file, for messages.
         values: keys of TRL that are set.
         own: keys of shardwise.
+        notes: a line for each key of the file that was translated or left out.
     """
 
     source: str
     values: Mapping[str, Any]
     own: ShardwiseArguments
+    notes: tuple[str, ...] = ()
 
     @property
     def method(self) -> TrainMethod:
@@ -40,8 +49,12 @@ class RunConfig:
         return self.own.method
 
 
-def read_run_config(arguments: Sequence[str]) -> RunConfig:
+def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
     """Read ``[METHOD] [CONFIG.yaml] [--key value ...]``.
+
+    Args:
+        arguments: words of the command line.
+        strict: refuse former keys and inert ones instead of translating and leaving them out.
 
     Raises:
         ConfigError: the file cannot be read, or keys are unknown or have invalid values. The message has all of
@@ -56,24 +69,26 @@ def read_run_config(arguments: Sequence[str]) -> RunConfig:
     file = file or overrides.pop("config", None)  # as for TRL's own command
     values = {} if file is None else read_yaml(Path(file))
     values |= overrides
-    values = {key: [value] if _is_single(key, value) else value for key, value in values.items()}
     if method is not None:
         values["method"] = method
-    if values.get("resume_from_checkpoint") is True:  # as is the default here
-        del values["resume_from_checkpoint"]
     source = file or "the command line"
-    if "tenants" in values:
-        if "adapters" in values:
-            raise ConfigError(f"{source}: tenants is the former name of adapters, and both are set. Remove tenants")
-        values["adapters"] = values.pop("tenants")
-        _log.warning("%s: the key tenants is called adapters now", source)
+    if explanation := explain_other_format(values):
+        raise ConfigError(f"{source}: {explanation}")
     named: Any = values.get("method", "sft")
     valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
-    faults: list[str] = []
+    translation = translate(values, get_keys(valid_method))
+    faults = list(translation.faults)
+    if strict:
+        faults += translation.notes
+    values = normalize_values(translation.values, valid_method)
+    values = {key: [value] if _is_single(key, value) else value for key, value in values.items()}
+    if values.get("resume_from_checkpoint") is True:  # as is the default here
+        del values["resume_from_checkpoint"]
     for key, value in values.items():
         faults += find_faults(key, value, valid_method)
     raise_faults(source, faults)
-    config = RunConfig(source, {k: v for k, v in values.items() if k not in own_keys()}, _parse_own(values))
+    trl_values = {key: value for key, value in values.items() if key not in own_keys()}
+    config = RunConfig(source, trl_values, _parse_own(values), translation.notes)
     if not config.own.has_adapters:  # their keys are complete with those of each adapter only
         raise_faults(source, list(find_conflicts(config.values, config.own)))
     return config

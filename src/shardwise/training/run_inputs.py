@@ -43,6 +43,14 @@ _IDENTITY: Final = (
 )
 """Keys that may not change when a training resumes."""
 
+_OWN_IDENTITY: Final = (
+    "dataset_mixer",
+    "dataset_splits",
+    "dataset_mixture",
+    "system_prompt",
+    "dataset_prompt_column",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
@@ -126,7 +134,10 @@ def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
 
 def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
     """Return the keys that must be equal when a training resumes, as recorded, without credentials in URLs."""
-    return {"method": method, **{key: mask_secrets(config.values.get(key)) for key in keys}}
+    values = {key: config.values.get(key) for key in keys}
+    # Only if they are set, because earlier versions recorded none.
+    values |= {key: value for key in _OWN_IDENTITY if (value := getattr(config.own, key)) is not None}
+    return {"method": method, **{key: mask_secrets(value) for key, value in values.items()}}
 
 
 @contextmanager

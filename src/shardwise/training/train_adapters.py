@@ -1,4 +1,4 @@
-"""A training of many LoRAs on one base. Adapters take turns, and share a pass if their rows have one length."""
+"""A training of many LoRAs on one base. Each call of the bank has the rows of a step of each adapter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import operator
 import shutil
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,13 +28,14 @@ from shardwise.ranks.world import World
 from shardwise.saving.prepare import SaveOptions
 from shardwise.training import train_model
 from shardwise.training import trl_objects as trl_setup
-from shardwise.training.adapter_rows import MicroBatch, StepOrder, TokenBudget, TokenizedRows
+from shardwise.training.adapter_rows import StepOrder, TokenizedRows, require_rows_fit
 from shardwise.training.curves import draw_curves, gather_memory
 from shardwise.training.dataset_loading import require_embedded_tokens
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_inputs import RunInputs, TrainingRecord, name_adapter, open_inputs
 
-_PAD_TO: Final = 64
+_ROWS_AT_ONCE: Final = 1024
+"""Rows of an evaluation in one call, on all ranks. The bank cuts them into passes."""
 
 
 def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome:
@@ -52,7 +52,7 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
     with open_inputs(config, local_rank) as inputs:
         output, request = inputs.output, inputs.request
         adapters = _add_adapters(inputs, config.own.tokens_per_pass, world)
-        has_stopped, failures, memory = train_in_turns(adapters, config.own.tokens_per_pass, request)
+        has_stopped, failures, memory = train_together(adapters, request)
         if world.rank == 0:
             draw_curves(output, {adapter.name: adapter.state.log_history for adapter in adapters}, memory)
     metrics: dict[str, dict[str, Any]] = {}
@@ -105,9 +105,8 @@ def _add_adapters(inputs: RunInputs, tokens_per_pass: int, world: World) -> list
         keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
         model.train()
-    bank = AdapterBank(model, pad_to=_PAD_TO)
-    budget = TokenBudget(tokens_per_pass, _PAD_TO, bank.max_length)
-    shared = SharedBank(world, bank, budget, inputs.processor, inputs.record)
+    bank = AdapterBank(model, max_tokens_per_pass=tokens_per_pass)
+    shared = SharedBank(world, bank, tokens_per_pass, inputs.processor, inputs.record)
     # All rows are checked before the first adapter is added, so that a bad row ends the run before any training.
     for name, splits in inputs.data.items():
         with name_adapter(name):
@@ -124,18 +123,12 @@ def _add_adapters(inputs: RunInputs, tokens_per_pass: int, world: World) -> list
     return adapters
 
 
-def train_in_turns(
-    adapters: Sequence[AdapterTraining], budget: int, request: StopRequest
+def train_together(
+    adapters: Sequence[AdapterTraining], request: StopRequest
 ) -> tuple[bool, dict[str, str], list[dict[str, Any]]]:
     """Train adapters until they are done or a signal requests a stop. Collective: yes.
 
-    The first adapter of the queue and later ones that fit share a pass, and move to the end of the queue. If the
-    loss or gradient of an adapter is not finite, it alone ends.
-
-    Args:
-        adapters: in the order of their first turns.
-        budget: maximum number of tokens of a pass on one rank.
-        request: the request to stop.
+    All adapters that are not done take a step at once. If the loss or gradient of one is not finite, it alone ends.
 
     Returns:
         Whether a signal ended the training, failures by adapter, and the memory of all ranks since this process
@@ -144,7 +137,7 @@ def train_in_turns(
     Raises:
         ShardwiseError: a pass failed, or a rank is lost. The newest checkpoints are complete.
     """
-    queue, failures, has_stopped = list(adapters), dict[str, str](), False
+    failures, has_stopped = dict[str, str](), False
     memory: list[dict[str, Any]] = []
     num_logged = _num_logged(adapters)
     world = World.current(call="the adapters' passes")
@@ -154,37 +147,34 @@ def train_in_turns(
         tqdm(total=total, disable=is_silent) as bar,
         translate_collective_errors(world, lambda: "in a pass of adapters"),
     ):
-        # An adapter that resumes from its last step has no pass left, but may not have saved its matrices.
-        in_pass = [adapter for adapter in queue if adapter.is_done]
+        # An adapter that resumes from its last step has no step left, but may not have saved its matrices.
+        steps: dict[str, AdapterStep] = {}
+        in_step, waiting = [adapter for adapter in adapters if adapter.is_done], list(adapters)
         while True:
-            # Optimizer steps first: only then is it known which adapters are done, or have failed.
-            stepping = [adapter for adapter in in_pass if adapter.is_at_step]
-            steps = stepping[0].bank.optim_steps([adapter.name for adapter in stepping]) if stepping else {}
-            for adapter in in_pass:
+            # Only after a step is it known whether an adapter is done, or has failed.
+            for adapter in in_step:
                 try:
                     adapter.proceed(steps.get(adapter.name))
                 except TrainingError as error:  # its values are equal on all ranks, so all delete it
                     adapter.bank.delete_adapter(adapter.name)
                     failures[adapter.name] = str(error)
-            queue = [adapter for adapter in queue if not adapter.is_done and adapter.name not in failures]
+            waiting = [adapter for adapter in waiting if not adapter.is_done and adapter.name not in failures]
             if _num_logged(adapters) > num_logged:
                 num_logged = _num_logged(adapters)
                 memory.append({"step": _total_steps(adapters), **gather_memory(world)})
-            # A signal may have reached one rank only. Steps that have begun are completed before the checkpoints.
+            # A signal may have reached one rank only.
             has_stopped = world.all_reduce_object(request.is_made, any)
-            waiting = [adapter for adapter in queue if adapter.is_in_step or not has_stopped]
-            if not waiting:
+            if has_stopped or not waiting:
                 break
-            in_pass = next_pass(waiting, budget)
-            queue = [adapter for adapter in queue if adapter not in in_pass] + in_pass
-            bank = in_pass[0].bank
-            losses = bank.forward_backward([(adapter.name, adapter.next_tensors()) for adapter in in_pass])
-            for adapter in in_pass:
-                adapter.note_pass(losses.adapters[adapter.name])
-                bar.update(not adapter.is_in_step)
-        for adapter in queue:
+            in_step, bank = waiting, waiting[0].bank
+            losses = bank.forward_backward([(adapter.name, adapter.next_tensors()) for adapter in in_step])
+            for adapter in in_step:
+                adapter.note_loss(losses.adapters[adapter.name])
+            steps = bank.optim_step({adapter.name: {} for adapter in in_step})
+            bar.update(len(in_step))
+        for adapter in waiting:
             adapter.save_checkpoint()
-    return has_stopped and bool(queue), failures, memory
+    return has_stopped and bool(waiting), failures, memory
 
 
 def _total_steps(adapters: Sequence[AdapterTraining]) -> int:
@@ -193,21 +183,6 @@ def _total_steps(adapters: Sequence[AdapterTraining]) -> int:
 
 def _num_logged(adapters: Sequence[AdapterTraining]) -> int:
     return sum(len(adapter.state.log_history) for adapter in adapters)
-
-
-def next_pass(waiting: Sequence[AdapterTraining], budget: int) -> list[AdapterTraining]:
-    """Choose the first adapter and later ones whose rows have the same length and fit into a pass."""
-    batches = {adapter.name: adapter.next_micro_batch() for adapter in waiting}
-    leader = next((adapter for adapter in waiting if batches[adapter.name].cost), waiting[0])
-    in_pass, remaining = [], budget
-    for adapter in waiting:
-        batch = batches[adapter.name]
-        fits = batch.tokens == batches[leader.name].tokens and batch.cost <= remaining
-        # A batch without rows (at the end of an epoch) completes a window, and costs nothing.
-        if adapter is leader or not batch.cost or fits:
-            in_pass.append(adapter)
-            remaining -= batch.cost
-    return in_pass
 
 
 STATE_FILE: Final = "trainer_state.json"
@@ -222,7 +197,7 @@ class SharedBank:
 
     world: World
     bank: AdapterBank
-    budget: TokenBudget
+    tokens_per_pass: int
     processor: Any
     record: TrainingRecord
 
@@ -255,18 +230,17 @@ class AdapterTraining:
         self._folder = Path(self.args.output_dir)
         self._lora = trl_setup.lora_config(arguments)
         self._rows, self._held_out, self._shared = rows, held_out, shared
+        for split in (rows, held_out):
+            if split is not None:
+                require_rows_fit(split, self.bank.max_length, shared.tokens_per_pass)
         per_rank = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        self._at_once = min(self.args.per_device_train_batch_size, shared.budget.rows_at_once(rows))
-        self._micro_batches = math.ceil(per_rank / self._at_once)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._order = StepOrder(len(rows), per_rank * shared.world.size, seed)
         self._position = (0, 0)
         """Epoch and offset after the last step, as saved: ``_order`` is ahead of it within a step."""
         self._saved_step = 0
-        self._remaining: deque[MicroBatch] = deque()
-        """Micro-batches of the step that have not passed."""
-        self._window: list[AdapterLoss] = []
-        """Losses of those that have."""
+        self._loss = math.nan
+        """Of the step that is taken."""
         self._losses: list[float] = []
         """Losses of the steps since the last log entry."""
 
@@ -321,7 +295,7 @@ class AdapterTraining:
             "optimizer": optimizer,
             "schedule": schedule,
             "max_grad_norm": args.max_grad_norm or math.inf,
-            "gradient_accumulation_steps": self._micro_batches,
+            "gradient_accumulation_steps": 1,
             "seed": args.seed,
         }
 
@@ -330,34 +304,14 @@ class AdapterTraining:
         """True if all steps are taken."""
         return bool(self.state.global_step >= self.state.max_steps)
 
-    @property
-    def is_in_step(self) -> bool:
-        """True if some, but not all micro-batches of a step have passed."""
-        return bool(0 < len(self._window) < self._micro_batches)
-
-    def next_micro_batch(self) -> MicroBatch:
-        """Return the rows of the next pass, equal on every rank."""
-        if not self._remaining:
-            ranks, order = self._shared.world.size, self._order.take_step()
-            self._remaining.extend(self._shared.budget.micro_batches(self._rows, order, self._at_once, ranks))
-            # The bank steps after a fixed number of micro-batches. The last step of an epoch may have fewer rows.
-            empty = MicroBatch(((),) * ranks, 0)
-            self._remaining.extend([empty] * (self._micro_batches - len(self._remaining)))
-        return self._remaining[0]
-
     def next_tensors(self) -> RowTensors:
-        """Return the rows of the next pass on this rank."""
-        return self._rows.tensors(self.next_micro_batch().rows[self._shared.world.rank])
+        """Return the rows of the next step on this rank."""
+        world = self._shared.world
+        return self._rows.tensors(self._order.take_step()[world.rank :: world.size])
 
-    def note_pass(self, loss: AdapterLoss) -> None:
-        """Record that the micro-batch has passed."""
-        self._remaining.popleft()
-        self._window.append(loss)
-
-    @property
-    def is_at_step(self) -> bool:
-        """True if all micro-batches of a step have passed."""
-        return bool(self._window) and not self.is_in_step
+    def note_loss(self, loss: AdapterLoss) -> None:
+        """Record the loss of the step, the mean over supervised tokens of all ranks."""
+        self._loss = loss.loss
 
     def proceed(self, step: AdapterStep | None) -> None:
         """Record a step if one was taken. Then log, evaluate and save if due. Collective: yes.
@@ -384,10 +338,7 @@ class AdapterTraining:
         return strategy == "steps" and steps > 0 and not self.state.global_step % steps
 
     def _note_step(self, step: AdapterStep) -> None:
-        # Losses are means over supervised tokens of all ranks, and micro-batches differ in their number.
-        tokens = sum(part.num_supervised_tokens for part in self._window)
-        loss = sum(part.loss * part.num_supervised_tokens for part in self._window) / max(tokens, 1)
-        self._window = []
+        loss = self._loss
         if not step.is_taken or not math.isfinite(loss):
             raise TrainingError(
                 f"step {self.state.global_step + 1}: the loss is {loss:.4g} and the norm of the gradient "
@@ -411,12 +362,12 @@ class AdapterTraining:
         return {key: merged[key] for key in ("loss", "eval_loss") if key in merged}
 
     def _evaluate(self, rows: TokenizedRows) -> None:
-        world, budget = self._shared.world, self._shared.budget
-        at_once = min(self.args.per_device_eval_batch_size, budget.rows_at_once(rows))
+        world = self._shared.world
         local_sum = 0.0
-        for batch in budget.micro_batches(rows, range(len(rows)), at_once, world.size):
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            numbers = range(start, min(start + _ROWS_AT_ONCE, len(rows)))[world.rank :: world.size]
             # For each row (tokens - 1,), 0 for ignored labels. A rank without rows passes, too.
-            [logprobs] = self.bank.compute_logprobs([(self.name, rows.tensors(batch.rows[world.rank]))])
+            [logprobs] = self.bank.compute_logprobs([(self.name, rows.tensors(numbers))])
             local_sum -= sum(float(values.double().sum()) for values in logprobs)
         self._log(eval_loss=world.all_reduce_object(local_sum, math.fsum) / rows.num_supervised_tokens)
 

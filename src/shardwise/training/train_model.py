@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.files.urls import without_secrets
 from shardwise.fsdp.torch_private import accelerator
+from shardwise.integrations.trainer import ShardwiseTrainer
 from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
@@ -61,7 +62,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         require_pad_token(model, processor)
         reference = trl_setup.load_reference(arguments)
         trainer = trl_setup.make_trainer(arguments, model, reference, processor, data, local_rank)
-        callback = RunCallback(request, record)
+        callback = RunCallback(request, record, trainer)
         trainer.add_callback(callback)
         trackers = guard_trackers(trainer)
         # First: it is collective, and a callback before it could raise on one rank alone.
@@ -81,10 +82,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
-        # As counted by TRL, or by the Trainer for GRPO.
-        tokens = (
-            int(getattr(trainer, "_total_train_tokens", 0) or state.num_input_tokens_seen) - callback.first_token
-        )
+        tokens = trainer.num_tokens - callback.first_token
         summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens)
         if hasattr(trainer, "end"):  # since transformers 5.18
             trainer.end()
@@ -127,15 +125,26 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
 
 
 def _resume_from(training: Any, output: Path) -> Any:
-    """Return the requested checkpoint, otherwise the newest in the output folder, or None."""
-    if training.resume_from_checkpoint is not None:
+    """Return the requested checkpoint, otherwise the newest in the output folder, or None. Collective: yes.
+
+    Raises:
+        ConfigError: ``resume_from_checkpoint`` is false, and the folder has checkpoints, which would be replaced.
+    """
+    if training.resume_from_checkpoint:
         return training.resume_from_checkpoint
     with World.current(call="train") as world:
         with world.broadcast("list files") as exchange:
             if world.rank == 0:
                 exchange.local = list(checkpoints_in(output).values())
         kinds: list[FolderKind] = exchange.result
-    return True if FolderKind.COMPLETE in kinds else None
+    if FolderKind.COMPLETE not in kinds:
+        return None
+    if training.resume_from_checkpoint is False:
+        raise ConfigError(
+            f"resume_from_checkpoint: is false, and {output} has checkpoints of this training. Remove that key to "
+            "resume, or the folder to begin again"
+        )
+    return True
 
 
 def peak_line() -> str:
@@ -173,21 +182,23 @@ class RunCallback(TrainerCallback):
     Args:
         request: of a signal to stop.
         record: of the training.
+        trainer: whose tokens are counted.
     """
 
-    def __init__(self, request: StopRequest, record: TrainingRecord) -> None:
+    def __init__(self, request: StopRequest, record: TrainingRecord, trainer: ShardwiseTrainer) -> None:
         self.first_step = 0
         """Steps of the checkpoint that is resumed."""
         self.first_token = 0
         """Tokens that the checkpoint has counted."""
         self._request = request
         self._record = record
+        self._trainer = trainer
         self._has_warned = False
 
     def on_train_begin(self, *positional: Any, **_: Any) -> None:
         """Note where the training begins."""
         state: TrainerState = positional[1]
-        self.first_step, self.first_token = state.global_step, int(state.num_input_tokens_seen)
+        self.first_step, self.first_token = state.global_step, self._trainer.num_tokens
 
     def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
         """Request a checkpoint and the end after a signal."""

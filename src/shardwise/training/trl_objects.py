@@ -7,10 +7,11 @@ import inspect
 import os
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import transformers
 import trl as _trl
@@ -66,14 +67,24 @@ class TrlArguments:
     own: ShardwiseArguments
 
 
-_NAMES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
-    "sft": ("SFTConfig", "SFTTrainer"),
-    "dpo": ("DPOConfig", "DPOTrainer"),
-    "kto": ("KTOConfig", "KTOTrainer"),
-    "grpo": ("GRPOConfig", "GRPOTrainer"),
-    "reward": ("RewardConfig", "RewardTrainer"),
+_CLASSES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
+    "sft": ("trl", "SFT"),
+    "dpo": ("trl", "DPO"),
+    "kto": ("trl", "KTO"),
+    "grpo": ("trl", "GRPO"),
+    "reward": ("trl", "Reward"),
+    "orpo": ("trl.experimental.orpo", "ORPO"),
+    "cpo": ("trl.experimental.cpo", "CPO"),
 }
-"""Config and trainer classes by method."""
+"""Modules and prefixes of the config and trainer classes by method."""
+
+
+def trl_class(method: TrainMethod, kind: Literal["Config", "Trainer"]) -> Any:
+    """Return the class of TRL for a method."""
+    module, prefix = _CLASSES[method]
+    with warnings.catch_warnings():  # experimental methods say so when they are imported, on every rank
+        warnings.simplefilter("ignore")
+        return getattr(importlib.import_module(module), prefix + kind)
 
 
 def parse(config: RunConfig) -> TrlArguments:
@@ -85,11 +96,12 @@ def parse(config: RunConfig) -> TrlArguments:
     script_class = trl.ScriptArguments
     if config.method == "grpo":
         script_class = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments
-    config_class = getattr(trl, _NAMES[config.method][0])
+    config_class = trl_class(config.method, "Config")
     parser = trl.TrlParser((script_class, config_class, trl.ModelConfig, trl.DatasetMixtureConfig))
     values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
     if accelerator() is None:
         values["use_cpu"] = True
+    values.setdefault("log_level_replica", "error")  # the first rank shows warnings
     values.setdefault("logging_nan_inf_filter", False)  # which would log 0.0 for a loss that is NaN
     parser.set_defaults_with_config(**values)
     try:
@@ -140,7 +152,8 @@ def load_reference(arguments: TrlArguments) -> PreTrainedModel | None:
 
     TRL would load it whole on every rank. The reference of a LoRA is the model without it.
     """
-    if arguments.model.use_peft or arguments.own.method not in ("dpo", "kto"):
+    method, training = arguments.own.method, arguments.training
+    if arguments.model.use_peft or not (method in ("dpo", "kto") or (method == "grpo" and training.beta)):
         return None
     return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments)))
 
@@ -168,10 +181,12 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
     }
     if model.attn_implementation:
         options["attn_implementation"] = model.attn_implementation
+    if arguments.own.config_overrides:
+        options["config_overrides"] = arguments.own.config_overrides
     if arguments.own.method == "reward":
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
-            "config_overrides": {"num_labels": 1},
+            "config_overrides": {**(arguments.own.config_overrides or {}), "num_labels": 1},
             "on_missing": Initialize(only=_HEAD),  # of a language model, as transformers does
             "on_unexpected": Ignore(only=("lm_head.*",)),
         }
@@ -240,6 +255,12 @@ def load_processor(arguments: TrlArguments) -> Any:
         )
     if template:
         processor.chat_template = Path(template).read_text("utf-8")
+    if own_template := arguments.own.chat_template:
+        # A template has braces or several lines. Names of files that do not exist are mistakes.
+        is_text = "{" in own_template or "\n" in own_template
+        if not is_text and not Path(own_template).is_file():
+            raise ConfigError(f"chat_template: {own_template} is neither a template nor a file. Check the path")
+        processor.chat_template = own_template if is_text else Path(own_template).read_text("utf-8")
     if eos_token := getattr(arguments.training, "eos_token", None):
         tokenizer = getattr(processor, "tokenizer", processor)
         if eos_token not in tokenizer.get_vocab():
@@ -260,7 +281,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
     num_proc = getattr(training, "dataset_num_proc", None)
     is_masked = arguments.own.method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
-        splits = dataset_loading.load(script, arguments.mixture)
+        splits = dataset_loading.load(script, arguments.mixture, arguments.own)
         names = [script.dataset_train_split]
         if training.eval_strategy != "no":
             names.append(script.dataset_test_split)
@@ -272,7 +293,11 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                 )
             if next(iter(splits[name]), None) is None:
                 raise ConfigError(f"{name}: has no rows. Check the dataset, or set another split")
-        datasets = [dataset_loading.convert_to_messages(splits[name], num_proc=num_proc) for name in names]
+        datasets = []
+        for name in names:
+            messages = dataset_loading.convert_to_messages(splits[name], num_proc=num_proc)
+            prompt, column = arguments.own.system_prompt, arguments.own.dataset_prompt_column
+            datasets.append(dataset_loading.add_system_prompt(messages, prompt, column, num_proc=num_proc))
         if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
             raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column")
         if is_masked and is_conversational(next(iter(datasets[0]))):
@@ -319,7 +344,7 @@ def make_trainer(
             on every rank.
     """
     method = arguments.own.method
-    base = getattr(trl, _NAMES[method][1])
+    base = trl_class(method, "Trainer")
     # ShardwiseTrainer first: its methods override those of TRL and the Trainer, and call them by super().
     trainer_class = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
     train, test = data

@@ -1,0 +1,221 @@
+"""Adapters on fused experts, by few grouped products.
+
+Rows whose adapter has no matrices on the experts go through the module's own forward function. Others are sorted
+by (expert, adapter). Their products with the base are one grouped product, with a group for each expert, and those
+with the adapters two, with a group for each pair of expert and adapter. Groups end at the last row, since a grouped
+product leaves rows after the last group as they were in memory.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.bank.adapter import LoraWeights
+from shardwise.bank.kernels import SegmentLoop, adapt
+from shardwise.bank.routes import AdapterRows, BatchRouting
+from shardwise.fsdp.torch_private import sent
+from shardwise.models.four_bit import layers
+
+UP: Final = ("gate_up_proj", "up_proj")
+
+_ALIGNED_BYTES: Final = 16
+"""Rows of the tensors of a grouped product begin at multiples of it."""
+
+
+def compute_experts(
+    route: BatchRouting,
+    name: str,
+    module: Any,
+    own_forward: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Compute the experts of a module for a pass of many adapters.
+
+    Args:
+        route: of the pass.
+        name: of the module.
+        module: the fused experts, with unsharded weights.
+        own_forward: the module's own forward function.
+        hidden_states: (rows * tokens, width).
+        top_k_index: (rows * tokens, k), the experts of each token.
+        top_k_weights: of the same shape, the weight of each expert.
+
+    Returns: (rows * tokens, width).
+    """
+    route.require_rows(name, hidden_states)
+    inputs = hidden_states, top_k_index, top_k_weights
+    stacks = [f"{name}.{parameter}" for parameter in (*UP, "down_proj")]
+    members = [
+        member
+        for member in route.members
+        if member.stop > member.start and any(stack in member.adapter.pairs for stack in stacks)
+    ]
+    if not members:
+        result = own_forward(*inputs)
+    else:
+        adapted, others, order = _split_tokens(route, members, hidden_states.device)
+        result = _compute_adapted(route, name, module, members, *(each[adapted] for each in inputs))
+        if len(others):
+            result = torch.cat([result, own_forward(*(each[others] for each in inputs))])[order]
+    # No segments: it attaches the anchor, so that the result requires a gradient on ranks without rows, too.
+    return route.record_site(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))
+
+
+def _split_tokens(
+    route: BatchRouting, members: Sequence[AdapterRows], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens of members, all other tokens, and the place of each token in the two joined.
+
+    Example: 3 rows of 2 tokens, of which row 1 belongs to a member: (2, 3), (0, 1, 4, 5) and (2, 3, 0, 1, 4, 5).
+    """
+    is_adapted = torch.zeros(route.rows, dtype=torch.bool)
+    for member in members:
+        is_adapted[member.start : member.stop] = True
+    of_tokens = is_adapted.repeat_interleave(route.tokens)
+    adapted, others = of_tokens.nonzero()[:, 0], (~of_tokens).nonzero()[:, 0]
+    order = torch.cat([adapted, others]).argsort()
+    return sent(adapted, device), sent(others, device), sent(order, device)
+
+
+def _compute_adapted(
+    route: BatchRouting,
+    name: str,
+    module: Any,
+    members: Sequence[AdapterRows],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Compute the experts of tokens that all belong to members, one member after the other."""
+    num_experts, k = module.num_experts, top_k_index.shape[1]
+    counts = torch.tensor([(member.stop - member.start) * route.tokens * k for member in members])
+    numbers = sent(torch.arange(len(members)).repeat_interleave(counts), hidden_states.device)
+    # Pairs (token, expert), by expert and then by member: (tokens * k,).
+    groups, order = (top_k_index.flatten() * len(members) + numbers).sort(stable=True)
+    bounds = torch.arange(1, num_experts * len(members) + 1, device=groups.device)
+    ends = torch.searchsorted(groups, bounds).int()  # (experts * members,), of each group
+    ends_of_experts = ends[len(members) - 1 :: len(members)].contiguous()
+    experts = groups // len(members)
+    up = next(parameter for parameter in UP if hasattr(module, parameter))
+    hidden = hidden_states[order // k]
+    for parameter in (up, "down_proj"):
+        rows = hidden.contiguous()
+        hidden = _multiply_base(module, parameter, rows, experts, ends_of_experts)
+        stack = f"{name}.{parameter}"
+        pairs = [member.adapter.pairs.get(stack) for member in members]
+        if any(pair is not None for pair in pairs):
+            are_trained = [member.keys is not None for member in members]
+            A, B = _stack_matrices(route.anchor, rows, hidden.shape[1], num_experts, pairs, are_trained)
+            hidden = hidden + multiply_groups(multiply_groups(rows, A, ends), B, ends)
+        if parameter == up:
+            hidden = layers.apply_activation(module, hidden)
+    weighted = hidden * top_k_weights.flatten()[order].unsqueeze(1)
+    # Back in the order of tokens, and summed over the experts of each: no addition in an order that varies.
+    return weighted.to(hidden_states.dtype)[order.argsort()].view(len(hidden_states), k, -1).sum(1)
+
+
+def _multiply_base(module: Any, parameter: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows, sorted by expert, with the weights of the base: (pairs, out)."""
+    if layers.are_experts_in_four_bits(module) and parameter in module.packings:
+        # The weights of one expert at a time are dequantized.
+        products, start = [], 0
+        for expert, end in enumerate(ends.tolist()):
+            weight = layers.get_expert_weight(module, parameter, expert)
+            of_expert = rows[start:end]
+            products.append(of_expert @ weight if module.is_transposed else F.linear(of_expert, weight))
+            start = end
+        product = torch.cat(products)
+    else:
+        weights = getattr(module, parameter)  # (experts, out, in), or transposed
+        product = multiply_groups(rows, weights if module.is_transposed else weights.mT, ends)
+    if module.has_bias:
+        product = product + getattr(module, f"{parameter}_bias")[experts]
+    return product
+
+
+def multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each group of rows with its own weights (groups, in, out). Groups end at ``ends``.
+
+    Example: with ends (2, 2, 5), rows 0 and 1 are multiplied with ``weights[0]``, and rows 2 to 4 with
+    ``weights[2]``.
+    """
+    size = rows.element_size()
+    if rows.dtype != torch.float64 and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
+        return F.grouped_mm(rows, weights.to(rows.dtype), offs=ends)
+    products, start = [], 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            products.append(rows[start:end] @ weights[group].to(rows.dtype))
+        start = end
+    return torch.cat(products)
+
+
+def _stack_matrices(
+    anchor: Tensor,
+    rows: Tensor,
+    out: int,
+    num_experts: int,
+    pairs: Sequence[LoraWeights | None],
+    are_trained: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Stack the matrices of all members for grouped products: (groups, in, r) and (groups, r, out).
+
+    r is the largest rank, rounded up to the alignment of rows. Other ranks are padded by zeros.
+    """
+    multiple = _ALIGNED_BYTES // rows.element_size() or 1
+    most = max(pair.rank for pair in pairs if pair is not None)
+    shape = num_experts, rows.shape[1], -(-most // multiple) * multiple, out
+    apply: Any = _StackedMatrices.apply
+    stacks: tuple[Tensor, Tensor] = apply(anchor, rows.dtype, shape, tuple(pairs), tuple(are_trained))
+    return stacks
+
+
+class _StackedMatrices(torch.autograd.Function):
+    """Stacks matrices. Their gradients are added to the adapters' buffers ([Note: Straight into the buffer])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int, int],
+        pairs: tuple[LoraWeights | None, ...],
+        are_trained: tuple[bool, ...],
+    ) -> tuple[Tensor, Tensor]:
+        num_experts, width, rank, out = shape
+        # Rows of memory are along r for B and along in for A, so that both are aligned.
+        A = torch.zeros((num_experts, len(pairs), rank, width), dtype=dtype, device=anchor.device)
+        B = torch.zeros((num_experts, len(pairs), rank, out), dtype=dtype, device=anchor.device)
+        for member, pair in enumerate(pairs):
+            if pair is not None:
+                A[:, member, : pair.rank] = pair.A.to(dtype)  # (experts, r, in)
+                B[:, member, : pair.rank] = (pair.B.mT * pair.scaling).to(dtype)  # (experts, r, out)
+        ctx.pairs, ctx.are_trained, ctx.num_experts = pairs, are_trained, num_experts
+        return A.flatten(0, 1).mT, B.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        A, B = (each.unflatten(0, (ctx.num_experts, -1)) for each in gradients)  # (experts, members, ...)
+        for member, (pair, is_trained) in enumerate(zip(ctx.pairs, ctx.are_trained, strict=True)):
+            if pair is not None and is_trained:
+                pair.a_grad.add_(A[:, member, :, : pair.rank].mT)
+                pair.b_grad.add_(B[:, member, : pair.rank].mT, alpha=pair.scaling)
+        return None, None, None, None, None
+
+
+def unsupported_experts_reason(name: str, module: nn.Module, parameter: str) -> str:
+    """Return the reason why the experts of a module cannot have adapters, or ""."""
+    if parameter not in (*UP, "down_proj") or not layers.are_fused_experts(module):
+        return (
+            f"{name}.{parameter}: is a parameter of a {type(module).__name__}. Of parameters, only those of fused "
+            "experts of transformers (gate_up_proj, up_proj, down_proj) can have adapters. Remove it from "
+            "target_parameters"
+        )
+    if getattr(module, "has_post_expert_norm", False) or layers.are_expert_parallel(module):
+        return f"{name}: experts with their own norms, or distributed over ranks, cannot have adapters"
+    return ""

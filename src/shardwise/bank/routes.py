@@ -1,0 +1,171 @@
+"""Routes: which rows of a pass belong to which adapter.
+
+[Note: A route] A micro-batch owns its route, which does not change. The route is active during the forward and the
+backward pass of this micro-batch, both of which the bank runs. So recomputed activations use the same rows as the
+first time, in any thread, and whatever other micro-batches have run meanwhile. Without an active route, the base
+computes as if there were no bank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from shardwise.bank.adapter import BankAdapter
+from shardwise.bank.kernels import (
+    BackendChoice,
+    GroupedProducts,
+    RoutedSegment,
+    SegmentLoop,
+    adapt,
+    select_backend,
+    stable_key,
+)
+from shardwise.core.errors import TrainingError
+from shardwise.fsdp.torch_private import sent
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Rows ``start <= i < stop`` of a pass, which belong to one adapter.
+
+    ``keys`` are those of the rows, for dropout: (rows,), on the device. None without a backward pass. For rows that
+    are single positions, ``positions`` are those in their rows of tokens.
+    """
+
+    adapter: BankAdapter
+    start: int
+    stop: int
+    keys: torch.Tensor | None
+    positions: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class BatchRouting:
+    """The adapters of the rows of a micro-batch.
+
+    Attributes:
+        rows: number of rows.
+        tokens: tokens of a row, with padding.
+        members: rows of each adapter, in order. Rows without an adapter come last.
+        choice: how adapters are computed.
+        anchor: see [Note: Straight into the buffer] in ``bank/kernels.py``.
+        is_training: False without a backward pass.
+        grouped: batched products of this micro-batch.
+        backends: how adapters were computed, with the number of layers.
+        forward_sites: sites that the forward pass has reached.
+        backward_sites: sites that the backward pass has reached.
+        is_cut: True after the decoder, when the model goes on with one position alone, whose output is not used.
+    """
+
+    rows: int
+    tokens: int
+    members: tuple[AdapterRows, ...]
+    choice: BackendChoice
+    anchor: torch.Tensor
+    is_training: bool = True
+    grouped: GroupedProducts = field(default_factory=GroupedProducts)
+    backends: Counter[str] = field(default_factory=Counter)
+    forward_sites: set[str] = field(default_factory=set)
+    backward_sites: set[str] = field(default_factory=set)
+    is_cut: bool = False
+
+    def segments(self, site: str, step: int) -> list[RoutedSegment]:
+        """Return the rows with an adapter at a site, whose input has ``step`` rows (tokens) for each batch row.
+
+        Batch rows 2 and 3 of an adapter are rows 128 to 256 of a linear layer's input if rows have 64 tokens.
+        """
+        segments = []
+        for member in self.members:
+            pair = member.adapter.pairs.get(site)
+            if pair is not None and member.stop > member.start:
+                start, stop, is_trained = member.start * step, member.stop * step, member.keys is not None
+                keys = member.keys if pair.dropout else None
+                segments.append(
+                    RoutedSegment(pair, start, stop, keys, stable_key(site), member.positions, is_trained)
+                )
+        return segments
+
+    def of_positions(self, rows: torch.Tensor, positions: torch.Tensor) -> BatchRouting:
+        """Return the route of a layer whose input is single positions of the rows, in order: (positions, 1, width).
+
+        Args:
+            rows: the row of each position, on the CPU. Positions after the last of a member have no adapter.
+            positions: on the device.
+        """
+        bounds = [bound for member in self.members for bound in (member.start, member.stop)]
+        cuts = torch.searchsorted(rows, torch.tensor(bounds, dtype=torch.int64)).tolist()
+        members = []
+        for member, start, stop in zip(self.members, cuts[::2], cuts[1::2], strict=True):
+            keys = member.keys
+            if keys is not None:  # of the row of each position
+                keys = keys[sent(rows[start:stop] - member.start, keys.device)]
+            members.append(AdapterRows(member.adapter, start, stop, keys, positions[start:stop]))
+        return replace(self, rows=len(rows), tokens=1, members=tuple(members), is_cut=False)
+
+    def add_adapters(
+        self, site: str, x: torch.Tensor, y: torch.Tensor, backend: SegmentLoop | None = None
+    ) -> torch.Tensor:
+        """Return the output ``y`` (..., out) of a layer plus the adapters' deltas of its input ``x`` (..., in).
+
+        Without ``backend``, one is selected and counted.
+        """
+        if self.is_cut and x.shape[:2] == (1, 1):
+            return y
+        self.require_rows(site, x)
+        segments = self.segments(site, x.shape[:-1].numel() // self.rows)
+        if backend is None:
+            backend, reason = select_backend(self.choice, segments, x, y, self.grouped)
+            self.backends[reason] += 1
+        return self.record_site(site, adapt(self.anchor, x, y, segments, backend))
+
+    def record_site(self, site: str, y: torch.Tensor) -> torch.Tensor:
+        """Record that the forward pass has reached a site, and when the backward pass does."""
+        if self.is_training:
+            self.forward_sites.add(site)
+        if y.requires_grad:
+            # Called in the backward pass. It returns None, so the gradient is not replaced.
+            y.register_hook(lambda _gradient: self.backward_sites.add(site))
+        return y
+
+    def require_rows(self, site: str, x: torch.Tensor) -> None:
+        """Raise TrainingError unless an input is (rows, tokens or 1, ...) or (rows * tokens, width)."""
+        shapes = (self.rows, self.tokens), (self.rows, 1)
+        if tuple(x.shape[:2]) not in shapes and (x.ndim != 2 or len(x) != self.rows * self.tokens):
+            raise TrainingError(
+                f"{site} is called with a tensor of shape {tuple(x.shape)}, in which the {self.rows} rows of "
+                f"{self.tokens} tokens cannot be identified. Remove it from the targets"
+            )
+
+    def require_reached(self) -> None:
+        """Check that the backward pass has reached every adapter that the forward pass has.
+
+        Raises:
+            TrainingError: it has not. The message has the sites.
+        """
+        if missed := sorted(self.forward_sites - self.backward_sites):
+            more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+            raise TrainingError(
+                f"the backward pass has not reached {', '.join(missed[:3])}{more}: the loss does not depend on "
+                "its output, or activations are recomputed with use_reentrant=True. Remove it from the "
+                "targets, or recompute with use_reentrant=False"
+            )
+
+
+@dataclass(slots=True)
+class ActiveRouting:
+    """The active route, if any. Autograd reads it from other threads, so it is not a context variable."""
+
+    route: BatchRouting | None = None
+
+    @contextmanager
+    def on(self, route: BatchRouting) -> Iterator[None]:
+        before, self.route = self.route, route
+        try:
+            yield
+        finally:
+            self.route = before

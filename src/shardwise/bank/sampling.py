@@ -1,0 +1,305 @@
+"""Sampling from adapters of a bank: left-padded batches with a key-value cache, many adapters at once.
+
+Sequences are cut into batches by their full lengths, as rows are cut into passes (``bank/compose.py``). On a
+sharded base all ranks take the same number of steps, each with its own sequences, because FSDP2 gathers in each.
+There is no continuous batching: a batch ends with its longest sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+
+from shardwise.bank.adapter import BankAdapter
+from shardwise.bank.batch import LENGTH_MULTIPLE, describe_adapter, evaluating, get_adapter, open_call, passing
+from shardwise.bank.compose import PassPlan, Unit, compose_passes
+from shardwise.bank.kernels import row_keys, stable_key
+from shardwise.bank.passes import SharedBase
+from shardwise.bank.routes import AdapterRows, BatchRouting
+from shardwise.bank.rows import IGNORED, Request, RowTensors
+from shardwise.core.errors import ConfigError
+from shardwise.fsdp.torch_private import sent
+
+_BATCH_OVERHEAD: Final = 256
+"""Cost of a batch, in tokens, as of a pass."""
+
+_CHECKED_STEPS: Final = 16
+"""After as many steps, ranks tell each other whether all sequences have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt, and how to go on from it.
+
+    Attributes:
+        adapter: its name. None for the base.
+        prompt: token ids.
+        n: number of sequences.
+        max_tokens: of each sequence, without the prompt. 0 for log probabilities of the prompt alone.
+        temperature: logits are divided by it. 0 for the most probable token (greedy).
+        top_k: sample from as many of the most probable tokens. 0 for all.
+        top_p: sample from the most probable tokens whose probabilities add up to it.
+        stop: token ids, or lists of them, that end a sequence and are its last. None for the end of text of the
+            model's generation config.
+        seed: equal seeds give equal sequences, whatever else is in the call. None for any.
+        prompt_logprobs: True for the log probability of each token of the prompt but the first.
+        top_prompt_logprobs: number of the most probable tokens at each of them.
+    """
+
+    adapter: str | None
+    prompt: Sequence[int]
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: Sequence[int | Sequence[int]] | None = None
+    seed: int | None = None
+    prompt_logprobs: bool = False
+    top_prompt_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class SampledSequence:
+    """A sequence.
+
+    Attributes:
+        tokens: without the prompt, with the tokens that stopped it.
+        logprobs: log probability of each, by the model: at temperature 1, before top_k and top_p.
+        stop_reason: "stop" or "length".
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: Literal["stop", "length"] = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """The outcome of a sample.
+
+    Attributes:
+        sequences: ``n`` of them.
+        prompt_logprobs: (tokens - 1,), if asked for.
+        top_prompt_logprobs: ids and log probabilities, (tokens - 1, k) each, if asked for.
+    """
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: torch.Tensor | None = None
+    top_prompt_logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence in a batch: its sample, its adapter, tokens that stop it, and a random number for each step."""
+
+    sample: Sample
+    adapter: BankAdapter | None
+    stop: list[list[int]]
+    numbers: torch.Tensor
+    sequence: SampledSequence = field(default_factory=SampledSequence)
+    is_done: bool = False
+
+    def append(self, token: int, logprob: float) -> None:
+        if self.is_done:
+            return
+        tokens = self.sequence.tokens
+        tokens.append(token)
+        self.sequence.logprobs.append(logprob)
+        if any(tokens[-len(stop) :] == stop for stop in self.stop):
+            self.sequence.stop_reason, self.is_done = "stop", True
+        self.is_done |= len(tokens) == self.sample.max_tokens
+
+
+def sample_tokens(
+    base: SharedBase, samples: Sequence[Sample], adapters: Mapping[str, BankAdapter]
+) -> list[SampleOutput]:
+    """Sample from this rank's prompts. Collective: yes. Errors: see ``AdapterBank.generate``."""
+    with base.world.all_gather("check the samples") as exchange:
+        rows = [row for sample in samples for row in _open_sample(base, sample, adapters)]
+        scored = [each for each in samples if each.prompt_logprobs or each.top_prompt_logprobs]
+        names = [each.adapter for each in scored]
+        top = max((each.top_prompt_logprobs for each in scored), default=0)
+        exchange.local = [(len(row.sample.prompt), row.sample.max_tokens) for row in rows], names, top
+    by_rank, all_names, all_top = zip(*exchange.result, strict=True)
+    with passing(base, "sample", [row.sample.adapter for row in rows], list) as exchange, evaluating(base.model):
+        units = [[Unit(prompt + length) for prompt, length in of_rank] for of_rank in by_rank]
+        for plan in compose_passes(
+            units,
+            multiple=LENGTH_MULTIPLE,
+            longest=base.max_length,
+            max_tokens=base.max_tokens_per_pass,
+            overhead=_BATCH_OVERHEAD,
+        ):
+            num_steps = max(by_rank[rank][unit][1] for rank, of_rank in enumerate(plan.units) for unit in of_rank)
+            _run_batch(base, plan, rows, num_steps)
+        exchange.local = None
+    scores = _score(base, samples, adapters, [name for names in all_names for name in names], max(all_top))
+    outputs, position = [], 0
+    for number, sample in enumerate(samples):
+        num_rows = sample.n if sample.max_tokens else 0
+        sequences = [row.sequence for row in rows[position : position + num_rows]]
+        position += num_rows
+        outputs.append(
+            SampleOutput(sequences or [SampledSequence() for _ in range(sample.n)], *scores.get(number, ()))
+        )
+    return outputs
+
+
+def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAdapter]) -> list[_Row]:
+    """Check a sample, and return its sequences. None without tokens to sample.
+
+    Raises:
+        ConfigError: the sample is invalid.
+    """
+    who = describe_adapter(sample.adapter)
+    adapter = None if sample.adapter is None else get_adapter(adapters, sample.adapter)
+    prompt = torch.as_tensor(sample.prompt)
+    if prompt.ndim != 1 or not len(prompt) or prompt.is_floating_point():
+        raise ConfigError(f"{who}: the prompt is not a list of token ids. Pass at least one")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= base.vocab_size:
+        raise ConfigError(f"{who}: the prompt has tokens outside of the model's {base.vocab_size}")
+    length = len(prompt) + sample.max_tokens
+    longest = min(base.max_length, base.max_tokens_per_pass)
+    if sample.n < 1 or sample.max_tokens < 0 or length > longest:
+        raise ConfigError(
+            f"{who}: n={sample.n} sequences of {length} tokens with the prompt. They may have {longest}"
+        )
+    if not (sample.temperature >= 0 and 0 < sample.top_p <= 1 and sample.top_k >= 0):
+        raise ConfigError(f"{who}: temperature, top_k and top_p are at least 0, and 0 < top_p <= 1")
+    stop = sample.stop
+    if stop is None:
+        end = getattr(base.model.generation_config, "eos_token_id", None)
+        stop = [] if end is None else [end] if isinstance(end, int) else end
+    stops = [[each] if isinstance(each, int) else list(each) for each in stop]
+    seed = secrets.randbits(62) if sample.seed is None else sample.seed
+    rows = []
+    for number in range(sample.n if sample.max_tokens else 0):
+        # The upper 31 bits of a key are a uniform integer, as for dropout.
+        keys = row_keys(stable_key(seed, number), 0, sample.max_tokens)
+        rows.append(_Row(sample, adapter, stops, ((keys >> 33) & 0x7FFFFFFF).double() / (1 << 31)))
+    return rows
+
+
+def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_steps: int) -> None:
+    """Sample the sequences of a batch, token by token. Collective: as the base is."""
+    rows = [all_rows[unit] for unit in plan.units[base.world.rank]]
+    rows.sort(key=lambda row: (1, 0, "") if row.adapter is None else (0, row.adapter.rank, row.adapter.name))
+    members: list[AdapterRows] = []
+    for number, row in enumerate(rows):
+        if row.adapter is not None:
+            is_next = bool(members) and members[-1].adapter is row.adapter
+            start = members.pop().start if is_next else number
+            members.append(AdapterRows(row.adapter, start, number + 1, None))
+    num_rows, width = max(len(rows), 1), max((len(row.sample.prompt) for row in rows), default=1)
+    # (rows, tokens), padded on the left. A rank without sequences has a dummy row.
+    ids, mask = torch.zeros((num_rows, width), dtype=torch.int64), torch.zeros((num_rows, width), dtype=torch.int64)
+    numbers = torch.zeros((num_rows, num_steps), dtype=torch.float64)
+    if not rows:
+        mask += 1
+    for number, row in enumerate(rows):
+        prompt = torch.as_tensor(row.sample.prompt)
+        ids[number, width - len(prompt) :] = prompt
+        mask[number, width - len(prompt) :] = 1
+        numbers[number, : row.sample.max_tokens] = row.numbers
+    ids, mask, numbers = (sent(each, base.device) for each in (ids, mask, numbers))
+    most = base.vocab_size
+    choices = [(row.sample.temperature, row.sample.top_k or most, row.sample.top_p) for row in rows]
+    settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64).T.unsqueeze(2)
+    settings = sent(settings.contiguous(), base.device)
+    accepted = inspect.signature(base.model.forward).parameters
+    anchor, cache = torch.zeros((), device=base.device), None
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for step in range(num_steps):
+        route = BatchRouting(num_rows, ids.shape[1], tuple(members), base.backend, anchor, is_training=False)
+        kwargs: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
+        with base.switch.on(route):
+            output: Any = base.model(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **{key: value for key, value in kwargs.items() if key in accepted},
+            )
+        cache = getattr(output, "past_key_values", None)
+        tokens, logprobs = _choose_tokens(output.logits[:, -1].float(), settings, numbers[:, step : step + 1])
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=False):
+            row.append(token, logprob)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        # A sequence that has ended goes on with the others, but no further than the model has positions.
+        chosen, following = tokens.unsqueeze(1), (positions[:, -1:] + 1).clamp(max=base.max_length - 1)
+        if cache is None:  # a model without a cache computes all tokens again
+            ids, positions = torch.cat([ids, chosen], 1), torch.cat([positions, following], 1)
+        else:
+            ids, positions = chosen, following
+        if (step + 1) % _CHECKED_STEPS == 0 or base.world.size == 1:
+            is_done = all(row.is_done for row in rows)
+            if base.world.all_reduce_object(is_done, all):
+                break
+
+
+def _choose_tokens(
+    logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose a token for each row of logits (rows, vocabulary). Return the tokens and their log probabilities.
+
+    Args:
+        logits: float32.
+        settings: temperature, top_k and top_p of each row, (3, rows, 1).
+        numbers: uniform in [0, 1), (rows, 1). The first token is chosen at which the sum of probabilities, of the
+            more probable ones too, is above the number.
+    """
+    temperature, top_k, top_p = settings
+    logprobs = logits.log_softmax(1)
+    is_greedy = temperature == 0
+    scaled = logits.double() / torch.where(is_greedy, 1.0, temperature)
+    probabilities, ids = scaled.softmax(1).sort(dim=1, descending=True, stable=True)
+    before = probabilities.cumsum(1) - probabilities
+    places = torch.arange(logits.shape[1], device=logits.device)
+    is_allowed = (places < top_k) & (before < top_p)  # the first one always is
+    sums = torch.where(is_allowed, probabilities, 0.0).cumsum(1)
+    place = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
+    place = torch.minimum(place, is_allowed.sum(1, keepdim=True) - 1).clamp(min=0)
+    tokens = torch.where(is_greedy, logits.argmax(1, keepdim=True), ids.gather(1, place))
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def _score(
+    base: SharedBase,
+    samples: Sequence[Sample],
+    adapters: Mapping[str, BankAdapter],
+    names: Sequence[str | None],
+    num_top: int,
+) -> dict[int, tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]]:
+    """Compute log probabilities of prompts that ask for them, by number of sample. Collective: yes.
+
+    ``names`` are the adapters of such samples on all ranks: each is a request on every rank.
+    """
+    requests: list[Request] = []
+    places: list[tuple[int, int, int]] = []
+    for name in dict.fromkeys(names):
+        rows: list[RowTensors] = []
+        for number, sample in enumerate(samples):
+            if sample.adapter == name and (sample.prompt_logprobs or sample.top_prompt_logprobs):
+                places.append((number, len(requests), len(rows)))
+                ids = torch.as_tensor(sample.prompt)
+                rows.append({"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])})
+        requests.append(Request(name, rows))
+    if not requests:
+        return {}
+    call = open_call(base, requests, adapters, is_training=False, num_top=num_top)
+    call.run(is_training=False)
+    scores = {}
+    for number, request, row in places:
+        most = samples[number].top_prompt_logprobs
+        top = None
+        if most:
+            logprobs, ids = call.top[request, row]
+            top = ids[:, :most], logprobs[:, :most]
+        scores[number] = call.logprobs[request][row][:-1], top
+    return scores

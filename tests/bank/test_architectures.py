@@ -1,0 +1,105 @@
+"""Rows of every causal language model have in a mixed call the log probabilities that they have alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tests import zoo
+
+import shardwise
+from shardwise.bank import passes
+from shardwise.core.errors import ConfigError
+
+LENGTHS = (9, 20, 14, 3)
+OWN_LAYERS = {
+    *("axk2", "big_bird", "blt", "cpmant", "deepseek_v4", "dots3_note", "dots3_note_text", "hy_v4"),
+    *("llama4", "llama4_text", "qwen4_exp", "qwen4_exp_text", "reformer", "xlnet"),
+}
+"""Some of their linear layers have other inputs or outputs than rows of tokens, or no gradient: no targets."""
+PADDED_OTHERWISE = {"deepseek_v32", "glm_moe_dsa"}
+"""Sparse attention of transformers that chooses padding: a padded row is not what it is alone, in no batch."""
+CHUNK = 16
+"""Positions of a chunk of logits: the rows have several."""
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, zoo.VOCAB // 2, (length,), generator=generator) for length in LENGTHS]
+    return [{"input_ids": each, "targets": each.roll(-1)} for each in ids]
+
+
+def differences(name: str, model: Any) -> dict[str, float]:
+    """Of the base, to the model alone; of an adapter on all linear layers, to a call with one row alone."""
+    bank = shardwise.AdapterBank(model)
+    own = rows()
+    with torch.no_grad():
+        expected = [
+            model(each["input_ids"][None], use_cache=False)
+            .logits[0]
+            .float()
+            .log_softmax(-1)
+            .gather(1, each["targets"][:, None])[:, 0]
+            for each in own
+        ]
+    found = {"base": distance(bank.compute_logprobs([(None, own)])[0], expected)}
+    if name in OWN_LAYERS:
+        return found
+    try:
+        bank.add_adapter("ada", LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    except ConfigError:  # experts that are not fused, convolutions, layers that are one
+        return found
+    together = bank.compute_logprobs([(None, own), ("ada", own)])
+    alone = [bank.compute_logprobs([("ada", [each])])[0][0] for each in own]
+    found |= {"beside an adapter": distance(together[0], expected), "adapter": distance(together[1], alone)}
+    bank.forward_backward([("ada", own)])
+    assert bank._adapters["ada"].gradient.isfinite().all()
+    return found
+
+
+def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest difference, absolute of numbers below 1 and relative of others."""
+    pairs = zip(found, expected, strict=True)
+    return max(float(((one - other).abs() / (1 + other.abs())).max()) for one, other in pairs)
+
+
+def failures_of(specimens: list[Any]) -> tuple[int, dict[str, str]]:
+    compared, failures = 0, {}
+    for specimen in specimens:
+        try:
+            model = zoo.build(specimen)
+        except zoo.CannotShrink:
+            continue
+        try:
+            with torch.no_grad():
+                model(rows()[0]["input_ids"][None], use_cache=False)
+        except Exception:  # a model that needs other inputs
+            continue
+        try:
+            found = differences(specimen.name, model)
+        except ConfigError:  # a base that is refused by name
+            continue
+        except Exception as error:
+            failures[specimen.name] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        compared += 1
+        if not max(found.values()) <= 1e-5 and specimen.name not in PADDED_OTHERWISE:
+            failures[specimen.name] = str(found)
+    return compared, failures
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, None], ids=["in chunks", "at once"])
+def test_representative_architectures(monkeypatch, chunk):
+    if chunk:
+        monkeypatch.setattr(passes.SharedBase, "chunk_positions", chunk)
+    compared, failures = failures_of(zoo.representative_specimens())
+    assert not failures
+    assert compared >= 5
+
+
+@pytest.mark.slow
+def test_every_architecture(monkeypatch):
+    monkeypatch.setattr(passes.SharedBase, "chunk_positions", CHUNK)
+    compared, failures = failures_of(zoo.causal_lm_specimens())
+    assert not failures
+    assert compared >= 100

@@ -1,0 +1,210 @@
+"""Samples of many adapters at once are what each gives alone, in PEFT's own loop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import get_peft_model, set_peft_model_state_dict
+from tests import zoo
+from tests.bank.banking import WORDS, Recipe, adamw, matrices_of, recipes, train
+from tests.bank.on_ranks import bank_of, here
+from transformers import AutoModelForCausalLM, GPT2Config
+
+import shardwise
+from shardwise.bank.sampling import Sample
+from shardwise.core.errors import ConfigError
+
+CLOSE = 1e-4
+"""Logits of two tokens that differ by less may be in another order."""
+
+
+def members() -> dict[str, Recipe]:
+    own = {name: recipes()[name] for name in ("ada", "cy", "dee")}
+    return {name: Recipe(recipe.config, adamw(lr=1e-2)) for name, recipe in own.items()}
+
+
+def trained(base: Path) -> Any:
+    bank = bank_of(base, members())
+    where = here() if dist.is_initialized() else {}
+    train(bank, members(), 8, **where)
+    return bank
+
+
+@pytest.fixture(scope="module")
+def bank(base: Path) -> Any:
+    return trained(base)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, WORDS, (length,), generator=generator).tolist() for length in (3, 11, 1, 6)]
+
+
+def samples(**settings: Any) -> list[Sample]:
+    names = ("ada", "cy", None, "dee")
+    return [
+        Sample(name, prompt, **{"temperature": 0.0, "stop": [], "max_tokens": 12, **settings})
+        for name, prompt in zip(names, prompts(), strict=True)
+    ]
+
+
+def test_greedy_tokens_are_those_of_peft(base, bank):
+    outputs = bank.generate(samples())
+    for sample, output in zip(samples(), outputs, strict=True):
+        with zoo.silenced():
+            model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+            if sample.adapter is not None:
+                model = get_peft_model(model, members()[sample.adapter].lora())
+                set_peft_model_state_dict(model, matrices_of(bank, sample.adapter))
+        prompt = torch.tensor([sample.prompt])
+        told = model.eval().generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=12,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        )
+        [sequence] = output.sequences
+        assert len(sequence.tokens) == len(sequence.logprobs) == 12
+        assert sequence.stop_reason == "length"
+        for token, logprob, expected, logits in zip(
+            sequence.tokens,
+            sequence.logprobs,
+            told.sequences[0, len(sample.prompt) :].tolist(),
+            told.logits,
+            strict=True,
+        ):
+            first, second = logits[0].topk(2).values.tolist()
+            if token != expected:
+                assert first - second < CLOSE
+                break
+            assert logprob == pytest.approx(float(logits[0].log_softmax(-1)[token]), abs=1e-4)
+
+
+def test_sequences_depend_on_their_seed_alone(bank):
+    """Not on the company, nor on the budget of a batch; and the log probabilities are those of the model."""
+    settings = {"temperature": 0.9, "seed": 5, "n": 3, "top_k": 20, "top_p": 0.9}
+    together = bank.generate(samples(**settings))
+    for sample, output in zip(samples(**settings), together, strict=True):
+        [own] = bank.generate([sample])
+        assert [each.tokens for each in own.sequences] == [each.tokens for each in output.sequences]
+        assert len({tuple(each.tokens) for each in output.sequences}) > 1, "each has its own numbers"
+        for each in output.sequences:
+            ids = torch.tensor([*sample.prompt, *each.tokens])
+            [[logprobs]] = bank.compute_logprobs([(sample.adapter, {"input_ids": ids[None]})])
+            assert each.logprobs == pytest.approx(logprobs[len(sample.prompt) - 1 :].tolist(), abs=1e-4)
+    assert len({tuple(bank.generate(samples(temperature=1.0)[:1])[0].sequences[0].tokens) for _ in range(3)}) > 1
+
+
+def test_temperature_top_k_and_top_p_choose_as_they_say(bank):
+    """A thousand tokens after one prompt, against the probabilities."""
+    sample = Sample("ada", [5], n=1000, max_tokens=1, temperature=0.7, top_k=4, top_p=0.8, seed=1, stop=[])
+    [output] = bank.generate([sample])
+    [[logprobs]] = [
+        bank.compute_logprobs([("ada", [{"input_ids": torch.tensor([5]), "targets": torch.arange(WORDS)[None]}])])[
+            0
+        ]
+    ]
+    probabilities, ids = (logprobs[0] / 0.7).softmax(-1).sort(descending=True)
+    allowed = [place for place in range(4) if float(probabilities[:place].sum()) < 0.8]
+    expected = probabilities[allowed] / probabilities[allowed].sum()
+    tokens = [each.tokens[0] for each in output.sequences]
+    assert set(tokens) <= {int(ids[place]) for place in allowed}
+    for place in allowed:
+        assert tokens.count(int(ids[place])) / 1000 == pytest.approx(float(expected[place]), abs=0.06)
+
+
+def test_a_sequence_ends_with_what_stops_it(bank):
+    [whole] = bank.generate(samples()[:1])
+    tokens = whole.sequences[0].tokens
+    [one, two] = bank.generate([samples(stop=[tokens[4]])[0], samples(stop=[[tokens[3], tokens[4]], 99])[0]])
+    first = tokens.index(tokens[4])
+    assert (one.sequences[0].tokens, one.sequences[0].stop_reason) == (tokens[: first + 1], "stop")
+    assert two.sequences[0].stop_reason == "stop"
+    assert two.sequences[0].tokens[-2:] == tokens[3:5]
+    assert len(one.sequences[0].logprobs) == first + 1
+
+
+def test_log_probabilities_of_prompts(bank):
+    """Without sampling it is a scoring; the most probable tokens of each position, too."""
+    settings = {"prompt_logprobs": True, "top_prompt_logprobs": 3}
+    outputs = bank.generate(
+        samples(max_tokens=0, **settings) + samples(max_tokens=2, **settings)[:1] + samples()[:1]
+    )
+    for sample, output in zip(samples(), outputs[:4], strict=True):
+        ids = torch.tensor(sample.prompt)
+        targets = torch.arange(WORDS).expand(len(ids), WORDS)
+        [[logprobs]] = bank.compute_logprobs([(sample.adapter, [{"input_ids": ids, "targets": targets}])])
+        expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(output.prompt_logprobs, expected, rtol=1e-4, atol=1e-5)
+        assert output.sequences[0].tokens == []
+        top, values = output.top_prompt_logprobs
+        torch.testing.assert_close(values, logprobs[:-1].topk(3).values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logprobs[:-1].gather(1, top), values, rtol=1e-4, atol=1e-5)
+    assert len(outputs[4].sequences[0].tokens) == 2
+    torch.testing.assert_close(outputs[4].prompt_logprobs, outputs[0].prompt_logprobs)
+    assert outputs[5].prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"n": 0}, "n=0 sequences of 15 tokens"),
+        ({"max_tokens": 62}, "n=1 sequences of 65 tokens with the prompt. They may have 64"),
+        ({"temperature": -1.0}, "temperature, top_k and top_p"),
+        ({"top_p": 0.0}, "temperature, top_k and top_p"),
+        ({"prompt": []}, "'ada': the prompt is not a list of token ids"),
+        ({"prompt": [WORDS]}, "'ada': the prompt has tokens outside of the model's 64"),
+        ({"adapter": "bob"}, "no adapter named 'bob'"),
+    ],
+)
+def test_invalid_samples_are_refused(bank, settings, match):
+    with pytest.raises(ConfigError, match=match):
+        bank.generate([Sample(**{"adapter": "ada", "prompt": prompts()[0], "max_tokens": 12, **settings})])
+
+
+def on_ranks(base: Path) -> Any:
+    """All of them on rank 1, and one on rank 0."""
+    bank = trained(base)
+    own = samples(prompt_logprobs=True) if here()["rank"] else samples(max_tokens=3)[:1]
+    return [(each.sequences[0].tokens, each.prompt_logprobs) for each in bank.generate(own)]
+
+
+def test_ranks_sample_their_own(worlds, base, bank):
+    first, second = worlds(2).run(on_ranks, base)
+    assert (len(first), len(second)) == (1, 4)
+    assert len(first[0][0]) == 3
+    expected = bank.generate(samples(prompt_logprobs=True))
+    same = 0
+    for (tokens, logprobs), output in zip(second, expected, strict=True):
+        torch.testing.assert_close(logprobs, output.prompt_logprobs, rtol=1e-3, atol=1e-3)
+        same += tokens == output.sequences[0].tokens
+    assert same >= 3, "trained on two ranks, sums are in another order"
+
+
+def test_a_sequence_that_has_ended_needs_no_positions(tmp_path):
+    """Of a model with learned positions: one ends at the last of them, and the other goes on."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS, n_embd=32, n_layer=1, n_head=2, n_positions=32, bos_token_id=None, eos_token_id=None
+    )
+    bank = shardwise.AdapterBank(AutoModelForCausalLM.from_config(config).eval())
+    both = [
+        Sample(None, list(range(length)), max_tokens=32 - length, temperature=0.0, stop=[]) for length in (30, 2)
+    ]
+    together = bank.generate(both)
+    for sample, output in zip(both, together, strict=True):
+        assert output.sequences[0].tokens == bank.generate([sample])[0].sequences[0].tokens
+    assert [len(each.sequences[0].tokens) for each in together] == [2, 30]
+
+
+def test_the_model_is_left_as_it_was(bank):
+    bank.generate(samples(prompt_logprobs=True))
+    assert not any(
+        "_output" in name or "Output" in type(module).__name__ for name, module in bank._model.named_modules()
+    )
+    assert bank._model(torch.tensor([prompts()[1]])).logits.shape == (1, 11, WORDS)

@@ -1,0 +1,28 @@
+"""Configurations as people have published them, with names and hours of training replaced: see ``published.py``."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.training import published
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    published.write_rows(folder)
+    return folder
+
+
+@pytest.mark.parametrize("file", sorted(published.FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_published_configuration_trains(folder: Path, tmp_path: Path, file: Path) -> None:
+    """On one rank and on two with the same losses, and with TRL's where TRL reads such rows."""
+    method = file.stem.partition("-")[0]
+    values = published.adapt(yaml.safe_load(file.read_text("utf-8")), method, folder)
+    losses = published.run(values, method, tmp_path)
+    one = losses.pop("1 ranks")
+    assert len(one) == 3
+    for others in losses.values():
+        assert others == pytest.approx(one, abs=1e-5)
