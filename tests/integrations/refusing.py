@@ -170,6 +170,7 @@ def of_trl(folder: str, output: str) -> dict[str, str]:
             "reference": made("DPO", others={"ref_model": shardwise.from_pretrained(causal)}),
             "precompute": made("DPO", others={"ref_model": model}, precompute_ref_log_probs=True),
             "grpo": made("GRPO", others={"reward_funcs": len}, beta=0.1),
+            "rloo": made("RLOO", others={"reward_funcs": len}, beta=0.1),
             "head apart": made("SFT", model=apart),
             "sequences": made("SFT", parallelism_config=ParallelismConfig(cp_size=2)),
         }
