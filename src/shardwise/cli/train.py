@@ -154,13 +154,9 @@ def without_token(config: RunConfig) -> RunConfig:
 
 def run_on_rank(config: RunConfig) -> TrlOutcome:
     """Train on one rank, with torchrun's environment variables, which accelerate reads. Collective: yes."""
-    from shardwise.fsdp.torch_private import accelerator
-    from shardwise.ranks.processes import get_rank_and_size
-    from shardwise.transfer.memory import return_freed_blocks
+    from shardwise.ranks.processes import get_rank_and_size, return_freed_blocks
 
-    is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
-    if accelerator() is None and not is_set:
-        return_freed_blocks()
+    return_freed_blocks(os.environ)
     rank, size = get_rank_and_size()
     if size > 1:
         # Ranks that are started here are all on this machine, so the local rank is the rank.

@@ -318,6 +318,26 @@ def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     return store, rank, size
 
 
+_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
+
+
+def return_freed_blocks(environment: Mapping[str, str]) -> None:
+    """Have glibc return freed blocks of 1 MiB and more to the system at once, if this rank computes on the CPU.
+
+    By default it keeps blocks below 32 MiB once one was freed. torch asks for aligned blocks, and none of the freed
+    ones fits a block of its own size, so that a training holds its peak twice. A threshold of the user's stays.
+    """
+    from shardwise.fsdp.torch_private import accelerator
+
+    is_set = "MALLOC_MMAP_THRESHOLD_" in environment or "mmap_threshold" in environment.get("GLIBC_TUNABLES", "")
+    if is_set or accelerator() is not None:
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, 1 << 20)
+
+
 def get_rank_and_size() -> tuple[int, int]:
     """Return this rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -190,21 +190,6 @@ def trim_heap() -> None:
         library.malloc_trim(0)
 
 
-_MMAP_THRESHOLD: Final = -3
-"""``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
-
-
-def return_freed_blocks() -> None:
-    """Have glibc return freed blocks of 1 MiB and more to the system at once. For ranks that compute on the CPU.
-
-    By default it keeps blocks below 32 MiB once one was freed. torch asks for aligned blocks, and none of the freed
-    ones fits a block of its own size, so that a training holds its peak twice.
-    """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        library.mallopt(_MMAP_THRESHOLD, 1 << 20)
-
-
 @cache
 def renew_thread_pool() -> None:
     """Give torch a pool of threads, if this process was forked. Called before threads start that touch tensors.
