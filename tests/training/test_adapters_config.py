@@ -41,6 +41,19 @@ def test_common_keys_are_defaults_of_each_adapter(tmp_path: Path) -> None:
     assert found["bob"].values["max_steps"] == 5
 
 
+def test_adapters_have_losses_with_keys_of_their_own(tmp_path: Path) -> None:
+    adapters = {"ada": {}, "eve": {"loss": "dpo", "beta": 0.5}}
+    found = read_adapters(read(tmp_path, adapters=adapters, assistant_only_loss=True))
+    assert [(one.method, one.own.loss) for one in found.values()] == [("sft", "sft"), ("dpo", "sft")]
+    assert found["ada"].values["assistant_only_loss"]
+    assert found["eve"].values["beta"] == 0.5
+    assert "assistant_only_loss" not in found["eve"].values
+    found = read_adapters(read(tmp_path, loss="dpo", beta=0.5, adapters={"ada": {"loss": "sft"}, "eve": {}}))
+    assert [(one.method, one.values.get("beta")) for one in found.values()] == [("sft", None), ("dpo", 0.5)]
+    swept = read_adapters(read(tmp_path, loss="dpo", sweep={"beta": [0.1, 0.2]}))
+    assert [one.values["beta"] for one in swept.values()] == [0.1, 0.2]
+
+
 def test_folders_of_adapters_are_never_their_names(tmp_path: Path) -> None:
     found = read_adapters(read(tmp_path, adapters={"../x": {}, "ada": {}}))
     assert [one.values["output_dir"] for one in found.values()] == ["out/%2E.%2Fx", "out/ada"]
@@ -85,6 +98,20 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
         ({"sweep": {"lora_r": []}}, "sweep.lora_r: is not a list of values"),
         ({"sweep": {"lora_r": [4, 4]}}, "sweep: two combinations have the same name"),
         ({"sweep": {"seed": list(range(2000))}}, "sweep: has 2000 combinations. Use at most 1024"),
+        ({"adapters": {"ada": {"beta": 1.0}}}, "adapters.ada.beta: is a key of loss: dpo, not of sft. Remove it"),
+        (
+            {"loss": "dpo", "adapters": {"ada": {"completion_only_loss": True}}},
+            "adapters.ada.completion_only_loss: is a key of loss: sft, not of dpo. Remove it, or set loss",
+        ),
+        ({"adapters": {"ada": {"loss": "kto"}}}, "adapters.ada.loss: 'kto' is not a choice. Use one of dpo, sft"),
+        ({"adapters": {"ada": {"loss": "dpo"}}, "beta": 1.0}, "beta: is a key of dpo, kto.*, not of sft"),
+        (
+            {"adapters": {"ada": {}, "eve": {"loss": "dpo"}}, "sweep": {"beta": [1.0]}},
+            "sweep.beta: is a key of loss: dpo, not of sft",
+        ),
+        ({"adapters": {"ada": {"loss": "dpo", "loss_type": ["ipo"]}}}, "adapters.ada.loss_type: cannot differ"),
+        ({"adapters": {"ada": {"loss": "dpo"}}, "eos_token": "x"}, "eos_token: no adapter has a loss with it"),
+        ({"loss": "dpo"}, "loss: dpo is for many LoRAs. Set adapters or sweep, or method instead"),
         ({"adapters": {"ada": {}}, "env": {"A=B": "x"}}, "adapters.ada: env: 'A=B' cannot be set"),
         ({"adapters": {"ada": {}}, "packing": True}, "packing: is not supported with adapters"),
         ({"adapters": {"ada": {}}, "method": "dpo"}, "method: dpo is not supported with adapters"),
