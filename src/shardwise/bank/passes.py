@@ -40,7 +40,7 @@ from shardwise.transfer.memory import available_memory
 
 _POLL_S = 0.0005
 
-_CHUNK_LOGITS: Final = 1 << 24
+CHUNK_LOGITS: Final = 1 << 24
 """Logits of a chunk: 12 bytes each, 200 MB."""
 
 _CHUNK_MULTIPLE: Final = 16
@@ -76,7 +76,7 @@ class SharedBase:
     @property
     def chunk_positions(self) -> int:
         """Positions whose logits are computed at once."""
-        return max(_CHUNK_LOGITS // self.vocab_size // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
+        return max(CHUNK_LOGITS // self.vocab_size // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
 
     def free_bytes(self) -> int | None:
         """Return free memory of the device, or of the host if that computes. None if unknown."""

@@ -104,7 +104,7 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
     adapters: Mapping[str, Any] = config.own.adapters or {}
     sweep: Mapping[str, Any] = config.own.sweep or {}
     default, losses = config.own.loss, set[AdapterMethod]()
-    faults = []
+    faults: list[str] = []
     for name, overrides in (adapters or {"": {}}).items():
         loss = overrides.get("loss") if isinstance(overrides, dict) else None
         losses.add(loss := loss if loss in _LOSSES else default)

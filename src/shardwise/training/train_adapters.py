@@ -118,9 +118,11 @@ def _add_adapters(inputs: RunInputs, tokens_per_pass: int, world: World) -> list
                     require_embedded_tokens(dataset, inputs.processor, model)
     adapters = []
     for name, arguments in inputs.arguments.items():
-        splits = [None if rows is None else TokenizedRows(rows, arguments.own.method) for rows in inputs.data[name]]
+        rows_of_adapter = [
+            None if rows is None else TokenizedRows(rows, arguments.own.method) for rows in inputs.data[name]
+        ]
         with name_adapter(name):
-            adapters.append(AdapterTraining(name, arguments, splits, shared))
+            adapters.append(AdapterTraining(name, arguments, rows_of_adapter, shared))
             adapters[-1].join()
     return adapters
 
@@ -312,7 +314,8 @@ class AdapterTraining:
             "optimizer": optimizer,
             "schedule": schedule,
             "max_grad_norm": args.max_grad_norm or math.inf,
-            "gradient_accumulation_steps": 1,
+            # Of pairs whose loss is not finite, a window has none.
+            "gradient_accumulation_steps": None if self._has_pairs else 1,
             "reduction": "sum" if self._has_pairs else "mean",
             "seed": args.seed,
         }
