@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.training import tiny
 
 from shardwise.core.errors import ConfigError
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import RunConfig, read_run_config
+from shardwise.training.trl_objects import plan_run
 
 COMMON = {"model_name_or_path": "base", "dataset_name": "rows", "output_dir": "out", "max_steps": 5}
 
@@ -151,3 +153,32 @@ def test_all_bad_keys_are_reported_without_torch(tmp_path: Path) -> None:
     assert "adapters.ada.lora_q" in done.stdout
     assert "adapters.bob.lora_z" in done.stdout
     assert done.stdout.endswith("False\n")
+
+
+def test_a_plan_has_the_memory_of_all_adapters(tmp_path: Path) -> None:
+    tiny.write_model(tmp_path / "model")
+    common = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "bf16": False,
+        "tokens_per_pass": 128,
+        "max_length": 64,
+    }
+    adapters = {
+        "ada": {"lora_r": 2, "lora_target_modules": ["q_proj"]},
+        "bob": {"lora_r": 4, "lora_target_modules": ["q_proj"], "optim": "sgd"},
+        "eve": {"lora_r": 4, "lora_target_modules": ["q_proj"], "loss": "dpo", "optim": "adamw_torch"},
+    }
+    config = read(tmp_path, **common, adapters=adapters)
+    one, many = (plan_run(each, 2, {"device": "cuda"}) for each in (read_adapters(config)["eve"], config))
+    assert one.training and many.training  # noqa: PT018
+    # Two layers from width 32 to 32.
+    elements = [2 * r * (32 + 32) for r in (2, 4, 4)]
+    assert (one.trainable_parameters, many.trainable_parameters) == (elements[-1], sum(elements))
+    assert many.training.gradient_bytes == 4 * sum(elements)
+    assert many.training.optimizer_bytes == (8 * (elements[0] + elements[2]),) * 2
+    own = {phase.phase: phase.device for phase in many.training.phases}
+    assert {phase["gradients"] for phase in own.values()} == {4 * sum(elements)}
+    assert own["loss"]["logits"] == 12 * 128 * 260 + 2 * 128 * 32 * 4
+    assert own["loss"]["activations"] > 0
+    assert "2 x 64 tokens on each rank" in str(many)
+    assert "3 adapters" in str(many)

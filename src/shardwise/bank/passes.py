@@ -18,7 +18,7 @@ import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -53,6 +53,7 @@ class SharedBase:
 
     Attributes:
         max_tokens_per_pass: maximum number of padded tokens of a pass on a rank.
+        traced: bytes of activations of a row, by config of its adapter and length.
     """
 
     world: World
@@ -61,6 +62,7 @@ class SharedBase:
     switch: ActiveRouting
     backend: BackendChoice
     max_tokens_per_pass: int
+    traced: dict[tuple[str, int], int] = field(default_factory=dict, compare=False)
 
     @property
     def vocab_size(self) -> int:

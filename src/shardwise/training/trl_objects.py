@@ -431,8 +431,8 @@ def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
 def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
     """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
-    A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states. Many LoRAs
-    are estimated as a pass of ``tokens_per_pass`` tokens of the largest of them, with the memory of all.
+    A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states. Many
+    LoRAs are estimated as a pass of ``tokens_per_pass`` tokens of the largest of them, with the memory of all.
 
     Args:
         config: the configuration.
@@ -517,7 +517,6 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     length = min(max(arguments.training.max_length or tokens for arguments in parsed), tokens)
     step: PlanOptions = {
         "tuning": widest,
-        "optim": "+".join(dict.fromkeys(optim for optim, _ in adapters)),
         "per_device_train_batch_size": tokens // length,
         "max_length": length,
         "gradient_checkpointing": parsed[0].training.gradient_checkpointing,
@@ -526,4 +525,6 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     estimate = plan(name, ranks=ranks, **options, **step)
     total = sum(count for _, count in adapters)
     note = f"{len(adapters)} adapters; a pass has rows of the largest"
-    return replace(estimate, notes=(*estimate.notes, note), trainable_parameters=total)
+    assert estimate.training is not None
+    training = replace(estimate.training, optim="+".join(dict.fromkeys(optim for optim, _ in adapters)))
+    return replace(estimate, notes=(*estimate.notes, note), trainable_parameters=total, training=training)
