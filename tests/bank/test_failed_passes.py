@@ -17,10 +17,12 @@ from tests.support.local_ranks import LIMIT_S
 from tests.support.world import require_words, run_forked
 from tests.truth import require_equal
 
+import shardwise
 from shardwise.bank import passes
 from shardwise.bank.memory import estimate_pass
 from shardwise.core.errors import ShardwiseError, TrainingError
 from shardwise.core.reports import Available
+from shardwise.fsdp.wrap import prepare_blocks
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])
@@ -135,7 +137,7 @@ def test_a_pass_that_exceeds_the_memory_is_refused_before_it_runs(base: Path) ->
     needed = []
     for is_recomputed in (False, True):
         if is_recomputed:
-            bank._model.gradient_checkpointing_enable({"use_reentrant": False})
+            prepare_blocks(bank._model, shardwise.Sharding(activation_checkpointing=True))
             bank._base.traced.clear()
         needed.append(estimate_pass(bank._base, [adapter], 2, 48, 94, free=1))
         for free in (needed[-1] - 1, needed[-1]):

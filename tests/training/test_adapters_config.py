@@ -155,6 +155,7 @@ def test_all_bad_keys_are_reported_without_torch(tmp_path: Path) -> None:
     assert done.stdout.endswith("False\n")
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")
 def test_a_plan_has_the_memory_of_all_adapters(tmp_path: Path) -> None:
     tiny.write_model(tmp_path / "model")
     common = {
