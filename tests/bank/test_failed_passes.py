@@ -149,7 +149,11 @@ def test_a_pass_that_exceeds_the_memory_is_refused_before_it_runs(base: Path) ->
                 bank.forward_backward([("ada", rows)])
             assert bool(adapter.gradient.any()) == (free == needed[-1])
         bank.optim_step("ada")
-    assert needed[1] < needed[0] / 2
+    assert needed[1] < needed[0]
+    # What a pass keeps of a chunk has no view of its logits.
+    logits = torch.zeros(4, 64, requires_grad=True)
+    kept = passes._select_logprobs(logits, torch.zeros(4, 1, dtype=torch.int64), 0)
+    assert max(values.untyped_storage().nbytes() for values in kept) <= 4 * 8
 
 
 def test_a_step_that_fails_on_one_rank(worlds: Any, base: Path) -> None:

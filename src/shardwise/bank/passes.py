@@ -498,6 +498,7 @@ def _select_logprobs(
     probable tokens, (positions, num_top), without a graph.
     """
     logprobs = logits.float().log_softmax(1)
-    # topk of 0 tokens would still read the whole vocabulary.
-    top, ids = logprobs.detach().topk(num_top, dim=1) if num_top else (logprobs[:, :0].detach(), targets[:, :0])
+    # topk of 0 tokens would still read the whole vocabulary, and an empty view would keep it in memory.
+    none = logprobs.detach().new_empty((len(logprobs), 0)), targets[:, :0]
+    top, ids = logprobs.detach().topk(num_top, dim=1) if num_top else none
     return torch.where(targets == IGNORED, 0.0, logprobs.gather(1, targets.clamp(min=0))), top, ids
