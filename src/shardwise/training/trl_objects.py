@@ -502,27 +502,27 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
         options["sharding"] = Sharding(**fields)
     # Adapters are computed in the dtype of the base. Their matrices are counted in float32, by ``bank``.
     options["trained_dtype"] = "unchanged"
-    name, sizes, largest = parsed[0].model.model_name_or_path, dict[str, int](), 0
+    name = parsed[0].model.model_name_or_path
+    sizes, tunings = dict[str, int](), dict[str, Lora]()
     adapters: list[tuple[str, int]] = []
     for arguments in parsed:
         lora = lora_config(arguments)
         lora.lora_alpha, lora.lora_dropout = 1, 0.0  # a bank computes masks again, and keeps none
-        tuning, key = Lora(lora, placement="replicated"), comparable_text(lora)
+        key = comparable_text(lora)
         if key not in sizes:
-            sizes[key] = plan(name, ranks=ranks, **options, tuning=tuning).trainable_parameters
-        if sizes[key] > largest:
-            largest, widest = sizes[key], tuning
+            options["tuning"] = tunings[key] = Lora(lora, placement="replicated")
+            sizes[key] = plan(name, ranks=ranks, **options).trainable_parameters
         adapters.append((getattr(arguments.training.optim, "value", arguments.training.optim), sizes[key]))
     tokens = config.own.tokens_per_pass
     length = min(max(arguments.training.max_length or tokens for arguments in parsed), tokens)
-    step: PlanOptions = {
-        "tuning": widest,
+    options |= {
+        "tuning": tunings[max(sizes, key=sizes.__getitem__)],
         "per_device_train_batch_size": tokens // length,
         "max_length": length,
         "gradient_checkpointing": parsed[0].training.gradient_checkpointing,
         "bank": BankSizes(tuple(adapters), CHUNK_LOGITS),
     }
-    estimate = plan(name, ranks=ranks, **options, **step)
+    estimate = plan(name, ranks=ranks, **options)
     total = sum(count for _, count in adapters)
     note = f"{len(adapters)} adapters; a pass has rows of the largest"
     assert estimate.training is not None
