@@ -62,7 +62,7 @@ def values(folder: Path, output: str, ranks: int) -> dict[str, Any]:
 
 
 def with_pairs(folder: Path, output: str, ranks: int) -> dict[str, Any]:
-    """Also two adapters on pairs, chats and plain text, whose rows are cut, with 4 and 8 pairs in a step."""
+    """Also two adapters on pairs: chats, and plain text of which rows are cut; 4 and 8 pairs in a step."""
     given = values(folder, output, ranks)
     eve = {
         "loss": "dpo",
