@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from tests.bank import failing
 from tests.bank.failing import members, rows_of, trouble
 from tests.bank.on_ranks import bank_of
@@ -14,7 +17,12 @@ from tests.support.local_ranks import LIMIT_S
 from tests.support.world import require_words, run_forked
 from tests.truth import require_equal
 
+import shardwise
+from shardwise.bank import passes
+from shardwise.bank.memory import estimate_pass
 from shardwise.core.errors import ShardwiseError, TrainingError
+from shardwise.core.reports import Available
+from shardwise.fsdp.wrap import prepare_blocks
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])
@@ -120,6 +128,32 @@ def test_a_loss_that_raises_on_one_rank_and_memory_that_is_lacking_there(worlds:
         require_equal(*each["adapters"])
         assert each["full"].startswith("ConfigError: adapter 'x': has accumulated 0 of 1 micro-batches")
     assert "rank 1" in ranks[0]["errors"]["memory"]
+
+
+def test_a_pass_that_exceeds_the_memory_is_refused_before_it_runs(base: Path) -> None:
+    bank = bank_of(base, {"ada": members()["ada"]})
+    bank._model.train()
+    adapter, rows = bank._adapters["ada"], {"input_ids": torch.arange(96).remainder(60).view(2, 48)}
+    needed = []
+    for is_recomputed in (False, True):
+        if is_recomputed:
+            prepare_blocks(bank._model, shardwise.Sharding(activation_checkpointing=True))
+            bank._base.traced.clear()
+        needed.append(estimate_pass(bank._base, [adapter], 2, 48, 94, free=1))
+        for free in (needed[-1] - 1, needed[-1]):
+            expected = nullcontext()
+            if free < needed[-1]:
+                words = r"'ada' has 96 positions \(2 rows of 48 tokens\).*less than max_tokens_per_pass=8192"
+                expected = pytest.raises(TrainingError, match=words)
+            with mock.patch.object(passes, "available_memory", return_value=Available(None, free)), expected:
+                bank.forward_backward([("ada", rows)])
+            assert bool(adapter.gradient.any()) == (free == needed[-1])
+        bank.optim_step("ada")
+    assert needed[1] < needed[0]
+    # What a pass keeps of a chunk has no view of its logits.
+    logits = torch.zeros(4, 64, requires_grad=True)
+    kept = passes._select_logprobs(logits, torch.zeros(4, 1, dtype=torch.int64), 0)
+    assert max(values.untyped_storage().nbytes() for values in kept) <= 4 * 8
 
 
 def test_a_step_that_fails_on_one_rank(worlds: Any, base: Path) -> None:

@@ -209,6 +209,11 @@ def test_a_training_by_its_configuration(training):
     assert hsdp["mesh"] == {"replicate": 2, "shard": 2}
     more = planned(training, "--gradient_checkpointing", "false", "--ranks=4")
     assert more["summary"]["training_bytes"] > found["summary"]["training_bytes"]
+    swept = planned(training, "--sweep={lora_r: [4, 8]}", "--ranks=2", "--device=cpu", "--tokens_per_pass=64")
+    assert swept["trainable_parameters"] > 0
+    assert swept["training"]["optimizer_bytes"] == [8 * swept["trainable_parameters"]] * 2
+    assert swept["training"]["gradient_bytes"] == 4 * swept["trainable_parameters"]
+    assert (swept["training"]["batch_size"], swept["training"]["max_length"]) == (2, 32)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +222,6 @@ def test_a_training_by_its_configuration(training):
         ([], "num_process"),
         (["--ranks=2", "--seq=16"], "max_length: its option is for a model"),
         (["--ranks=2", "--max_lenght=16"], "Did you mean max_length?"),
-        (["--ranks=2", "--sweep={lora_r: [4, 8]}"], "many LoRAs are not estimated"),
     ],
 )
 def test_a_configuration_that_cannot_be_planned(training, arguments, message):

@@ -18,6 +18,9 @@ def prepare(folder: Path) -> Path:
     tiny.write_model(folder / "model")
     for name, count in (("ada", 24), ("bob", 10)):
         tiny.write_chats(folder / f"{name}.jsonl", count)
+    tiny.write_rows(folder / "eve.jsonl", *[tiny.pair(n) for n in range(20)])
+    plain = [{"prompt": f"{n} and", "chosen": f" {n + 1}" * (1 + n % 4), "rejected": " no"} for n in range(12)]
+    tiny.write_rows(folder / "fay.jsonl", *plain)
     return folder
 
 
@@ -58,6 +61,36 @@ def values(folder: Path, output: str, ranks: int) -> dict[str, Any]:
     }
 
 
+def with_pairs(folder: Path, output: str, ranks: int) -> dict[str, Any]:
+    """Also two adapters on pairs: chats, and plain text of which rows are cut; 4 and 8 pairs in a step."""
+    given = values(folder, output, ranks)
+    eve = {
+        "loss": "dpo",
+        "beta": 0.3,
+        "dataset_name": str(folder / "eve.jsonl"),
+        "max_steps": 6,
+        "max_length": 48,
+        "test_split_size": 0.2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "lora_dropout": 0.5,
+    }
+    fay = {
+        "loss": "dpo",
+        "dataset_name": str(folder / "fay.jsonl"),
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 2,
+        "max_length": 16,
+        "lora_r": 4,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "seed": 5,
+    }
+    given["adapters"] = {"ada": {**given["adapters"]["ada"], "max_steps": 4}, "eve": eve, "fay": fay}
+    return given
+
+
 def config(given: dict[str, Any]) -> list[str]:
     return words({**COMMON, "max_steps": None, **given})
 
@@ -69,9 +102,13 @@ def train(given: dict[str, Any]) -> TrlOutcome:
 
 def train_alone(given: dict[str, Any], name: str) -> list[float]:
     """Train one of the adapters by TRL's trainer on this rank; the losses of all steps."""
+    return [entry["loss"] for entry in history_alone(given, name) if "loss" in entry]
+
+
+def history_alone(given: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """As ``train_alone``; all that is logged."""
     own = read_adapters(read_run_config(config(given)))[name]
-    outcome = run_on_rank(own)
-    return [entry["loss"] for entry in outcome.history if "loss" in entry]
+    return [dict(entry) for entry in run_on_rank(own).history]
 
 
 def train_until(given: dict[str, Any], passes: int, number: int = signal.SIGTERM) -> TrlOutcome:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.training import tiny
 
 from shardwise.core.errors import ConfigError
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import RunConfig, read_run_config
+from shardwise.training.trl_objects import plan_run
 
 COMMON = {"model_name_or_path": "base", "dataset_name": "rows", "output_dir": "out", "max_steps": 5}
 
@@ -39,6 +41,19 @@ def test_common_keys_are_defaults_of_each_adapter(tmp_path: Path) -> None:
         "use_peft": True,
     }
     assert found["bob"].values["max_steps"] == 5
+
+
+def test_adapters_have_losses_with_keys_of_their_own(tmp_path: Path) -> None:
+    adapters = {"ada": {}, "eve": {"loss": "dpo", "beta": 0.5}}
+    found = read_adapters(read(tmp_path, adapters=adapters, assistant_only_loss=True))
+    assert [(one.method, one.own.loss) for one in found.values()] == [("sft", "sft"), ("dpo", "sft")]
+    assert found["ada"].values["assistant_only_loss"]
+    assert found["eve"].values["beta"] == 0.5
+    assert "assistant_only_loss" not in found["eve"].values
+    found = read_adapters(read(tmp_path, loss="dpo", beta=0.5, adapters={"ada": {"loss": "sft"}, "eve": {}}))
+    assert [(one.method, one.values.get("beta")) for one in found.values()] == [("sft", None), ("dpo", 0.5)]
+    swept = read_adapters(read(tmp_path, loss="dpo", sweep={"beta": [0.1, 0.2]}))
+    assert [one.values["beta"] for one in swept.values()] == [0.1, 0.2]
 
 
 def test_folders_of_adapters_are_never_their_names(tmp_path: Path) -> None:
@@ -85,6 +100,20 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
         ({"sweep": {"lora_r": []}}, "sweep.lora_r: is not a list of values"),
         ({"sweep": {"lora_r": [4, 4]}}, "sweep: two combinations have the same name"),
         ({"sweep": {"seed": list(range(2000))}}, "sweep: has 2000 combinations. Use at most 1024"),
+        ({"adapters": {"ada": {"beta": 1.0}}}, "adapters.ada.beta: is a key of loss: dpo, not of sft. Remove it"),
+        (
+            {"loss": "dpo", "adapters": {"ada": {"completion_only_loss": True}}},
+            "adapters.ada.completion_only_loss: is a key of loss: sft, not of dpo. Remove it, or set loss",
+        ),
+        ({"adapters": {"ada": {"loss": "kto"}}}, "adapters.ada.loss: 'kto' is not a choice. Use one of dpo, sft"),
+        ({"adapters": {"ada": {"loss": "dpo"}}, "beta": 1.0}, "beta: is a key of dpo, kto.*, not of sft"),
+        (
+            {"adapters": {"ada": {}, "eve": {"loss": "dpo"}}, "sweep": {"beta": [1.0]}},
+            "sweep.beta: is a key of loss: dpo, not of sft",
+        ),
+        ({"adapters": {"ada": {"loss": "dpo", "loss_type": ["ipo"]}}}, "adapters.ada.loss_type: cannot differ"),
+        ({"adapters": {"ada": {"loss": "dpo"}}, "eos_token": "x"}, "eos_token: no adapter has a loss with it"),
+        ({"loss": "dpo"}, "loss: dpo is for many LoRAs. Set adapters or sweep, or method instead"),
         ({"adapters": {"ada": {}}, "env": {"A=B": "x"}}, "adapters.ada: env: 'A=B' cannot be set"),
         ({"adapters": {"ada": {}}, "packing": True}, "packing: is not supported with adapters"),
         ({"adapters": {"ada": {}}, "method": "dpo"}, "method: dpo is not supported with adapters"),
@@ -124,3 +153,33 @@ def test_all_bad_keys_are_reported_without_torch(tmp_path: Path) -> None:
     assert "adapters.ada.lora_q" in done.stdout
     assert "adapters.bob.lora_z" in done.stdout
     assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")
+def test_a_plan_has_the_memory_of_all_adapters(tmp_path: Path) -> None:
+    tiny.write_model(tmp_path / "model")
+    common = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "bf16": False,
+        "tokens_per_pass": 128,
+        "max_length": 64,
+    }
+    adapters = {
+        "ada": {"lora_r": 2, "lora_target_modules": ["q_proj"]},
+        "bob": {"lora_r": 4, "lora_target_modules": ["q_proj"], "optim": "sgd"},
+        "eve": {"lora_r": 4, "lora_target_modules": ["q_proj"], "loss": "dpo", "optim": "adamw_torch"},
+    }
+    config = read(tmp_path, **common, adapters=adapters)
+    one, many = (plan_run(each, 2, {"device": "cuda"}) for each in (read_adapters(config)["eve"], config))
+    assert one.training and many.training  # noqa: PT018
+    # Two layers from width 32 to 32.
+    elements = [2 * r * (32 + 32) for r in (2, 4, 4)]
+    assert (one.trainable_parameters, many.trainable_parameters) == (elements[-1], sum(elements))
+    assert many.training.gradient_bytes == 4 * sum(elements)
+    assert many.training.optimizer_bytes == (8 * (elements[0] + elements[2]),) * 2
+    own = {phase.phase: phase.device for phase in many.training.phases}
+    assert {phase["gradients"] for phase in own.values()} == {4 * sum(elements)}
+    assert own["loss"]["logits"] == 12 * 128 * 260 + 2 * 128 * 32 * 4
+    assert own["loss"]["activations"] > 0
+    assert "2 x 64 tokens on each rank" in str(many)
+    assert "3 adapters" in str(many)

@@ -10,7 +10,15 @@ from safetensors.torch import load_file
 from tests.support.local_ranks import RankError
 from tests.support.world import run_forked as run_world
 from tests.training import tiny
-from tests.training.adapters_on_ranks import prepare, train, train_alone, train_until, values
+from tests.training.adapters_on_ranks import (
+    history_alone,
+    prepare,
+    train,
+    train_alone,
+    train_until,
+    values,
+    with_pairs,
+)
 from tests.training.on_ranks import size_of_png
 
 from shardwise.training.train_model import TrlOutcome
@@ -56,6 +64,48 @@ def test_an_adapter_on_two_ranks_is_trained_as_alone_by_trl(
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[key], theirs[key], atol=1e-5) for key in theirs)
+
+
+def entries(outcome: TrlOutcome, name: str) -> list[dict[str, Any]]:
+    return [dict(entry) for entry in outcome.history if entry.get("adapter") == name]
+
+
+LOGGED = (
+    "loss",
+    "eval_loss",
+    *(f"{kind}rewards/{key}" for kind in ("", "eval_") for key in ("margins", "accuracies")),
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pairs_beside_rows_are_trained_as_alone_by_trl(folder: Path, ranks: int) -> None:
+    outcomes = run_world(ranks, train, with_pairs(folder, f"pairs-{ranks}", ranks))
+    assert all(losses(outcome) == losses(outcomes[0]) for outcome in outcomes)
+    for name in ("eve", "fay"):
+        [alone] = run_world(1, history_alone, with_pairs(folder, f"{name}-beside-{ranks}", 1), name)
+        own = entries(outcomes[0], name)
+        for key in LOGGED:
+            expected = [entry[key] for entry in alone if key in entry]
+            assert [entry[key] for entry in own if key in entry] == pytest.approx(expected, abs=1e-5), (name, key)
+        assert any("rewards/margins" in entry for entry in own)
+        assert own[0]["loss"] - [entry["loss"] for entry in own if "loss" in entry][-1] > 0.01
+    assert [entry["loss"] for entry in entries(outcomes[0], "ada") if "loss" in entry] == pytest.approx(
+        run_world(1, train_alone, with_pairs(folder, f"ada-beside-{ranks}", 1), "ada")[0], abs=1e-5
+    )
+
+
+def test_pairs_resume_and_one_that_is_not_finite_ends_alone(folder: Path) -> None:
+    [whole] = run_world(1, train, with_pairs(folder, "all-pairs", 1))
+    [stopped] = run_world(1, train_until, with_pairs(folder, "stopped-pairs", 1), 4)
+    assert stopped.has_stopped
+    given = with_pairs(folder, "stopped-pairs", 2)
+    resumed = run_world(2, train, given)[0]
+    assert {name: pytest.approx(own, abs=1e-5) for name, own in losses(whole).items()} == losses(resumed)
+    given = with_pairs(folder, "failed-pairs", 2)
+    given["adapters"]["fay"] |= {"learning_rate": 1e38}
+    outcome = run_world(2, train, given)[0]
+    assert ["failure" in outcome.metrics[name] for name in ("ada", "eve", "fay")] == [False, False, True]
+    assert losses(outcome)["eve"] == pytest.approx(losses(whole)["eve"], abs=1e-5)
 
 
 def test_a_signal_saves_and_the_same_command_resumes_on_another_number_of_ranks(
@@ -116,6 +166,8 @@ def test_an_adapter_that_cannot_be_is_one_error_on_all_ranks(
 def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder: Path) -> None:
     with pytest.raises(RankError, match=r"adapters\.ada: a row has \d+ tokens.*Set max_length or tokens_per_pass"):
         run_world(1, train, {**values(folder, "refused", 1), "tokens_per_pass": 32})
+    with pytest.raises(RankError, match=r"adapters\.eve: a row has \d+ tokens \(96 with padding, in a pair\)"):
+        run_world(1, train, {**with_pairs(folder, "refused", 1), "tokens_per_pass": 64})
     with pytest.raises(RankError, match="eos_token: <end> is not in the vocabulary"):
         run_world(1, train, {**values(folder, "refused", 1), "eos_token": "<end>"})
     tokenizer = tiny.tokenizer()

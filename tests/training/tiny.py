@@ -80,6 +80,13 @@ def chat(*contents: str) -> dict[str, object]:
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
 
 
+def pair(number: int) -> dict[str, object]:
+    """A preference; of some the rejected answer is the longer one."""
+    answers = f"It is {number}.", "No" + "!" * (number % 9)
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
+    return {"prompt": [{"role": "user", "content": f"{number}?"}], "chosen": chosen, "rejected": rejected}
+
+
 def write_rows(file: Path, *rows: object) -> Path:
     """Strings are written as they are, other values as JSON."""
     lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]

@@ -18,6 +18,7 @@ from shardwise.bank.compose import PassPlan, Unit, compose_passes, pad_length
 from shardwise.bank.gathers import CountedGather, are_in_step
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.losses import LOSSES, complete_config
+from shardwise.bank.memory import estimate_pass
 from shardwise.bank.passes import FusedPass, PlacedRequest, PlacedRow, SharedBase
 from shardwise.bank.rows import Request, UnpaddedRow, no_random_numbers, parse_rows
 from shardwise.core.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
@@ -338,7 +339,7 @@ def open_call(
             sum(counts[request].num_targets[rank][row] for request, row in rows_of_rank)
             for rank, rows_of_rank in enumerate(by_rank)
         ]
-        _require_memory(base, plan, counts, by_rank, num_targets, free_bytes, is_training=is_training)
+        _require_memory(base, plan, placed, by_rank, num_targets, free_bytes)
         num_chunks = max(-(-max(num_targets) // base.chunk_positions), 1)
         passes.append(PlannedPass(plan.tokens, num_chunks, tuple(by_rank[base.world.rank])))
     call = RowCall(base, rows, placed, counts, passes, num_top=num_top)
@@ -490,37 +491,32 @@ def combine_counts(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequ
 def _require_memory(
     base: SharedBase,
     plan: PassPlan,
-    counts: Sequence[RequestCounts],
+    requests: Sequence[PlacedRequest],
     by_rank: Sequence[Sequence[tuple[int, int]]],
     num_targets: Sequence[int],
     free_bytes: Sequence[int | None],
-    *,
-    is_training: bool,
 ) -> None:
-    """Check that a chunk of logits and the hidden states of a pass fit into the free memory of each rank.
+    """Check that a pass fits into the free memory of each rank, as estimated by :func:`estimate_pass`.
 
-    The check is a lower bound: for each logit of a chunk 2 bytes, 4 for its log-softmax in float32 and, for the
-    backward pass, 4 for a gradient; for each token 2 bytes of hidden states, of all layers for the backward pass.
     On the CPU each rank is compared with the whole free memory of the host, which ranks share. Unknown memory is
     not checked. Collective: no.
 
     Raises:
         TrainingError: they do not fit. The same on every rank.
     """
-    config = base.model.config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", 1) if is_training else 1
-    bytes_per_token = 2 * getattr(config, "hidden_size", 0) * layers
+    # Of all ranks: one with rows of the base alone has the backward pass of the others.
+    trained = [requests[number] for rows in by_rank for number in {request for request, _ in rows}]
+    adapters = [each.adapter for each in trained if each.request.backward and each.adapter is not None]
     for rank, free in enumerate(free_bytes):
-        positions = min(num_targets[rank], base.chunk_positions)
-        needed = positions * base.vocab_size * (10 if is_training else 6)
-        needed += len(by_rank[rank]) * plan.tokens * bytes_per_token
+        rows = len(by_rank[rank])
+        needed = estimate_pass(base, adapters, rows, plan.tokens, num_targets[rank], free)
         if free is not None and needed > free:
-            names = ", ".join(dict.fromkeys(describe_adapter(counts[request].name) for request, _ in by_rank[rank]))
+            of_rank = (requests[number].request.adapter for number, _ in by_rank[rank])
+            names = ", ".join(dict.fromkeys(map(describe_adapter, of_rank)))
             raise TrainingError(
-                f"a pass of {names}: logits of {positions} positions, and hidden states of {len(by_rank[rank])} "
-                f"rows of {plan.tokens} tokens, need at least {in_bytes(needed)} on rank "
-                f"{base.world.global_ranks[rank]}, where {in_bytes(free)} is free. Pass fewer rows in a call, or a "
-                "smaller max_tokens_per_pass"
+                f"a pass of {names} has {rows * plan.tokens} positions ({rows} rows of {plan.tokens} tokens) and "
+                f"needs about {in_bytes(needed)} on rank {base.world.global_ranks[rank]}, where {in_bytes(free)} "
+                f"is free. Pass fewer rows in a call, or less than max_tokens_per_pass={base.max_tokens_per_pass}"
             )
 
 

@@ -18,7 +18,7 @@ import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -40,7 +40,7 @@ from shardwise.transfer.memory import available_memory
 
 _POLL_S = 0.0005
 
-_CHUNK_LOGITS: Final = 1 << 24
+CHUNK_LOGITS: Final = 1 << 24
 """Logits of a chunk: 12 bytes each, 200 MB."""
 
 _CHUNK_MULTIPLE: Final = 16
@@ -53,6 +53,7 @@ class SharedBase:
 
     Attributes:
         max_tokens_per_pass: maximum number of padded tokens of a pass on a rank.
+        traced: bytes of activations of a row, by config of its adapter and length.
     """
 
     world: World
@@ -61,6 +62,7 @@ class SharedBase:
     switch: ActiveRouting
     backend: BackendChoice
     max_tokens_per_pass: int
+    traced: dict[tuple[str, int], int] = field(default_factory=dict, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -76,7 +78,7 @@ class SharedBase:
     @property
     def chunk_positions(self) -> int:
         """Positions whose logits are computed at once."""
-        return max(_CHUNK_LOGITS // self.vocab_size // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
+        return max(CHUNK_LOGITS // self.vocab_size // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
 
     def free_bytes(self) -> int | None:
         """Return free memory of the device, or of the host if that computes. None if unknown."""
@@ -496,6 +498,7 @@ def _select_logprobs(
     probable tokens, (positions, num_top), without a graph.
     """
     logprobs = logits.float().log_softmax(1)
-    # topk of 0 tokens would still read the whole vocabulary.
-    top, ids = logprobs.detach().topk(num_top, dim=1) if num_top else (logprobs[:, :0].detach(), targets[:, :0])
+    # topk of 0 tokens would still read the whole vocabulary, and an empty view would keep it in memory.
+    none = logprobs.detach().new_empty((len(logprobs), 0)), targets[:, :0]
+    top, ids = logprobs.detach().topk(num_top, dim=1) if num_top else none
     return torch.where(targets == IGNORED, 0.0, logprobs.gather(1, targets.clamp(min=0))), top, ids

@@ -24,7 +24,7 @@ from shardwise.fsdp.policies import WrapPolicy, find_repeated_blocks
 from shardwise.fsdp.torch_private import from_torch
 from shardwise.fsdp.wrap import Sharding, prepare_blocks
 from shardwise.loading import estimate_arithmetic, meta_model
-from shardwise.loading.estimate_arithmetic import Head, Step
+from shardwise.loading.estimate_arithmetic import BankSizes, Head, Step
 from shardwise.loading.estimate_layout import predict_layout
 from shardwise.loading.from_pretrained import OpenModel, open_model
 from shardwise.loading.memory_estimate import MemoryPlacement, largest_computation
@@ -62,6 +62,7 @@ class PlanOptions(meta_model.FilledOptions, total=False):
         gradient_checkpointing: whether the blocks are recomputed, as the Trainer has it.
         mixed_precision: autocast of the Trainer, "no" (default), "bf16" or "fp16".
         memory_bytes: memory of each rank, for which ``training.largest_batch`` is computed.
+        bank: adapters of an ``AdapterBank``, of which ``tuning`` is the largest. A pass has the rows above.
     """
 
     mesh: Mapping[str, int]
@@ -76,6 +77,7 @@ class PlanOptions(meta_model.FilledOptions, total=False):
     gradient_checkpointing: bool
     mixed_precision: Literal["no", "bf16", "fp16"]
     memory_bytes: int
+    bank: BankSizes
 
 
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Estimate:
@@ -200,8 +202,9 @@ def _training(
     """Forecast a training step: with activations if the batch is given, with the largest batch if the memory is."""
     sharding = options.get("sharding", Sharding())
     rows, tokens = options.get("per_device_train_batch_size", 0), options.get("max_length", 0)
-    accumulates = options.get("gradient_accumulation_steps", 1) > 1
-    step = Step(options.get("optim", _OPTIM), accumulates=accumulates)
+    bank = options.get("bank")  # whose gradients exist at any time, as with accumulation
+    accumulates = options.get("gradient_accumulation_steps", 1) > 1 or bank is not None
+    step = Step(options.get("optim", _OPTIM), accumulates=accumulates, bank=bank)
     memory_bytes = options.get("memory_bytes") if rows and tokens else None
     if rows and tokens:
         recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing

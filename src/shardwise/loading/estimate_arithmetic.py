@@ -119,6 +119,34 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class BankSizes:
+    """Sizes of the adapters of a bank, each whole in float32 on every rank, with a gradient at any time.
+
+    Attributes:
+        adapters: by adapter, its optimizer as in ``TrainingArguments.optim``, and its number of elements.
+        chunk_logits: logits that are computed at once.
+    """
+
+    adapters: tuple[tuple[str, int], ...]
+    chunk_logits: int
+
+    @property
+    def gradients(self) -> list[int]:
+        """Bytes of each adapter's gradient, and of its matrices."""
+        return [4 * count for _, count in self.adapters]
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return round(sum(4 * count * _STATES.get(optim, (2, 0))[0] for optim, count in self.adapters))
+
+    def logits_bytes(self, tokens: int, head: Head) -> int:
+        """Return the memory of a chunk of logits, and of the hidden states of all positions and their gradient."""
+        # Three float32 tensors: log-softmax, its gradient, and that of the logits.
+        chunk = min(tokens * head.vocab_size, self.chunk_logits) * 12
+        return chunk + 2 * tokens * head.hidden * head.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The settings of a training step.
 
@@ -130,6 +158,7 @@ class Step:
         head: the language model head. None for a model without one.
         activations: memory of activations as traced.
         twice: the same for twice as many rows.
+        bank: adapters that are trained in place of that in the layout.
     """
 
     optim: str
@@ -139,11 +168,15 @@ class Step:
     head: Head | None = None
     activations: Activations = field(default_factory=Activations)
     twice: Activations = field(default_factory=Activations)
+    bank: BankSizes | None = None
 
     @property
     def logits_bytes(self) -> int:
         """Memory of the loss and its logits."""
-        return 0 if self.head is None else trl_logits_bytes(self.batch_size * self.max_length, self.head)
+        if self.head is None:
+            return 0
+        compute = trl_logits_bytes if self.bank is None else self.bank.logits_bytes
+        return compute(self.batch_size * self.max_length, self.head)
 
     def with_rows(self, rows: int) -> Step:
         """Return the step with another number of rows. Activations grow linearly with it.
@@ -189,17 +222,23 @@ def estimate_training(
     states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
     gradients = [padded[tensor.fqn] for tensor in trained]
+    weights, update = sum(padded.values()), _step_bytes(step.optim, gradients, placement)
+    if step.bank is not None:
+        weights += sum(step.bank.gradients) - sum(gradients)
+        states = [step.bank.optimizer_bytes] * len(states)
+        gradients = step.bank.gradients
+        update = max(_step_bytes(optim, gradients, placement) for optim, _ in step.bank.adapters)
     sizes = _GroupSizes.from_groups(world, groups, placement)
     fixed = _FixedSizes(
         groups=sizes,
         placement=placement,
-        weights=sum(padded.values()),
+        weights=weights,
         optimizer=states[0],
         gradients=sum(gradients),
         in_blocks=sum(padded[tensor.fqn] for tensor in trained if tensor.fqn not in root_names),
         # Shards are cast, or copied to the device, into the input of the all-gather.
         cast=sizes.root // world.mesh.shard_size if param_dtype or placement.offloads_shards else 0,
-        update=_step_bytes(step.optim, gradients, placement),
+        update=update,
     )
     return TrainingEstimate(
         step.optim,

@@ -15,52 +15,60 @@ from trl.trainer import sft_trainer
 
 from shardwise.bank.batch import LENGTH_MULTIPLE
 from shardwise.bank.compose import pad_length
-from shardwise.bank.rows import RowTensors
+from shardwise.bank.rows import IGNORED, RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects as trl_setup
+from shardwise.training.arguments import TrainMethod
 from shardwise.training.dataset_loading import AnyDataset, preparing_together, require_trainable_rows
+from shardwise.training.preference_pairs import tokenize_pairs
 
 
 class TokenizedRows:
-    """Tokenized rows.
+    """Tokenized rows, or pairs of them.
 
     Attributes:
         rows: with ``input_ids`` and ``labels``.
-        lengths: of the rows in tokens.
-        num_supervised_tokens: number of labels of all rows that are not ignored.
+        size: 2 for pairs, which are adjacent rows, otherwise 1.
+        longest: tokens of the longest row.
+        num_terms: number of terms of the mean loss: pairs, or labels that are not ignored.
     """
 
-    def __init__(self, rows: AnyDataset) -> None:
+    def __init__(self, rows: AnyDataset, method: TrainMethod) -> None:
         assert isinstance(rows, datasets.Dataset)  # adapters have no dataset_streaming
         self.rows = rows
-        self.lengths: Sequence[int] = [len(ids) for ids in rows["input_ids"]]
-        self.num_supervised_tokens = _count_supervised(rows)
+        self.size = 2 if method == "dpo" else 1
+        self.longest = max(map(len, rows["input_ids"]))
+        self.num_terms = len(self) if method == "dpo" else _count_supervised(rows)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.rows) // self.size
 
-    def tensors(self, indices: Sequence[int]) -> RowTensors:
-        """Collate rows, padded on the right. No rows give tensors of shape (0, 1)."""
-        if not indices:
-            return {"input_ids": torch.zeros((0, 1), dtype=torch.int64)}
-        collate = sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
-        collated: RowTensors = collate([self.rows[index] for index in indices])
-        return collated
+    def take(self, indices: Sequence[int]) -> list[RowTensors]:
+        """Return rows, or the rows of pairs, without padding."""
+        taken: list[RowTensors] = []
+        for index in indices:
+            for row in self.rows.select(range(index * self.size, (index + 1) * self.size)):
+                targets = [*row["labels"][1:], IGNORED]
+                taken.append({"input_ids": torch.tensor(row["input_ids"]), "targets": torch.tensor(targets)})
+        return taken
 
 
 def tokenize(
     data: tuple[AnyDataset, AnyDataset | None], arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Tokenize an adapter's rows for training and evaluation as ``SFTTrainer`` does. Collective: yes.
+    """Tokenize an adapter's rows for training and evaluation as TRL's trainer does. Collective: yes.
 
     Raises:
         ConfigError: a row cannot be used, or there is none to train on.
     """
-    args = arguments.training
+    args, method = arguments.training, arguments.own.method
+    tokenize_rows = tokenize_pairs if method == "dpo" else _tokenize
     tokenized: list[datasets.Dataset | None] = []
-    with preparing_together(sft_trainer.SFTTrainer, local_rank, data, args.dataset_text_field):
+    with preparing_together(
+        trl_setup.trl_class(method, "Trainer"), local_rank, data, getattr(args, "dataset_text_field", "text")
+    ):
         for rows in data:
-            tokenized.append(None if rows is None else _tokenize(rows, args, processor))
+            tokenized.append(None if rows is None else tokenize_rows(rows, args, processor))
     splits = (arguments.script.dataset_train_split, arguments.script.dataset_test_split)
     for dataset, split in zip(tokenized, splits, strict=True):
         if dataset is not None:
@@ -95,17 +103,16 @@ def _count_supervised(rows: datasets.Dataset) -> int:
 
 
 def require_rows_fit(rows: TokenizedRows, longest: int, tokens_per_pass: int) -> None:
-    """Check that the longest row fits into a pass.
+    """Check that the longest row fits into a pass, or two of them if rows are pairs.
 
     Raises:
         ConfigError: it does not.
     """
-    most = max(rows.lengths)
-    padded = pad_length(most, multiple=LENGTH_MULTIPLE, longest=longest)
-    if most > longest or padded > tokens_per_pass:
+    padded = rows.size * pad_length(rows.longest, multiple=LENGTH_MULTIPLE, longest=longest)
+    if rows.longest > longest or padded > tokens_per_pass:
         raise ConfigError(
-            f"a row has {most} tokens ({padded} with padding), more than the model ({longest}) or a pass "
-            f"({tokens_per_pass}) takes. Set max_length or tokens_per_pass"
+            f"a row has {rows.longest} tokens ({padded} with padding{', in a pair' * (rows.size - 1)}), more than "
+            f"the model ({longest}) or a pass ({tokens_per_pass}) takes. Set max_length or tokens_per_pass"
         )
 
 

@@ -6,17 +6,18 @@ override.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from shardwise.core.formatting import folder_name
-from shardwise.training.arguments import ShardwiseArguments
-from shardwise.training.keys import find_conflicts, find_faults
+from shardwise.training.arguments import AdapterMethod, ShardwiseArguments
+from shardwise.training.keys import find_conflicts, find_faults, get_keys
 from shardwise.training.run_config import RunConfig, raise_faults
 
 ADAPTER_KEYS: Final = frozenset(
     {
+        *("loss", "beta", "disable_dropout"),
         *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora"),
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
         *("datasets", "test_split_size", "assistant_only_loss", "completion_only_loss"),
@@ -59,6 +60,8 @@ _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 _REPLACED: Final = {"num_train_epochs": "max_steps", "dataset_name": "datasets"}
 """Keys of the file that do not apply to an adapter which sets another key."""
 
+_LOSSES: Final[tuple[AdapterMethod, ...]] = get_args(AdapterMethod)
+
 _MAX_ADAPTERS: Final = 1024
 
 _LONGEST_NAME: Final = 100
@@ -86,6 +89,10 @@ def read_adapters(config: RunConfig) -> dict[str, RunConfig]:
     faults += [fault for key, value in values.items() for fault in _find_unsupported(key, value)]
     raise_faults(config.source, faults)
     adapters = {name: _make_config(config, name, overrides) for name, overrides in overrides_by_name.items()}
+    known = {key for adapter in adapters.values() for key in get_keys(adapter.method)}
+    raise_faults(
+        config.source, [f"{key}: no adapter has a loss with it. Remove it" for key in values.keys() - known]
+    )
     for name, adapter in adapters.items():
         conflicts = find_conflicts(adapter.values, adapter.own)
         raise_faults(config.source, [f"adapters.{name}: {fault}" for fault in conflicts])
@@ -96,8 +103,14 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the overrides of each adapter by name, and faults."""
     adapters: Mapping[str, Any] = config.own.adapters or {}
     sweep: Mapping[str, Any] = config.own.sweep or {}
-    faults = [fault for name, overrides in adapters.items() for fault in _find_adapter_faults(name, overrides)]
-    faults += [fault for key, values in sweep.items() for fault in _find_sweep_faults(key, values)]
+    default, losses = config.own.loss, set[AdapterMethod]()
+    faults: list[str] = []
+    for name, overrides in (adapters or {"": {}}).items():
+        loss = overrides.get("loss") if isinstance(overrides, dict) else None
+        losses.add(loss := loss if loss in _LOSSES else default)
+        if adapters:
+            faults += _find_adapter_faults(name, overrides, loss)
+    faults += [fault for key, values in sweep.items() for fault in _find_sweep_faults(key, values, sorted(losses))]
     if not adapters and not sweep:
         faults.append("adapters: is empty. Write NAME: {KEY: VALUE, ...}, or sweep: {KEY: [VALUE, ...]}")
     if faults:
@@ -117,26 +130,31 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
     return expanded, faults
 
 
-def _find_adapter_faults(name: object, overrides: object) -> Iterator[str]:
+def _find_adapter_faults(name: object, overrides: object, loss: AdapterMethod) -> Iterator[str]:
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         yield f"adapters: {name!r} is not a name. Use up to {_LONGEST_NAME} characters that can be printed"
     elif not isinstance(overrides, dict):
         yield f"adapters.{name}: is not a mapping. Write {name}: {{KEY: VALUE, ...}}, or {name}: {{}}"
     else:
         for key, value in overrides.items():
-            yield from (f"adapters.{name}.{fault}" for fault in _find_override_faults(key, value))
+            yield from (f"adapters.{name}.{fault}" for fault in _find_override_faults(key, value, [loss]))
 
 
-def _find_sweep_faults(key: str, values: object) -> Iterator[str]:
+def _find_sweep_faults(key: str, values: object, losses: Sequence[AdapterMethod]) -> Iterator[str]:
     if not isinstance(values, list) or not values:
         yield f"sweep.{key}: is not a list of values. Write {key}: [VALUE, ...]"
         return
-    faults = dict.fromkeys(fault for value in values for fault in _find_override_faults(key, value))
+    faults = dict.fromkeys(fault for value in values for fault in _find_override_faults(key, value, losses))
     yield from (f"sweep.{fault}" for fault in faults)
 
 
-def _find_override_faults(key: str, value: Any) -> Iterator[str]:
-    faults = list(find_faults(key, value, "sft"))
+def _find_override_faults(key: str, value: Any, losses: Sequence[AdapterMethod]) -> Iterator[str]:
+    """Yield the faults of a key that is set for adapters with these losses."""
+    having = [loss for loss in _LOSSES if key in get_keys(loss)]
+    if having and (others := [loss for loss in losses if loss not in having]):
+        yield f"{key}: is a key of loss: {having[0]}, not of {others[0]}. Remove it, or set loss"
+        return
+    faults = list(find_faults(key, value, losses[0]))
     if not faults and key not in ADAPTER_KEYS:
         remedy = "Set it once for all" if key in _SHARED_KEYS else "Remove it"
         faults.append(f"{key}: cannot differ between adapters. {remedy}")
@@ -153,11 +171,15 @@ def _find_unsupported(key: str, value: Any) -> Iterator[str]:
 
 def _make_config(config: RunConfig, name: str, overrides: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of one adapter, as of a single training in a folder with its name."""
+    overrides = dict(overrides)
+    method: AdapterMethod = overrides.pop("loss", config.own.loss)
     replaced = {_REPLACED[key] for key in overrides if key in _REPLACED} - overrides.keys()
-    values = {key: value for key, value in config.values.items() if key not in replaced}
+    # Keys of the file that another loss has do not apply.
+    applied = get_keys(method).keys() - replaced
+    values = {key: value for key, value in config.values.items() if key in applied}
     output_dir = f"{config.values.get('output_dir', 'trainer_output')}/{folder_name(name)}"
     values |= {**overrides, "use_peft": True, "output_dir": output_dir}
-    single = replace(config.own, adapters=None, sweep=None)
+    single = replace(config.own, adapters=None, sweep=None, method=method, loss="sft")
     return replace(config, source=f"{config.source}, adapter {name}", values=values, own=single)
 
 

@@ -8,6 +8,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward", "orpo", "cpo"]
 METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
 
+AdapterMethod: TypeAlias = Literal["sft", "dpo"]
+"""A method of which many adapters can be trained at once."""
+
 
 def _key(default: Any, text: str, *, at_least: int | None = None, excludes: str | None = None) -> Any:
     """Declare a key.
@@ -51,6 +54,7 @@ class ShardwiseArguments:
     extra_modules: list[str] | None = _key(None, "modules outside of layers to train, too", excludes="use_peft")
     adapters: dict[str, Any] | None = _key(None, "many LoRAs on one base: keys by name")
     sweep: dict[str, Any] | None = _key(None, "many LoRAs, one for each combination: lists by key")
+    loss: AdapterMethod = _key("sft", "with many LoRAs, that of an adapter: `sft`, or `dpo` on pairs")
     tokens_per_pass: int = _key(4096, "with many LoRAs, tokens of a pass on one rank", at_least=1)
     tokenizer_name_or_path: str | None = _key(None, "for a model from a URL; default: the model's")
     config_overrides: dict[str, Any] | None = _key(

@@ -182,6 +182,8 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         if other and all_values.get(field.name) and all_values.get(other):
             yield f"{field.name}: contradicts {other}. Remove one of them"
     yield from _find_mixture_faults(own)
+    if own.loss != "sft" and not own.has_adapters:
+        yield f"loss: {own.loss} is for many LoRAs. Set adapters or sweep, or method instead"
     if own.early_stopping_patience and not values.get("load_best_model_at_end"):
         yield "early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them"
     for name, value in (own.env or {}).items():

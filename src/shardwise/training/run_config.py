@@ -74,7 +74,7 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     source = file or "the command line"
     if explanation := explain_other_format(values):
         raise ConfigError(f"{source}: {explanation}")
-    named: Any = values.get("method", "sft")
+    named: Any = values.get("loss") or values.get("method", "sft")  # many LoRAs are of several methods
     valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
     translation = translate(values, get_keys(valid_method))
     faults = list(translation.faults)

@@ -89,7 +89,8 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
             for key, value in effective_settings(arguments).items():
                 settings[f"{name}.{key}" if name else key] = value
         require_same_settings(world, settings, "the configuration")
-    first = next(iter(parsed.values()))  # keys of the base are the same for all
+    # Keys of the base are the same for all. Those of the tokenizer are among those of supervised training.
+    first = min(parsed.values(), key=lambda one: one.own.method != "sft")
     output = Path(first.training.output_dir)
     identity = get_identity(config, config.method)
     weights = ["*.safetensors"]

@@ -7,17 +7,19 @@ import math
 import operator
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+from torch.nn.functional import logsigmoid
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState, get_scheduler
 
 from shardwise.bank.adapter import AdapterLoss, AdapterOptions, AdapterStep
 from shardwise.bank.adapter_bank import AdapterBank
-from shardwise.bank.rows import RowTensors
+from shardwise.bank.rows import Request, RowTensors
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
 from shardwise.core.formatting import table_lines
 from shardwise.files.local_writer import open_writer
@@ -31,6 +33,7 @@ from shardwise.training import trl_objects as trl_setup
 from shardwise.training.adapter_rows import StepOrder, TokenizedRows, require_rows_fit
 from shardwise.training.curves import draw_curves, gather_memory
 from shardwise.training.dataset_loading import require_embedded_tokens
+from shardwise.training.preference_pairs import compute_dpo_loss, compute_margins
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_inputs import RunInputs, TrainingRecord, name_adapter, open_inputs
 
@@ -115,10 +118,11 @@ def _add_adapters(inputs: RunInputs, tokens_per_pass: int, world: World) -> list
                     require_embedded_tokens(dataset, inputs.processor, model)
     adapters = []
     for name, arguments in inputs.arguments.items():
-        train, test = inputs.data[name]
-        held_out = None if test is None else TokenizedRows(test)
+        rows_of_adapter = [
+            None if rows is None else TokenizedRows(rows, arguments.own.method) for rows in inputs.data[name]
+        ]
         with name_adapter(name):
-            adapters.append(AdapterTraining(name, arguments, TokenizedRows(train), held_out, shared))
+            adapters.append(AdapterTraining(name, arguments, rows_of_adapter, shared))
             adapters[-1].join()
     return adapters
 
@@ -167,9 +171,16 @@ def train_together(
             if has_stopped or not waiting:
                 break
             in_step, bank = waiting, waiting[0].bank
-            losses = bank.forward_backward([(adapter.name, adapter.next_tensors()) for adapter in in_step])
+            requests = [request for adapter in in_step for request in adapter.next_requests()]
+            try:
+                output = bank.forward_backward(requests)
+            except TrainingError as error:
+                if error.output is None:
+                    raise
+                output = error.output  # losses that are not finite are NaN, and end their adapters alone
+            outcomes = iter(output.requests)
             for adapter in in_step:
-                adapter.note_loss(losses.adapters[adapter.name])
+                adapter.note_outcomes(outcomes)
             steps = bank.optim_step({adapter.name: {} for adapter in in_step})
             bar.update(len(in_step))
         for adapter in waiting:
@@ -208,8 +219,7 @@ class AdapterTraining:
     Args:
         name: name of the adapter.
         arguments: its configuration.
-        rows: rows to train on.
-        held_out: rows to evaluate on.
+        splits: rows to train on, and to evaluate on or None.
         shared: the bank.
 
     Raises:
@@ -220,8 +230,7 @@ class AdapterTraining:
         self,
         name: str,
         arguments: trl_setup.TrlArguments,
-        rows: TokenizedRows,
-        held_out: TokenizedRows | None,
+        splits: Sequence[TokenizedRows | None],
         shared: SharedBank,
     ) -> None:
         self.name, self.bank = name, shared.bank
@@ -229,10 +238,20 @@ class AdapterTraining:
         self.state = TrainerState()
         self._folder = Path(self.args.output_dir)
         self._lora = trl_setup.lora_config(arguments)
-        self._rows, self._held_out, self._shared = rows, held_out, shared
-        for split in (rows, held_out):
-            if split is not None:
-                require_rows_fit(split, self.bank.max_length, shared.tokens_per_pass)
+        if getattr(self.args, "disable_dropout", False):  # of DPOConfig
+            self._lora.lora_dropout = 0.0
+        rows, self._held_out = splits
+        assert rows is not None
+        self._rows, self._shared = rows, shared
+        for split in filter(None, splits):
+            require_rows_fit(split, self.bank.max_length, shared.tokens_per_pass)
+        self._has_pairs = rows.size > 1
+        self._pairs: list[RowTensors] = []
+        """Rows of this rank of the step that is taken, with log probabilities of the base."""
+        self._references: list[torch.Tensor] | None = None
+        """Log probabilities of the base for the rows of the next step."""
+        self._margins: list[float] = []
+        """Of this rank's pairs since the last log entry."""
         per_rank = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._order = StepOrder(len(rows), per_rank * shared.world.size, seed)
@@ -295,7 +314,9 @@ class AdapterTraining:
             "optimizer": optimizer,
             "schedule": schedule,
             "max_grad_norm": args.max_grad_norm or math.inf,
-            "gradient_accumulation_steps": 1,
+            # Of pairs whose loss is not finite, a window has none.
+            "gradient_accumulation_steps": None if self._has_pairs else 1,
+            "reduction": "sum" if self._has_pairs else "mean",
             "seed": args.seed,
         }
 
@@ -304,14 +325,36 @@ class AdapterTraining:
         """True if all steps are taken."""
         return bool(self.state.global_step >= self.state.max_steps)
 
-    def next_tensors(self) -> RowTensors:
-        """Return the rows of the next step on this rank."""
-        world = self._shared.world
-        return self._rows.tensors(self._order.take_step()[world.rank :: world.size])
+    def _take(self, rows: TokenizedRows, indices: Sequence[int]) -> list[RowTensors]:
+        """Return this rank's share of rows or pairs."""
+        return rows.take(indices[self._shared.world.rank :: self._shared.world.size])
 
-    def note_loss(self, loss: AdapterLoss) -> None:
-        """Record the loss of the step, the mean over supervised tokens of all ranks."""
-        self._loss = loss.loss
+    def next_requests(self) -> list[Request]:
+        """Return requests with the rows of the next step on this rank. Collective: yes."""
+        step = self._order.take_step()
+        rows = self._take(self._rows, step)
+        if not self._has_pairs:
+            return [Request(self.name, rows)]
+        # The base is not trained, so the call of a step also computes its log probabilities for the next step.
+        if self._references is None:
+            [self._references] = self.bank.compute_logprobs([Request(None, rows)])
+        self._pairs = [{**row, "logprobs": own} for row, own in zip(rows, self._references, strict=True)]
+        is_last = self.state.global_step + 1 >= self.state.max_steps
+        upcoming = [] if is_last else replace(self._order).take_step()
+        config = {"beta": self.args.beta, "num_pairs": len(step)}
+        return [
+            Request(self.name, self._pairs, compute_dpo_loss, config, group_size=2),
+            Request(None, self._take(self._rows, upcoming), backward=False),
+        ]
+
+    def note_outcomes(self, outcomes: Iterator[AdapterLoss]) -> None:
+        """Record the outcomes of ``next_requests``: a mean over supervised tokens, or over pairs, of all ranks."""
+        outcome = next(outcomes)
+        self._loss = outcome.loss
+        if self._has_pairs:
+            references = [row["logprobs"] for row in self._pairs]
+            self._margins += map(float, compute_margins(outcome.logprobs, references, self.args.beta))
+            self._references = next(outcomes).logprobs
 
     def proceed(self, step: AdapterStep | None) -> None:
         """Record a step if one was taken. Then log, evaluate and save if due. Collective: yes.
@@ -350,8 +393,17 @@ class AdapterTraining:
         self._losses.append(loss)
         if self.is_done or self.state.global_step % self.state.logging_steps == 0:
             average = math.fsum(self._losses) / len(self._losses)
-            self._losses = []
-            self._log(loss=average, grad_norm=step.grad_norm, learning_rate=step.learning_rate)
+            rewards = self._measure_rewards(self._margins)
+            self._losses, self._margins = [], []
+            self._log(loss=average, grad_norm=step.grad_norm, learning_rate=step.learning_rate, **rewards)
+
+    def _measure_rewards(self, margins: Sequence[float], prefix: str = "") -> dict[str, float]:
+        """Return TRL's metrics of the pairs of all ranks, nothing without pairs. Collective: yes."""
+        if not self._has_pairs:
+            return {}
+        sums = len(margins), math.fsum(margins), sum(margin > 0 for margin in margins)
+        count, total, correct = map(math.fsum, zip(*self._shared.world.all_gather_object(sums), strict=True))
+        return {f"{prefix}rewards/margins": total / count, f"{prefix}rewards/accuracies": correct / count}
 
     def _log(self, **metrics: float) -> None:
         self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
@@ -362,14 +414,19 @@ class AdapterTraining:
         return {key: merged[key] for key in ("loss", "eval_loss") if key in merged}
 
     def _evaluate(self, rows: TokenizedRows) -> None:
-        world = self._shared.world
-        local_sum = 0.0
+        local_sum, margins = 0.0, list[float]()
         for start in range(0, len(rows), _ROWS_AT_ONCE):
-            numbers = range(start, min(start + _ROWS_AT_ONCE, len(rows)))[world.rank :: world.size]
-            # For each row (tokens - 1,), 0 for ignored labels. A rank without rows passes, too.
-            [logprobs] = self.bank.compute_logprobs([(self.name, rows.tensors(numbers))])
-            local_sum -= sum(float(values.double().sum()) for values in logprobs)
-        self._log(eval_loss=world.all_reduce_object(local_sum, math.fsum) / rows.num_supervised_tokens)
+            batch = self._take(rows, range(start, min(start + _ROWS_AT_ONCE, len(rows))))
+            requests = [Request(name, batch) for name in ((self.name, None) if self._has_pairs else (self.name,))]
+            # For each row (tokens,), 0 for ignored targets. A rank without rows passes, too.
+            logprobs, *references = self.bank.compute_logprobs(requests)
+            if references:
+                margins += map(float, compute_margins(logprobs, references[0], self.args.beta))
+            else:
+                local_sum -= sum(float(values.double().sum()) for values in logprobs)
+        local_sum -= float(logsigmoid(torch.tensor(margins, dtype=torch.float64)).sum())
+        loss = self._shared.world.all_reduce_object(local_sum, math.fsum) / rows.num_terms
+        self._log(eval_loss=loss, **self._measure_rewards(margins, "eval_"))
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint, unless there is one of this step. Collective: yes."""

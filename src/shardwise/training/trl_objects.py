@@ -21,6 +21,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.data_utils import get_dataset_column_names, is_conversational
 from trl.trainer.utils import get_peft_config
 
+from shardwise.bank.passes import CHUNK_LOGITS
 from shardwise.core.consents import Ignore, Initialize
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.estimate_report import Estimate
@@ -32,14 +33,17 @@ from shardwise.fsdp.torch_private import accelerator
 from shardwise.fsdp.wrap import Sharding, make_replicated_mesh
 from shardwise.integrations import ShardwiseTrainer, for_trainer
 from shardwise.loading.estimate import PlanOptions, plan
+from shardwise.loading.estimate_arithmetic import BankSizes
 from shardwise.loading.from_pretrained import from_pretrained
 from shardwise.loading.meta_model import PretrainedOptions
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models.four_bit.config import Fp4, Nf4
+from shardwise.models.lora.peft_private import comparable_text
 from shardwise.models.tunings import Freeze, Full, Lora, Tuning
 from shardwise.ranks.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.ranks.world import World
 from shardwise.training import dataset_loading
+from shardwise.training.adapters_config import read_adapters
 from shardwise.training.arguments import ShardwiseArguments, TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, trl_accelerate_config
@@ -160,10 +164,14 @@ def load_reference(arguments: TrlArguments) -> PreTrainedModel | None:
 
 def load_base(arguments: TrlArguments) -> PreTrainedModel:
     """Load the base of many LoRAs, sharded and frozen, in bfloat16 if ``bf16`` is set. Collective: yes."""
+    return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **_base_options(arguments)))
+
+
+def _base_options(arguments: TrlArguments) -> PretrainedOptions:
     options = model_options(arguments)
     if arguments.training.bf16 and not arguments.model.dtype:
         options["dtype"] = "bfloat16"
-    return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **options))
+    return options
 
 
 _HEAD: Final = tuple(f"{wrapper}{name}.*" for wrapper in ("", "*.") for name in ("score", "classifier"))
@@ -423,7 +431,8 @@ def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
 def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
     """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
-    A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states.
+    A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states. Many
+    LoRAs are estimated as a pass of ``tokens_per_pass`` tokens of the largest of them, with the memory of all.
 
     Args:
         config: the configuration.
@@ -436,11 +445,11 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         ConfigError: the configuration is rejected, or has no number of ranks.
         ShardwiseError: as for :func:`~shardwise.loading.estimate.plan`.
     """
-    if config.own.has_adapters:
-        raise ConfigError("adapters, sweep: many LoRAs are not estimated. docs/plan.md has what a bank needs")
     ranks = ranks or config.own.num_processes
     if not ranks:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")
+    if config.own.has_adapters:
+        return _plan_bank(config, ranks, placed)
     rows_per_example = 2 if config.method == "dpo" else 1
     # A training makes a mesh of its ranks for replicas. Here there are no ranks. So the configuration is parsed
     # without replicas, and the plan gets the sizes of the mesh.
@@ -479,3 +488,43 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     if step is not None and step.largest_batch is not None:
         step = replace(step, largest_batch=step.largest_batch // rows_per_example)
     return replace(estimate, notes=(*estimate.notes, *notes), training=step)
+
+
+def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
+    """Estimate a training of many LoRAs."""
+    configs = [replace(one, own=replace(one.own, accelerate_config=None)) for one in read_adapters(config).values()]
+    parsed = [parse(one) for one in configs]
+    loaded: Any = _base_options(parsed[0])
+    options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
+    options |= {"hub": HubOptions(revision=parsed[0].model.model_revision), "device": placed["device"]}
+    if config.own.accelerate_config:
+        fields, _, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))
+        options["sharding"] = Sharding(**fields)
+    # Adapters are computed in the dtype of the base. Their matrices are counted in float32, by ``bank``.
+    options["trained_dtype"] = "unchanged"
+    name = parsed[0].model.model_name_or_path
+    sizes, tunings = dict[str, int](), dict[str, Lora]()
+    adapters: list[tuple[str, int]] = []
+    for arguments in parsed:
+        lora = lora_config(arguments)
+        lora.lora_alpha, lora.lora_dropout = 1, 0.0  # a bank computes masks again, and keeps none
+        key = comparable_text(lora)
+        if key not in sizes:
+            options["tuning"] = tunings[key] = Lora(lora, placement="replicated")
+            sizes[key] = plan(name, ranks=ranks, **options).trainable_parameters
+        adapters.append((getattr(arguments.training.optim, "value", arguments.training.optim), sizes[key]))
+    tokens = config.own.tokens_per_pass
+    length = min(max(arguments.training.max_length or tokens for arguments in parsed), tokens)
+    options |= {
+        "tuning": tunings[max(sizes, key=sizes.__getitem__)],
+        "per_device_train_batch_size": tokens // length,
+        "max_length": length,
+        "gradient_checkpointing": parsed[0].training.gradient_checkpointing,
+        "bank": BankSizes(tuple(adapters), CHUNK_LOGITS),
+    }
+    estimate = plan(name, ranks=ranks, **options)
+    total = sum(count for _, count in adapters)
+    note = f"{len(adapters)} adapters; a pass has rows of the largest"
+    assert estimate.training is not None
+    training = replace(estimate.training, optim="+".join(dict.fromkeys(optim for optim, _ in adapters)))
+    return replace(estimate, notes=(*estimate.notes, note), trainable_parameters=total, training=training)

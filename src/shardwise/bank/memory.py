@@ -1,0 +1,62 @@
+"""Memory of a pass, estimated before it runs."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final
+
+from shardwise.bank.adapter import BankAdapter
+from shardwise.bank.adapter_files import outline_lora
+from shardwise.bank.passes import SharedBase
+from shardwise.fsdp.policies import find_repeated_blocks
+from shardwise.fsdp.wrap import Recomputed, Sharding, prepare_blocks
+from shardwise.models.activations import trace_activations
+
+_TRACED_ABOVE: Final = 1 / 64
+"""Share of the free memory. Activations are 10 to 60 times their lower bound, unless they are computed again."""
+
+
+def estimate_pass(
+    base: SharedBase, adapters: Sequence[BankAdapter], rows: int, tokens: int, targets: int, free: int | None
+) -> int:
+    """Return the bytes that a pass needs on a rank: logits of a chunk, and activations. Collective: no.
+
+    Activations are traced on fake tensors if they may be more than the free memory. That takes some seconds for the
+    first pass of a length. Otherwise they are a lower bound: 2 bytes for each hidden state of each layer.
+
+    Args:
+        base: the base.
+        adapters: those with a backward pass, of which the largest is traced. None for a pass without.
+        rows: rows of the pass on the rank.
+        tokens: their padded length.
+        targets: number of their targets.
+        free: free bytes of the rank. None if unknown.
+    """
+    config = base.model.config.get_text_config()
+    layers, width = getattr(config, "num_hidden_layers", 1), getattr(config, "hidden_size", 0)
+    # Log-softmax in float32, and for the backward pass its gradient and that of the logits.
+    logits = min(targets, base.chunk_positions) * base.vocab_size * (12 if adapters else 6)
+    needed = 2 * rows * tokens * width * (layers if adapters else 1)
+    if adapters and free is not None and needed > free * _TRACED_ABOVE:
+        needed = max(needed, rows * _trace_row(base, max(adapters, key=lambda each: each.flat.numel()), tokens))
+    return logits + needed
+
+
+def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:
+    """Return the bytes of activations of a row of an adapter. 0 if the base cannot run without data."""
+    key = adapter.comparable_config, tokens
+    if key not in base.traced:
+        lora = copy.copy(adapter.config)
+        lora.lora_dropout = 0.0  # masks are computed again, and not kept
+        model: Any = outline_lora(base.model, lora, is_new=False).model
+        traced_base = model.get_base_model()
+        is_recomputed = base.model.is_gradient_checkpointing or any(
+            isinstance(vars(module).get("forward"), Recomputed) for module in base.model.modules()
+        )
+        try:
+            prepare_blocks(traced_base, Sharding(activation_checkpointing=is_recomputed))
+            blocks = find_repeated_blocks(traced_base)
+            traced = trace_activations(model, traced_base, blocks, (1, tokens), param_dtype=base.model.dtype)
+            base.traced[key] = traced.kept + max(traced.loss, traced.backward)
+        except Exception:  # of the model's own code: any
+            base.traced[key] = 0
+    return base.traced[key]
