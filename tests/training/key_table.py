@@ -79,7 +79,8 @@ def former_page() -> str:
         "| key | read as |",
         "|---|---|",
         *(f"| `{old}` | `{new}` |" for old, new in former_keys.RENAMED.items()),
-        *(f"| `{old}` | `env: {{{new}: ...}}` |" for old, new in former_keys.ENVIRONMENT.items()),
+        *(f"| `{old}: true` | `{key}: {value}` |" for old, (key, value) in former_keys.SWITCHES.items()),
+        *(f"| `{old}` | `{key}: {{{name}: ...}}` |" for old, (key, name) in former_keys.NESTED.items()),
         *(f"| {old} | {new} |" for old, new in former_keys.CONVERTED.items()),
         *(
             f"| `{key}: {old}` | `{key}: {new}` |"

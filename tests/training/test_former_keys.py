@@ -8,7 +8,7 @@ import yaml
 
 from shardwise.core.errors import ConfigError
 from shardwise.training.arguments import METHODS
-from shardwise.training.former_keys import ENVIRONMENT, INERT, OFF, RENAMED, VALUES
+from shardwise.training.former_keys import INERT, NESTED, OFF, RENAMED, SWITCHES, VALUES
 from shardwise.training.keys import get_keys, get_types
 from shardwise.training.run_config import RunConfig, read_run_config
 
@@ -103,7 +103,8 @@ def test_translations_are_to_keys_of_today() -> None:
     known = set().union(*map(get_keys, METHODS))
     assert set(RENAMED.values()) <= known
     assert set(VALUES) <= known
-    assert not {*RENAMED, *ENVIRONMENT, *OFF} & known
+    assert {key for key, _ in (*SWITCHES.values(), *NESTED.values())} <= known
+    assert not {*RENAMED, *NESTED, *OFF} & known
     for key, values in VALUES.items():
         assert "str" in get_types(key)
         choices = {choice for method in METHODS for choice in get_keys(method).get(key, {}).get("choices", ())}

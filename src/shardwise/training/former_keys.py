@@ -41,14 +41,32 @@ RENAMED: Final[Mapping[str, str]] = {
 }
 """Keys whose values mean the same under another name."""
 
+SWITCHES: Final[Mapping[str, tuple[str, str]]] = {
+    "group_by_length": ("train_sampling_strategy", "group_by_length"),
+    "use_flash_attention_2": ("attn_implementation", "flash_attention_2"),
+    "adafactor": ("optim", "adafactor"),
+}
+"""Switches, and the key and the value that are set if they are on."""
+
+NESTED: Final[Mapping[str, tuple[str, str]]] = {
+    "gradient_checkpointing_use_reentrant": ("gradient_checkpointing_kwargs", "use_reentrant"),
+    "use_reentrant": ("gradient_checkpointing_kwargs", "use_reentrant"),
+    "skip_prepare_dataset": ("dataset_kwargs", "skip_prepare_dataset"),
+    "typical_p": ("generation_kwargs", "typical_p"),
+    # Trackers read these from the environment.
+    "wandb_project": ("env", "WANDB_PROJECT"),
+    "wandb_entity": ("env", "WANDB_ENTITY"),
+    "wandb_run_group": ("env", "WANDB_RUN_GROUP"),
+    "wandb_run_id": ("env", "WANDB_RUN_ID"),
+    "wandb_tags": ("env", "WANDB_TAGS"),
+    "wandb_notes": ("env", "WANDB_NOTES"),
+    "wandb_mode": ("env", "WANDB_MODE"),
+    "logging_dir": ("env", "TENSORBOARD_LOGGING_DIR"),
+}
+"""Keys whose values are in a mapping of today: its key, and the name inside of it."""
+
 CONVERTED: Final[Mapping[str, str]] = {
     "`warmup_ratio`": "`warmup_steps`, a fraction of the steps",
-    "`group_by_length: true`": "`train_sampling_strategy: group_by_length`",
-    "`use_flash_attention_2: true`": "`attn_implementation: flash_attention_2`",
-    "`adafactor: true`": "`optim: adafactor`",
-    "`gradient_checkpointing_use_reentrant`, `use_reentrant`": "`gradient_checkpointing_kwargs`",
-    "`skip_prepare_dataset`": "`dataset_kwargs`",
-    "`typical_p`": "`generation_kwargs`",
     "`dataset_name: {NAME: SHARE}`": "`dataset_mixer`",
     "`dataset_configs: [NAME]`, without `dataset_mixer`": "`dataset_config`",
     "`dataset_splits: [TRAIN, TEST]`, without `dataset_mixer`": "`dataset_train_split`, `dataset_test_split`",
@@ -59,18 +77,6 @@ CONVERTED: Final[Mapping[str, str]] = {
     "`unsloth_lora_r` and others": "the same without `unsloth_`",
 }
 """Keys whose values are converted, as ``_translate_key`` does, for the documentation."""
-
-ENVIRONMENT: Final[Mapping[str, str]] = {
-    "wandb_project": "WANDB_PROJECT",
-    "wandb_entity": "WANDB_ENTITY",
-    "wandb_run_group": "WANDB_RUN_GROUP",
-    "wandb_run_id": "WANDB_RUN_ID",
-    "wandb_tags": "WANDB_TAGS",
-    "wandb_notes": "WANDB_NOTES",
-    "wandb_mode": "WANDB_MODE",
-    "logging_dir": "TENSORBOARD_LOGGING_DIR",
-}
-"""Keys whose values trackers read from the environment."""
 
 VALUES: Final[Mapping[str, Mapping[str | bool, str]]] = {
     # YAML 1.1 reads no as False.
@@ -124,8 +130,8 @@ INERT: Final[Mapping[str, str]] = {
 
 OFF: Final = frozenset(
     {
-        *("group_by_length", "use_flash_attention_2", "adafactor"),
-        *("freeze_llm", "freeze_vision", "freeze_vit", "freeze_projector", "use_unsloth", "raw_rollout"),
+        *(*SWITCHES, "freeze_llm", "freeze_vision", "freeze_vit", "freeze_projector"),
+        *("use_unsloth", "raw_rollout"),
     }
 )
 """Switches of older versions and scripts that ask for nothing if they are false."""
@@ -216,27 +222,18 @@ def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[s
         return {}
     if key in RENAMED:
         return {RENAMED[key]: value}
-    if key in ENVIRONMENT:
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        return {} if value in (None, "") else {"env": {ENVIRONMENT[key]: text}}
+    if key in SWITCHES:
+        return dict([SWITCHES[key]])
+    if key in NESTED:
+        mapping, name = NESTED[key]
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        return {} if value in (None, "") else {mapping: {name: text}}
     if key == "warmup_ratio":
         # transformers 5 reads warmup_steps below 1 as this fraction.
         ratio = float(value or 0)
         if not 0 <= ratio < 1:
             raise ValueError(f"{value} is not a fraction of the steps. Write 0.0 or more, and less than 1")
         return {"warmup_steps": ratio}
-    if key == "group_by_length":
-        return {"train_sampling_strategy": "group_by_length"}
-    if key == "use_flash_attention_2":
-        return {"attn_implementation": "flash_attention_2"}
-    if key == "adafactor":
-        return {"optim": "adafactor"}
-    if key in ("gradient_checkpointing_use_reentrant", "use_reentrant"):
-        return {"gradient_checkpointing_kwargs": {"use_reentrant": value}}
-    if key == "skip_prepare_dataset":
-        return {"dataset_kwargs": {key: value}}
-    if key == "typical_p":
-        return {"generation_kwargs": {key: value}}
     if key == "dataset_configs":
         if not isinstance(value, list) or len(value) != 1:
             raise ValueError("is for dataset_mixer. Set dataset_config")
