@@ -93,8 +93,6 @@ def adapt(published: dict[str, Any], method: str, folder: Path) -> dict[str, Any
         values["dataset_splits"] = ["train", "test"][: len(values.get("dataset_splits") or ("train",))]
         values.pop("dataset_configs", None)
     elif "dataset_mixture" in values:
-        if "test_split_size" in values["dataset_mixture"]:
-            values["dataset_mixture"]["test_split_size"] = 2
         for entry in values["dataset_mixture"]["datasets"]:
             entry |= {"id": str(rows), "split": "train", "columns": None}
             entry.pop("config", None)
@@ -133,6 +131,9 @@ def adapt(published: dict[str, Any], method: str, folder: Path) -> dict[str, Any
     for key in ("max_length", "max_seq_length"):
         if key in values:
             replaced[key] = 64
+    for sized in (values, values.get("dataset_mixture", {})):
+        if "test_split_size" in sized:
+            sized["test_split_size"] = 2
     for key in ("evaluation_strategy", "preprocessing_num_workers", "system_prompt", "chat_template"):
         values.pop(key, None)
     if "system_prompt" in published and method == "grpo":

@@ -25,6 +25,7 @@ def read(folder: Path, values: dict[str, Any], method: str = "sft", *, strict: b
         ("sft", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}, "torch_dtype: read as dtype"),
         ("sft", {"warmup_ratio": 0.1}, {"warmup_steps": 0.1}, "warmup_ratio: read as warmup_steps: 0.1"),
         ("sft", {"warmup_ratio": 0.1, "warmup_steps": 5}, {"warmup_steps": 5}, "warmup_ratio: left out"),
+        ("sft", {"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0.1}, "read as warmup_steps: 0.1"),
         ("sft", {"max_seq_length": 64}, {"max_length": 64}, "max_seq_length: read as max_length"),
         ("grpo", {"max_prompt_length": 64}, {}, "max_prompt_length: left out. TRL limits whole rows only"),
         ("sft", {"evaluation_strategy": "steps"}, {"eval_strategy": "steps"}, "read as eval_strategy"),

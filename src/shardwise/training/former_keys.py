@@ -36,6 +36,9 @@ RENAMED: Final[Mapping[str, str]] = {
     "dataset_path": "dataset_name",
     "eval_dataset_split": "dataset_test_split",
     "train_seed": "seed",
+    "unsloth_load_in_4bit": "load_in_4bit",
+    "unsloth_lora_alpha": "lora_alpha",
+    "unsloth_lora_dropout": "lora_dropout",
     # shardwise before 1.0
     "tenants": "adapters",
 }
@@ -74,7 +77,7 @@ CONVERTED: Final[Mapping[str, str]] = {
     "`gamma_beta_ratio`": "`loss_type: simpo`, `cpo_alpha: 0.0`, `simpo_gamma` (times `beta`), for `cpo`",
     "`model_init_kwargs`": "`dtype`, `attn_implementation`, `model_revision`, `trust_remote_code`, "
     "`config_overrides`",
-    "`unsloth_lora_r` and others": "the same without `unsloth_`",
+    "`unsloth_lora_r`": "`lora_r`, with `use_peft: true`",
 }
 """Keys whose values are converted, as ``_translate_key`` does, for the documentation."""
 
@@ -183,14 +186,15 @@ def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation
             notes.append(f"{key}: left out. {value} asks for nothing")
         for name, new in replacement.items():
             old = today.get(name)
+            is_unset = old is None or (key == "warmup_ratio" and old == 0)  # transformers 4 read 0 steps so
             if name not in keys and name in INERT:
                 notes.append(f"{key}: left out. {INERT[name]}")
             elif key not in RENAMED and isinstance(new, dict) and isinstance(old, dict):  # env, kwargs
                 today[name] = {**new, **old}
                 notes.append(f"{key}: read as {name}: {new}")
-            elif old is not None and old != new and (not new or key in _YIELDING):
+            elif not is_unset and old != new and (not new or key in _YIELDING):
                 notes.append(f"{key}: left out. {name}: {old} comes before it")
-            elif old not in (None, new):
+            elif not is_unset and old != new:
                 faults.append(f"{key}: is a former name of {name}, which has another value. Remove {key}")
             else:
                 today[name] = new
@@ -252,25 +256,18 @@ def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[s
         return {"eval_dataset_name": value[0]}
     if key == "gamma_beta_ratio":
         # The margin of SimPO, which TRL's CPO has as a number of its own.
-        return {
-            "loss_type": "simpo",
-            "cpo_alpha": 0.0,
-            "simpo_gamma": float(value) * float(values.get("beta", 2.0)),
-        }
+        gamma = float(value) * float(values.get("beta", 2.0))
+        return {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": gamma}
     if key == "save_safetensors" and value is False:
         raise ValueError("false would save pickles. Remove it")
     if key == "model_init_kwargs":
         return _translate_model_init(value)
     if key == "unsloth_configs" and not values.get("use_unsloth"):
         return {}
-    if key.startswith("unsloth_") and key.removeprefix("unsloth_") in _UNSLOTH:
-        replacement = {key.removeprefix("unsloth_"): value}
-        return {**replacement, "use_peft": True} if key == "unsloth_lora_r" else replacement
+    if key == "unsloth_lora_r":
+        return {"lora_r": value, "use_peft": True}
     return None
 
-
-_UNSLOTH: Final = frozenset({"load_in_4bit", "lora_r", "lora_alpha", "lora_dropout"})
-"""Keys that have the same meaning without the prefix ``unsloth_``."""
 
 _MODEL_INIT: Final = {
     "torch_dtype": "dtype",
