@@ -68,19 +68,6 @@ NESTED: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Keys whose values are in a mapping of today: its key, and the name inside of it."""
 
-CONVERTED: Final[Mapping[str, str]] = {
-    "`warmup_ratio`": "`warmup_steps`, a fraction of the steps",
-    "`dataset_name: {NAME: SHARE}`": "`dataset_mixer`",
-    "`dataset_configs: [NAME]`, without `dataset_mixer`": "`dataset_config`",
-    "`dataset_splits: [TRAIN, TEST]`, without `dataset_mixer`": "`dataset_train_split`, `dataset_test_split`",
-    "`eval_dataset_names: [NAME]`": "`eval_dataset_name`",
-    "`gamma_beta_ratio`": "`loss_type: simpo`, `cpo_alpha: 0.0`, `simpo_gamma` (times `beta`), for `cpo`",
-    "`model_init_kwargs`": "`dtype`, `attn_implementation`, `model_revision`, `trust_remote_code`, "
-    "`config_overrides`",
-    "`unsloth_lora_r`": "`lora_r`, with `use_peft: true`",
-}
-"""Keys whose values are converted, as ``_translate_key`` does, for the documentation."""
-
 VALUES: Final[Mapping[str, Mapping[str | bool, str]]] = {
     # YAML 1.1 reads no as False.
     "eval_strategy": {False: "no"},
@@ -218,6 +205,8 @@ _YIELDING: Final = frozenset({"warmup_ratio", "preprocessing_num_workers"})
 
 def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the keys of today that mean the same, none of them if they are the defaults. None for an unknown key.
+
+    ``CONVERTED`` in ``tests/training/key_table.py`` describes those that are in no table, for the documentation.
 
     Raises:
         ValueError: the value has no counterpart. The message says what to do.
