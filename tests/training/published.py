@@ -51,12 +51,12 @@ def write_family(folder: Path, model_type: str) -> Path:
         torch.manual_seed(0)
         sizes = {
             "vocab_size": 260,
-            "hidden_size": 32,
-            "intermediate_size": 48,
+            "hidden_size": 64,  # a block of 4-bit weights
+            "intermediate_size": 64,
             "num_hidden_layers": 2,
             "head_dim": 16,
         }
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
         tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1}
         config = AutoConfig.for_model(model_type, **sizes, **heads, **tokens)
         AutoModelForCausalLM.from_config(config).save_pretrained(target)
@@ -124,10 +124,15 @@ def adapt(published: dict[str, Any], method: str, folder: Path) -> dict[str, Any
         replaced |= {"reward_funcs": ["tests.training.on_ranks.letters"], "reward_weights": [1.0]}
         replaced |= {"num_generations": 2, "max_completion_length": 8}
         replaced["gradient_accumulation_steps"] = 1
+        if "mask_truncated_completions" in values:  # all are
+            replaced["mask_truncated_completions"] = False
     if "dataset_mixer" in values or "dataset_mixture" in values:  # shares of few rows: a last batch is not whole
         replaced["gradient_accumulation_steps"] = 1
     if "lora_dropout" in values:  # ranks draw masks of their own
         replaced["lora_dropout"] = 0.0
+    targets = values.get("lora_target_modules")
+    if isinstance(targets, list):  # TRL of today refuses a LoRA of the head
+        replaced["lora_target_modules"] = [name for name in targets if name != "lm_head"]
     for key in ("max_length", "max_seq_length"):
         if key in values:
             replaced[key] = 64
