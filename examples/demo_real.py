@@ -17,7 +17,7 @@ QUESTIONS = ("What is a neural network?", "Why do we test a model on new data?",
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2" / "lora.yaml"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAX_ANSWER_TOKENS = 64
+MAX_ANSWER_TOKENS = 48
 
 
 @click.command()
@@ -111,18 +111,20 @@ def write_config(out: Path, steps: int | None) -> tuple[Path, int]:
 
 def print_answers(model: Any, tokenizer: Any) -> None:
     """Print each question and what the model answers by greedy decoding."""
-    for question in QUESTIONS:
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        tokens = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
-        answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        is_cut = tokens[0, -1] != tokenizer.eos_token_id
+    tokenizer.padding_side = "left"
+    inputs = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": question}] for question in QUESTIONS],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    tokens = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
+    for question, row in zip(QUESTIONS, tokens[:, inputs["input_ids"].shape[1] :], strict=True):
+        is_cut = tokenizer.eos_token_id not in row
+        answer = tokenizer.decode(row, skip_special_tokens=True).strip() + (" ..." if is_cut else "")
         click.echo(f"   {question}")
-        click.echo(textwrap.indent(answer.strip() + (" ..." if is_cut else ""), "      "))
+        click.echo(textwrap.indent(answer, "      "))
 
 
 if __name__ == "__main__":

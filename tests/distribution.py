@@ -23,7 +23,7 @@ def require(there: Iterable[str], wanted: Iterable[str], what: str) -> None:
 
 def sources() -> set[str]:
     """What a package has to hold: modules, data, and the mark that it is typed."""
-    kinds = ("*.py", "*.pyi", "py.typed", "*.json")
+    kinds = ("*.py", "*.pyi", "py.typed", "*.json", "*.yaml")
     return {path.relative_to(ROOT / "src").as_posix() for kind in kinds for path in (ROOT / "src").rglob(kind)}
 
 

@@ -22,6 +22,19 @@ from shardwise.training.trl_objects import trl_class
 
 FILE = Path(shardwise.training.__path__[0]) / "trl_keys.json"
 
+CONVERTED = {
+    "`warmup_ratio`": "`warmup_steps`, a fraction of the steps",
+    "`dataset_name: {NAME: SHARE}`": "`dataset_mixer`",
+    "`dataset_configs: [NAME]`, without `dataset_mixer`": "`dataset_config`",
+    "`dataset_splits: [TRAIN, TEST]`, without `dataset_mixer`": "`dataset_train_split`, `dataset_test_split`",
+    "`eval_dataset_names: [NAME]`": "`eval_dataset_name`",
+    "`gamma_beta_ratio`": "`loss_type: simpo`, `cpo_alpha: 0.0`, `simpo_gamma` (times `beta`), for `cpo`",
+    "`model_init_kwargs`": "`dtype`, `attn_implementation`, `model_revision`, `trust_remote_code`, "
+    "`config_overrides`",
+    "`unsloth_lora_r`": "`lora_r`, with `use_peft: true`",
+}
+"""Keys that ``former_keys._translate_key`` converts beside those in its tables."""
+
 
 def table() -> dict[str, dict[str, dict[str, Any]]]:
     """By method its keys; what all methods share is under "all", entries of ``datasets`` under "datasets"."""
@@ -79,8 +92,9 @@ def former_page() -> str:
         "| key | read as |",
         "|---|---|",
         *(f"| `{old}` | `{new}` |" for old, new in former_keys.RENAMED.items()),
-        *(f"| `{old}` | `env: {{{new}: ...}}` |" for old, new in former_keys.ENVIRONMENT.items()),
-        *(f"| {old} | {new} |" for old, new in former_keys.CONVERTED.items()),
+        *(f"| `{old}: true` | `{key}: {value}` |" for old, (key, value) in former_keys.SWITCHES.items()),
+        *(f"| `{old}` | `{key}: {{{name}: ...}}` |" for old, (key, name) in former_keys.NESTED.items()),
+        *(f"| {old} | {new} |" for old, new in CONVERTED.items()),
         *(
             f"| `{key}: {old}` | `{key}: {new}` |"
             for key, values in former_keys.VALUES.items()

@@ -125,11 +125,12 @@ def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 
-def train_file(method: str, file: str) -> list[float]:
-    """Train on this rank from a file; the losses of all steps."""
+def train_file(method: str, file: str) -> tuple[list[float], list[float]]:
+    """Train on this rank from a file; the losses and the norms of the gradients of all steps."""
     with mock.patch.object(torch, "multinomial", quantile) if method == "grpo" else nullcontext():
         outcome = run_on_rank(without_token(read_run_config([method, file])))
-    return [entry["loss"] for entry in outcome.history if "loss" in entry]
+    steps = [entry for entry in outcome.history if "loss" in entry]
+    return [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps]
 
 
 def errors_of(values: dict[str, Any], differing: list[dict[str, Any]]) -> list[str]:

@@ -2,7 +2,8 @@
 
 A line of the corpus is ``{"id": ..., "method": ..., "config": {...}}``. Names of models, rows and accounts and
 sizes that take hours are replaced; every other key is as it was published. The losses of one rank and of two must
-be equal, and those of TRL alone where it reads the file's rows itself.
+be equal, and those of TRL alone where it reads the file's rows itself. So must the norms of the gradients be: the
+loss of GRPO is 0 where the policy that sampled is the one that is trained.
 """
 
 import argparse
@@ -50,12 +51,12 @@ def write_family(folder: Path, model_type: str) -> Path:
         torch.manual_seed(0)
         sizes = {
             "vocab_size": 260,
-            "hidden_size": 32,
-            "intermediate_size": 48,
+            "hidden_size": 64,  # a block of 4-bit weights
+            "intermediate_size": 64,
             "num_hidden_layers": 2,
             "head_dim": 16,
         }
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
         tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1}
         config = AutoConfig.for_model(model_type, **sizes, **heads, **tokens)
         AutoModelForCausalLM.from_config(config).save_pretrained(target)
@@ -97,7 +98,7 @@ def adapt(published: dict[str, Any], method: str, folder: Path) -> dict[str, Any
             entry.pop("config", None)
     else:
         values["dataset_name"] = str(rows)
-        for key in ("dataset_config", "dataset_train_split", "dataset_test_split", "datasets"):
+        for key in ("dataset_config", "dataset_train_split", "dataset_test_split", "datasets", "dataset_configs"):
             values.pop(key, None)
     replaced = {
         "model_name_or_path": str(write_family(folder, model_type)),
@@ -123,9 +124,21 @@ def adapt(published: dict[str, Any], method: str, folder: Path) -> dict[str, Any
         replaced |= {"reward_funcs": ["tests.training.on_ranks.letters"], "reward_weights": [1.0]}
         replaced |= {"num_generations": 2, "max_completion_length": 8}
         replaced["gradient_accumulation_steps"] = 1
+        if "mask_truncated_completions" in values:  # all are
+            replaced["mask_truncated_completions"] = False
+    if "dataset_mixer" in values or "dataset_mixture" in values:  # shares of few rows: a last batch is not whole
+        replaced["gradient_accumulation_steps"] = 1
+    if "lora_dropout" in values:  # ranks draw masks of their own
+        replaced["lora_dropout"] = 0.0
+    targets = values.get("lora_target_modules")
+    if isinstance(targets, list):  # TRL of today refuses a LoRA of the head
+        replaced["lora_target_modules"] = [name for name in targets if name != "lm_head"]
     for key in ("max_length", "max_seq_length"):
         if key in values:
             replaced[key] = 64
+    for sized in (values, values.get("dataset_mixture", {})):
+        if "test_split_size" in sized:
+            sized["test_split_size"] = 2
     for key in ("evaluation_strategy", "preprocessing_num_workers", "system_prompt", "chat_template"):
         values.pop(key, None)
     if "system_prompt" in published and method == "grpo":
@@ -144,8 +157,9 @@ def adapt(published: dict[str, Any], method: str, folder: Path) -> dict[str, Any
 
 
 def run(values: dict[str, Any], method: str, folder: Path) -> dict[str, list[float]]:
-    """Train on one rank, on two, and by TRL if it reads such rows; the losses."""
+    """Train on one rank, on two, and by TRL if it reads such rows; the losses, and norms of gradients of ours."""
     losses: dict[str, list[float]] = {}
+    norms: dict[str, list[float]] = {}
     for ranks in (1, 2):
         file = folder / f"{ranks}.yaml"
         sized = {
@@ -155,14 +169,27 @@ def run(values: dict[str, Any], method: str, folder: Path) -> dict[str, list[flo
         }
         file.write_text(yaml.safe_dump(sized), "utf-8")
         found = run_world(ranks, on_ranks.train_file, method, str(file))
-        losses[f"{ranks} ranks"] = found[0]
+        losses[f"{ranks} ranks"], norms[f"gradients on {ranks} ranks"] = found[0]
     scripts = {"dataset_mixer", "dataset_mixture", "dataset_prompt_column", "system_prompt", "chat_template"}
     if not scripts & values.keys() and not values.get("use_peft"):
         config = read_run_config([method, str(folder / "1.yaml")])
         today = {**config.values, "method": method, "dataset_name": f"{values['dataset_name']}/train.jsonl"}
         today["output_dir"] = str(folder / "theirs")
         [losses["TRL"]] = run_world(1, on_ranks.by_trl, today)
-    return losses
+    return losses | norms
+
+
+def find_differences(found: dict[str, list[float]]) -> list[str]:
+    """Return what differs from one rank: losses by more than 1e-5, norms of gradients by more than 1e-4 of them."""
+    differences = []
+    for name, others in found.items():
+        is_norm = name.startswith("gradients")
+        one = found["gradients on 1 ranks" if is_norm else "1 ranks"]
+        bounds = [1e-4 * number + 1e-6 if is_norm else 1e-5 for number in one]
+        pairs = zip(one, others, bounds, strict=True)
+        if len(one) != 3 or not all(abs(number - other) <= bound for number, other, bound in pairs):
+            differences.append(name)
+    return differences
 
 
 def main() -> None:
@@ -170,6 +197,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=45)
+    parser.add_argument("--ids", type=int, nargs="*", help="of these only those")
     parser.add_argument("--dir", type=Path, required=True, help="an empty folder")
     arguments = parser.parse_args()
     lines = [json.loads(line) for line in arguments.corpus.read_text("utf-8").splitlines()]
@@ -177,13 +205,17 @@ def main() -> None:
     write_rows(arguments.dir)
     failed = 0
     for line in random.Random(arguments.seed).sample(passing, arguments.count):
+        if arguments.ids and line["id"] not in arguments.ids:
+            continue
         folder = arguments.dir / str(line["id"])
         folder.mkdir()
         try:
-            losses = run(adapt(line["config"], line["method"], arguments.dir), line["method"], folder)
+            found = run(adapt(line["config"], line["method"], arguments.dir), line["method"], folder)
+            result: dict[str, Any] = {**found, "differs": find_differences(found)}
         except Exception as error:
-            losses, failed = {"error": str(error)[:300]}, failed + 1  # type: ignore[dict-item]
-        sys.stdout.write(json.dumps({"id": line["id"], "method": line["method"], **losses}) + "\n")
+            result = {"differs": True, "error": str(error)[-600:]}
+        failed += bool(result["differs"])
+        sys.stdout.write(json.dumps({"id": line["id"], "method": line["method"], **result}) + "\n")
         sys.stdout.flush()
     sys.exit(failed > 0)
 

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def called(module: str, words: Sequence[str], place: Path, code: int = 0, **environment: str) -> str:
-    """Run the command in a folder. Returns its errors and warnings."""
+    """Run the command in a folder. Returns its errors and warnings, with ``--json`` with all but the outcome."""
     place.mkdir(exist_ok=True)
     paths = [str(ROOT), *filter(None, [environment.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -45,6 +45,9 @@ def called(module: str, words: Sequence[str], place: Path, code: int = 0, **envi
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
     )
     assert done.returncode == code, done.stdout + done.stderr
+    if "--json" in words:
+        assert json.loads(done.stdout)["steps"]
+        assert "'loss': " in done.stderr
     return done.stderr
 
 
@@ -107,7 +110,7 @@ def test_a_lora_that_was_ended_resumes_on_other_ranks(
     assert code == 75 or "rank 1" in told
     assert sorted(path.name for path in (place / "out").glob("checkpoint-*"))[-1] == f"checkpoint-{saved}"
     if ranks == 1:
-        told += called("shardwise", words(1), place, **shown)
+        told += called("shardwise", [*words(1), "--json"], place, **shown)
     else:
         run_world(ranks, by_command, words(ranks), place)
     assert told.startswith("importing torch and TRL (about 10 s) ...\n")
@@ -129,7 +132,7 @@ def test_states_of_8_bits_train_on_two_ranks(folder: Path) -> None:
     file = tiny.write_config(folder, "bits", **given)
     words = [str(file), "--per_device_train_batch_size", "2"]
     run_world(2, by_command, words, folder / "32-bits")
-    words += ["--optim", "adamw_torch_8bit", "--nproc-per-node=2"]
+    words += ["--optim", "adamw_torch_8bit", "--nproc-per-node=2", "--json"]
     told = called("shardwise", words, folder / "8-bits", PYTHONPATH=str(TORCHAO), TORCHDYNAMO_DISABLE="1")
     assert "torchao's AdamW8bit: keeps 32 bits of " in told
     small = "such as model.embed_tokens.weight, whose shards have fewer than 4096 elements or no multiple of 256"

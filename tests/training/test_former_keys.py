@@ -8,7 +8,7 @@ import yaml
 
 from shardwise.core.errors import ConfigError
 from shardwise.training.arguments import METHODS
-from shardwise.training.former_keys import ENVIRONMENT, INERT, OFF, RENAMED, VALUES
+from shardwise.training.former_keys import INERT, NESTED, OFF, RENAMED, SWITCHES, VALUES
 from shardwise.training.keys import get_keys, get_types
 from shardwise.training.run_config import RunConfig, read_run_config
 
@@ -25,6 +25,7 @@ def read(folder: Path, values: dict[str, Any], method: str = "sft", *, strict: b
         ("sft", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}, "torch_dtype: read as dtype"),
         ("sft", {"warmup_ratio": 0.1}, {"warmup_steps": 0.1}, "warmup_ratio: read as warmup_steps: 0.1"),
         ("sft", {"warmup_ratio": 0.1, "warmup_steps": 5}, {"warmup_steps": 5}, "warmup_ratio: left out"),
+        ("sft", {"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0.1}, "read as warmup_steps: 0.1"),
         ("sft", {"max_seq_length": 64}, {"max_length": 64}, "max_seq_length: read as max_length"),
         ("grpo", {"max_prompt_length": 64}, {}, "max_prompt_length: left out. TRL limits whole rows only"),
         ("sft", {"evaluation_strategy": "steps"}, {"eval_strategy": "steps"}, "read as eval_strategy"),
@@ -103,7 +104,8 @@ def test_translations_are_to_keys_of_today() -> None:
     known = set().union(*map(get_keys, METHODS))
     assert set(RENAMED.values()) <= known
     assert set(VALUES) <= known
-    assert not {*RENAMED, *ENVIRONMENT, *OFF} & known
+    assert {key for key, _ in (*SWITCHES.values(), *NESTED.values())} <= known
+    assert not {*RENAMED, *NESTED, *OFF} & known
     for key, values in VALUES.items():
         assert "str" in get_types(key)
         choices = {choice for method in METHODS for choice in get_keys(method).get(key, {}).get("choices", ())}

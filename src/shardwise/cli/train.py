@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ class _TrainCommand(click.Command):
 @click.option("--accelerate-config", metavar="FILE", help="Shard according to a config file of accelerate.")
 @click.option("--check", is_flag=True, help="Check the configuration, and end.")
 @click.option("--strict", is_flag=True, help="Refuse former keys, instead of translating them.")
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, all else to stderr.")
 def train_command(
     arguments: Sequence[str],
     *,
@@ -90,7 +90,7 @@ def train_command(
         os.environ.update({name: str(value) for name, value in (config.own.env or {}).items()})
         config = without_token(config)
         ranks = nproc_per_node or _num_ranks(config)
-        outcomes = run_ranks(ranks, run_on_rank, config)
+        outcomes = run_ranks(ranks, run_on_rank, config, as_json)
     except KeyboardInterrupt:
         click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
         sys.exit(130)
@@ -152,8 +152,11 @@ def without_token(config: RunConfig) -> RunConfig:
     return replace(config, values=values)
 
 
-def run_on_rank(config: RunConfig) -> TrlOutcome:
-    """Train on one rank, with torchrun's environment variables, which accelerate reads. Collective: yes."""
+def run_on_rank(config: RunConfig, prints_to_stderr: bool = False) -> TrlOutcome:  # noqa: FBT001, FBT002 - by position
+    """Train on one rank, with torchrun's environment variables, which accelerate reads. Collective: yes.
+
+    With ``prints_to_stderr``, the Trainer's log is not written to stdout, which is for the outcome.
+    """
     from shardwise.ranks.processes import get_rank_and_size, return_freed_blocks
 
     return_freed_blocks(os.environ)
@@ -164,7 +167,8 @@ def run_on_rank(config: RunConfig) -> TrlOutcome:
             os.environ.setdefault(name, str(value))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     silence_libraries(rank)
-    with nullcontext() if rank else signs_of_life("train"):
+    stdout = redirect_stdout(sys.stderr) if prints_to_stderr else nullcontext()
+    with stdout, nullcontext() if rank else signs_of_life("train"):
         with phase("import TRL"):
             from shardwise.training.train_model import train
         if config.own.has_adapters:

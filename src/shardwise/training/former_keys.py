@@ -36,41 +36,37 @@ RENAMED: Final[Mapping[str, str]] = {
     "dataset_path": "dataset_name",
     "eval_dataset_split": "dataset_test_split",
     "train_seed": "seed",
+    "unsloth_load_in_4bit": "load_in_4bit",
+    "unsloth_lora_alpha": "lora_alpha",
+    "unsloth_lora_dropout": "lora_dropout",
     # shardwise before 1.0
     "tenants": "adapters",
 }
 """Keys whose values mean the same under another name."""
 
-CONVERTED: Final[Mapping[str, str]] = {
-    "`warmup_ratio`": "`warmup_steps`, a fraction of the steps",
-    "`group_by_length: true`": "`train_sampling_strategy: group_by_length`",
-    "`use_flash_attention_2: true`": "`attn_implementation: flash_attention_2`",
-    "`adafactor: true`": "`optim: adafactor`",
-    "`gradient_checkpointing_use_reentrant`, `use_reentrant`": "`gradient_checkpointing_kwargs`",
-    "`skip_prepare_dataset`": "`dataset_kwargs`",
-    "`typical_p`": "`generation_kwargs`",
-    "`dataset_name: {NAME: SHARE}`": "`dataset_mixer`",
-    "`dataset_configs: [NAME]`, without `dataset_mixer`": "`dataset_config`",
-    "`dataset_splits: [TRAIN, TEST]`, without `dataset_mixer`": "`dataset_train_split`, `dataset_test_split`",
-    "`eval_dataset_names: [NAME]`": "`eval_dataset_name`",
-    "`gamma_beta_ratio`": "`loss_type: simpo`, `cpo_alpha: 0.0`, `simpo_gamma` (times `beta`), for `cpo`",
-    "`model_init_kwargs`": "`dtype`, `attn_implementation`, `model_revision`, `trust_remote_code`, "
-    "`config_overrides`",
-    "`unsloth_lora_r` and others": "the same without `unsloth_`",
+SWITCHES: Final[Mapping[str, tuple[str, str]]] = {
+    "group_by_length": ("train_sampling_strategy", "group_by_length"),
+    "use_flash_attention_2": ("attn_implementation", "flash_attention_2"),
+    "adafactor": ("optim", "adafactor"),
 }
-"""Keys whose values are converted, as ``_translate_key`` does, for the documentation."""
+"""Switches, and the key and the value that are set if they are on."""
 
-ENVIRONMENT: Final[Mapping[str, str]] = {
-    "wandb_project": "WANDB_PROJECT",
-    "wandb_entity": "WANDB_ENTITY",
-    "wandb_run_group": "WANDB_RUN_GROUP",
-    "wandb_run_id": "WANDB_RUN_ID",
-    "wandb_tags": "WANDB_TAGS",
-    "wandb_notes": "WANDB_NOTES",
-    "wandb_mode": "WANDB_MODE",
-    "logging_dir": "TENSORBOARD_LOGGING_DIR",
+NESTED: Final[Mapping[str, tuple[str, str]]] = {
+    "gradient_checkpointing_use_reentrant": ("gradient_checkpointing_kwargs", "use_reentrant"),
+    "use_reentrant": ("gradient_checkpointing_kwargs", "use_reentrant"),
+    "skip_prepare_dataset": ("dataset_kwargs", "skip_prepare_dataset"),
+    "typical_p": ("generation_kwargs", "typical_p"),
+    # Trackers read these from the environment.
+    "wandb_project": ("env", "WANDB_PROJECT"),
+    "wandb_entity": ("env", "WANDB_ENTITY"),
+    "wandb_run_group": ("env", "WANDB_RUN_GROUP"),
+    "wandb_run_id": ("env", "WANDB_RUN_ID"),
+    "wandb_tags": ("env", "WANDB_TAGS"),
+    "wandb_notes": ("env", "WANDB_NOTES"),
+    "wandb_mode": ("env", "WANDB_MODE"),
+    "logging_dir": ("env", "TENSORBOARD_LOGGING_DIR"),
 }
-"""Keys whose values trackers read from the environment."""
+"""Keys whose values are in a mapping of today: its key, and the name inside of it."""
 
 VALUES: Final[Mapping[str, Mapping[str | bool, str]]] = {
     # YAML 1.1 reads no as False.
@@ -124,8 +120,8 @@ INERT: Final[Mapping[str, str]] = {
 
 OFF: Final = frozenset(
     {
-        *("group_by_length", "use_flash_attention_2", "adafactor"),
-        *("freeze_llm", "freeze_vision", "freeze_vit", "freeze_projector", "use_unsloth", "raw_rollout"),
+        *(*SWITCHES, "freeze_llm", "freeze_vision", "freeze_vit", "freeze_projector"),
+        *("use_unsloth", "raw_rollout"),
     }
 )
 """Switches of older versions and scripts that ask for nothing if they are false."""
@@ -177,14 +173,15 @@ def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation
             notes.append(f"{key}: left out. {value} asks for nothing")
         for name, new in replacement.items():
             old = today.get(name)
+            is_unset = old is None or (key == "warmup_ratio" and old == 0)  # transformers 4 read 0 steps so
             if name not in keys and name in INERT:
                 notes.append(f"{key}: left out. {INERT[name]}")
             elif key not in RENAMED and isinstance(new, dict) and isinstance(old, dict):  # env, kwargs
                 today[name] = {**new, **old}
                 notes.append(f"{key}: read as {name}: {new}")
-            elif old is not None and old != new and (not new or key in _YIELDING):
+            elif not is_unset and old != new and (not new or key in _YIELDING):
                 notes.append(f"{key}: left out. {name}: {old} comes before it")
-            elif old not in (None, new):
+            elif not is_unset and old != new:
                 faults.append(f"{key}: is a former name of {name}, which has another value. Remove {key}")
             else:
                 today[name] = new
@@ -209,6 +206,8 @@ _YIELDING: Final = frozenset({"warmup_ratio", "preprocessing_num_workers"})
 def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the keys of today that mean the same, none of them if they are the defaults. None for an unknown key.
 
+    ``CONVERTED`` in ``tests/training/key_table.py`` describes those that are in no table, for the documentation.
+
     Raises:
         ValueError: the value has no counterpart. The message says what to do.
     """
@@ -216,27 +215,18 @@ def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[s
         return {}
     if key in RENAMED:
         return {RENAMED[key]: value}
-    if key in ENVIRONMENT:
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        return {} if value in (None, "") else {"env": {ENVIRONMENT[key]: text}}
+    if key in SWITCHES:
+        return dict([SWITCHES[key]])
+    if key in NESTED:
+        mapping, name = NESTED[key]
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        return {} if value in (None, "") else {mapping: {name: text}}
     if key == "warmup_ratio":
         # transformers 5 reads warmup_steps below 1 as this fraction.
         ratio = float(value or 0)
         if not 0 <= ratio < 1:
             raise ValueError(f"{value} is not a fraction of the steps. Write 0.0 or more, and less than 1")
         return {"warmup_steps": ratio}
-    if key == "group_by_length":
-        return {"train_sampling_strategy": "group_by_length"}
-    if key == "use_flash_attention_2":
-        return {"attn_implementation": "flash_attention_2"}
-    if key == "adafactor":
-        return {"optim": "adafactor"}
-    if key in ("gradient_checkpointing_use_reentrant", "use_reentrant"):
-        return {"gradient_checkpointing_kwargs": {"use_reentrant": value}}
-    if key == "skip_prepare_dataset":
-        return {"dataset_kwargs": {key: value}}
-    if key == "typical_p":
-        return {"generation_kwargs": {key: value}}
     if key == "dataset_configs":
         if not isinstance(value, list) or len(value) != 1:
             raise ValueError("is for dataset_mixer. Set dataset_config")
@@ -255,25 +245,18 @@ def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[s
         return {"eval_dataset_name": value[0]}
     if key == "gamma_beta_ratio":
         # The margin of SimPO, which TRL's CPO has as a number of its own.
-        return {
-            "loss_type": "simpo",
-            "cpo_alpha": 0.0,
-            "simpo_gamma": float(value) * float(values.get("beta", 2.0)),
-        }
+        gamma = float(value) * float(values.get("beta", 2.0))
+        return {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": gamma}
     if key == "save_safetensors" and value is False:
         raise ValueError("false would save pickles. Remove it")
     if key == "model_init_kwargs":
         return _translate_model_init(value)
     if key == "unsloth_configs" and not values.get("use_unsloth"):
         return {}
-    if key.startswith("unsloth_") and key.removeprefix("unsloth_") in _UNSLOTH:
-        replacement = {key.removeprefix("unsloth_"): value}
-        return {**replacement, "use_peft": True} if key == "unsloth_lora_r" else replacement
+    if key == "unsloth_lora_r":
+        return {"lora_r": value, "use_peft": True}
     return None
 
-
-_UNSLOTH: Final = frozenset({"load_in_4bit", "lora_r", "lora_alpha", "lora_dropout"})
-"""Keys that have the same meaning without the prefix ``unsloth_``."""
 
 _MODEL_INIT: Final = {
     "torch_dtype": "dtype",

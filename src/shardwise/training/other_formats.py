@@ -1,116 +1,26 @@
 """Configurations of axolotl and LLaMA-Factory, recognized and explained in TRL's keys.
 
 They are not read as such: whoever has one gets the configuration for TRL that corresponds, to check and to keep.
+Keys that correspond to each other are in ``other_formats.yaml``.
 """
 
 import json
 import re
 from collections.abc import Mapping, Set
-from itertools import chain
+from functools import cache
+from importlib import resources
 from typing import Any, Final
+
+import yaml
 
 from shardwise.training.arguments import METHODS
 from shardwise.training.keys import REJECTED, find_faults, get_types
-
-_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
-    "model_name_or_path": ("base_model",),
-    "tokenizer_name_or_path": ("tokenizer_config",),
-    "method": ("rl", "stage"),
-    "beta": ("rl_beta", "pref_beta"),
-    "loss_type": ("pref_loss",),
-    "desirable_weight": ("kto_desirable_weight", "kto_chosen_weight"),
-    "undesirable_weight": ("kto_undesirable_weight", "kto_rejected_weight"),
-    "datasets": ("dataset",),
-    "dataset_num_proc": ("dataset_processes", "preprocessing_num_workers"),
-    "test_split_size": ("val_set_size", "val_size"),
-    "max_length": ("sequence_len", "cutoff_len"),
-    "packing": ("sample_packing",),
-    "eval_packing": ("eval_sample_packing",),
-    "per_device_train_batch_size": ("micro_batch_size",),
-    "per_device_eval_batch_size": ("eval_batch_size",),
-    "num_train_epochs": ("num_epochs",),
-    "optim": ("optimizer",),
-    "lr_scheduler_type": ("lr_scheduler",),
-    "warmup_steps": ("warmup_ratio",),  # transformers 5 reads a number below 1 as this fraction of the steps
-    "early_stopping_patience": ("early_stopping_steps",),
-    "run_name": ("wandb_name",),
-    "lora_r": ("lora_rank",),
-    "lora_target_modules": ("lora_target",),
-    "lora_modules_to_save": ("additional_target",),
-    "trainable_layers": ("freeze_trainable_layers",),
-    "trainable_modules": ("freeze_trainable_modules",),
-    "extra_modules": ("freeze_extra_modules",),
-    "use_bnb_nested_quant": ("double_quantization",),
-    "cpu_offload": ("fsdp_config.offload_params",),
-}
-"""Keys of TRL or shardwise, and the names elsewhere of keys with the same values."""
-
-_SETTINGS: Final[Mapping[tuple[str, Any], tuple[str, ...]]] = {
-    ("method", "sft"): ("stage: pt",),
-    ("method", "reward"): ("reward_model: true", "stage: rm"),
-    ("use_peft", True): ("adapter: lora", "adapter: qlora", "finetuning_type: lora"),
-    ("load_in_4bit", True): ("adapter: qlora", "quantization_bit: 4"),
-    ("load_in_8bit", True): ("quantization_bit: 8",),
-    ("lora_target_modules", "all-linear"): ("lora_target_linear: true", "lora_target: all"),
-    ("bf16", True): ("bf16: auto", "pure_bf16: true"),
-    ("dtype", "bfloat16"): ("pure_bf16: true",),
-    ("attn_implementation", "flash_attention_2"): ("flash_attention: true", "flash_attn: fa2"),
-    ("attn_implementation", "sdpa"): ("sdp_attention: true", "flash_attn: sdpa"),
-    ("attn_implementation", "eager"): ("eager_attention: true", "flash_attn: disabled"),
-    ("assistant_only_loss", True): ("train_on_inputs: false", "train_on_prompt: false"),
-    ("packing", True): ("neat_packing: true",),
-    ("train_sampling_strategy", "group_by_length"): ("group_by_length: true",),
-    ("gradient_checkpointing", False): ("disable_gradient_checkpointing: true",),
-    # Moments in 8 bits, too, by torchao, whose optimizer steps shards as that of bitsandbytes does not.
-    ("optim", "adamw_torch_8bit"): ("optimizer: adamw_8bit", "optimizer: adamw_bnb_8bit", "optim: adamw_8bit"),
-    # What TRL does without a key.
-    ("", None): (
-        *("train_on_inputs: true", "train_on_prompt: true", "finetuning_type: full", "finetuning_type: freeze"),
-        *("freeze_trainable_modules: all", "flash_attn: auto"),
-    ),
-}
-"""Keys of TRL with values, and lines elsewhere that ask for them."""
-
-_TRL_NAMES: Final = {name: key for key, names in _NAMES.items() for name in names}
-_TRL_SETTINGS: Final = {
-    line: dict(pair for pair in _SETTINGS if line in _SETTINGS[pair]) for line in chain(*_SETTINGS.values())
-}
 
 _MARKS: Final[Mapping[str, tuple[str, Set[str]]]] = {
     "axolotl": ("base_model", {"sequence_len", "micro_batch_size", "num_epochs", "adapter", "val_set_size"}),
     "LLaMA-Factory": ("model_name_or_path", {"stage", "finetuning_type", "template", "cutoff_len", "lora_rank"}),
 }
 """Programs, the key of the model in their files, and keys that TRL does not have. A file has two of these."""
-
-_IMPLIED: Final[Mapping[str, Mapping[str, Any]]] = {
-    "env": {"report_to": "wandb"},
-    "fp16: true": {"bf16": False},
-    "adapter": {"lora_dropout": 0.0},
-    "load_in_4bit: true": {"use_bnb_nested_quant": True},
-    "reward_model: true": {"lora_task_type": "SEQ_CLS"},
-    "early_stopping_patience": {"load_best_model_at_end": True},
-    "axolotl": {"sequence_len": 512, "micro_batch_size": 1, "num_epochs": 1, "lr_scheduler": "cosine"}
-    | {"bf16": "auto", "train_on_inputs": False},
-    "stage: pt": {"train_on_prompt": True, "packing": True},
-    "stage: rm": {"lora_task_type": "SEQ_CLS"},
-    "quantization_bit: 4": {"double_quantization": True},
-    "early_stopping_steps": {"load_best_model_at_end": True},
-    "LLaMA-Factory": {"stage": "sft", "finetuning_type": "lora", "cutoff_len": 2048, "learning_rate": 5e-5}
-    | {"train_on_prompt": False},
-    "finetuning_type: lora": {"lora_rank": 8, "lora_target": "all", "lora_dropout": 0.0},
-    "finetuning_type: freeze": {"freeze_trainable_layers": 2},
-}
-"""What keys mean that are not set, where TRL has other defaults: by program, and by a key or line of the file."""
-
-_ADVICE: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("chat_template", "template"), "that of the tokenizer is used. Or set chat_template_path"),
-    **dict.fromkeys(("lora_model_dir", "adapter_name_or_path"), "merge it before, by shardwise merge-adapter"),
-    "dataset": "names in dataset_info.json. Write the file or the hub's name of each",
-    "unfrozen_parameters": "all are trained. Or set trainable_layers, trainable_modules, extra_modules",
-    "max_samples": "write split: train[:N] into datasets",
-    "type": "rows are recognized by their columns, and rendered by the chat template of the tokenizer",
-}
-"""What to do about keys elsewhere, and those of a dataset."""
 
 _DATASET_KEYS: Final = ("path", "name", "data_dir", "data_files", "split")
 _SECRET: Final = re.compile(r"hub_token|api_key|secret|webhook")
@@ -134,9 +44,17 @@ def explain_other_format(values: Mapping[str, Any]) -> str | None:
     return None
 
 
+@cache
+def _read_tables() -> Mapping[str, Mapping[str, Any]]:
+    """Return ``keys``, ``lines``, ``implied`` and ``advice``, as ``other_formats.yaml`` describes them."""
+    text = resources.files("shardwise.training").joinpath("other_formats.yaml").read_text("utf-8")
+    tables: Mapping[str, Any] = yaml.safe_load(text)
+    return tables
+
+
 def _explain(program: str, given: Mapping[str, Any]) -> str:
     keys = dict(given)
-    for condition, implied in _IMPLIED.items():
+    for condition, implied in _read_tables()["implied"].items():
         if condition in {program, *keys, *(_line(key, value) for key, value in keys.items())}:
             keys = {**keys, **{key: value for key, value in implied.items() if key not in keys}}
     replacements = {key: _convert(key, value, keys) for key, value in keys.items()}
@@ -146,7 +64,7 @@ def _explain(program: str, given: Mapping[str, Any]) -> str:
     origins: dict[str, str] = {}
     comments: list[str] = []
     for key, value in keys.items():
-        advice = _ADVICE.get(key.rpartition("].")[2])
+        advice = _read_tables()["advice"].get(key.rpartition("].")[2])
         for name, new in replacements[key].items():
             faults = [fault.removeprefix(f"{name}: ") for fault in find_faults(name, new, method)]
             if name in config and config[name] != new:
@@ -191,15 +109,16 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return TRL's keys that mean the same, or the key itself."""
-    line = _line(key, value)
+    names, lines = _read_tables()["keys"], _read_tables()["lines"]
     if key in ("chat_template", "template"):  # by its name in that program
         return {"": value}
-    if line in _TRL_SETTINGS:
-        return {name: new for name, new in _TRL_SETTINGS[line].items() if name}
-    if not value and (f"{key}: true" in _TRL_SETTINGS or key in _NAMES["test_split_size"]):
+    if (line := _line(key, value)) in lines:
+        settings: Mapping[str, Any] = lines[line]
+        return settings
+    if not value and (f"{key}: true" in lines or names.get(key) == "test_split_size"):
         return {}
     if key in ("lora_target", "additional_target") and isinstance(value, str):
-        return {_TRL_NAMES[key]: [name.strip() for name in value.split(",")]}
+        return {names[key]: [name.strip() for name in value.split(",")]}
     if key == "lora_target_modules" and keys.get("lora_target_linear"):  # which adds them to all others
         return {"": value}
     epochs = keys.get("num_epochs")
@@ -210,7 +129,7 @@ def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]
             return {f"{kind}_strategy": "epoch"}
         return {f"{kind}_strategy": "steps", f"{kind}_steps": round(1 / count, 6)}  # of all steps
     is_nested = key.startswith(("special_tokens.", "fsdp_config.", "trl."))
-    return {_TRL_NAMES.get(key, key.partition(".")[2] if is_nested else key): value}
+    return {names.get(key, key.partition(".")[2] if is_nested else key): value}
 
 
 def _line(key: str, value: Any) -> str:
