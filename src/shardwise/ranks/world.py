@@ -264,11 +264,13 @@ class World:
     # While working
 
     def check(self) -> None:
-        """Raise Stopped if another rank has failed. Long phases call this periodically.
+        """Raise Stopped if another rank has failed, or no phase may follow. Long phases call this periodically.
 
         Raises:
-            Stopped: another rank has failed.
+            Stopped: another rank has failed, or ranks cannot meet again after an earlier error.
         """
+        if self._end is not None:
+            raise Stopped("left its work: ranks cannot meet again")
         if self.channel is not None and self.channel.is_interrupted:
             raise Stopped("left its work: another rank has failed, or the store did not answer")
 
