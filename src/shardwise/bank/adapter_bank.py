@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 from torch import nn
 
-from shardwise.bank import adapter_settings, batch, rows
+from shardwise.bank import adapter_files, adapter_settings, batch, rows
 from shardwise.bank import training_state as states
 from shardwise.bank.adapter import (
     DEFAULT_OPTIONS,
@@ -24,15 +24,6 @@ from shardwise.bank.adapter import (
     FusedLosses,
     require_name,
     require_options,
-)
-from shardwise.bank.adapter_files import (
-    collect_training_state,
-    find_training,
-    lend_tensors,
-    outline_lora,
-    read_adapter,
-    read_adapter_headers,
-    remove_embeddings,
 )
 from shardwise.bank.hooks import SiteHooks
 from shardwise.bank.kernels import BackendChoice
@@ -179,7 +170,7 @@ class AdapterBank:
     def _build(
         self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool, is_trained: bool = True
     ) -> BankAdapter:
-        outline = outline_lora(self._model, config, is_new=is_new)
+        outline = adapter_files.outline_lora(self._model, config, is_new=is_new)
         self._hooks.require_supported(outline.sites)
         device, world = self._base.device, self._world
         return BankAdapter(name, config, outline, options, device, world, is_trained=is_trained)
@@ -452,7 +443,7 @@ class AdapterBank:
             # A new adapter replaces the current one at the end, so that a failure leaves it unchanged.
             trains = current.is_trained
             adapter = self._build(name, current.config, current.options, is_new=False, is_trained=trains)
-            matrices = remove_embeddings(self._model, adapter, state)
+            matrices = adapter_files.remove_embeddings(self._model, adapter, state)
             training = states.parse_state(adapter, what, matrices)
             if not trains:
                 training = AdapterStart(reason="it is a copy for sampling")
@@ -503,13 +494,13 @@ class AdapterBank:
             exchange.local = _comparable(name, training_state, "training_state")
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
-            whole = lend_tensors(self._model, adapter)
+            whole = adapter_files.lend_tensors(self._model, adapter)
             cast = resolve_dtype(dtype)
         training = None  # nor has a copy for sampling one
         if training_state and adapter.is_trained:
             base = adapter_settings.identify_base(self._world, self._model)
             with self._world.collective("collect the training state"):
-                training = collect_training_state(adapter, base, cast)
+                training = adapter_files.collect_training_state(adapter, base, cast)
         request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
         with get_world(options, "AdapterBank.save") as world:
             return execute_save(world, request, options, Clock(), verify=verify)
@@ -560,10 +551,10 @@ class AdapterBank:
         # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
-                exchange.local = find_training(Path(directory), training_state=training_state)
+                exchange.local = adapter_files.find_training(Path(directory), training_state=training_state)
         training = exchange.result
         with world.collective("read the adapter"):
-            stored_adapter = read_adapter_headers(self._model, directory)
+            stored_adapter = adapter_files.read_adapter_headers(self._model, directory)
             existing = self._adapters.get(require_name(name))
         options: Any = {**(existing.options if existing is not None else {}), **keywords}
         is_trained = existing is None or existing.is_trained
@@ -581,7 +572,7 @@ class AdapterBank:
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
             targets = states.allocate_targets(adapter, training, base, on_other_base)
-        read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
+        adapter_files.read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
         what = os.fspath(directory)
         with world.collective("restore the state"):
             started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)

@@ -37,7 +37,7 @@ def sum_all(world: World, values: torch.Tensor) -> None:
     """
     work = dist.all_reduce(values, group=world.group, async_op=True)
     assert work is not None, "this rank is in the group"
-    world.wait_for(work)
+    world.wait_for(work, on_host=values.device.type == "cpu")
 
 
 def _sum_if_agreed(
@@ -99,14 +99,17 @@ def step_together(
         raise
     except ShardwiseError as raised:
         if is_agreed is not False:
-            # An optimizer may fail on one rank only, so the ranks exchange the names. If that fails, or the ranks
-            # have not summed, all of them count.
-            failed = {adapter.name for adapter, _ in adapters}
+            reports: list[tuple[bool | None, list[str]]] = []
             with suppress(ShardwiseError):  # the first error is the one to raise
-                names = world.all_gather_object([adapter.name for adapter, _ in adapters if adapter.failure])
-                failed = {name for names_of_rank in names for name in names_of_rank} or failed
+                names = [adapter.name for adapter, _ in adapters if adapter.failure]
+                reports = world.all_gather_object((is_agreed, names))
+            # An optimizer may fail on one rank only. If no rank knows of an adapter that failed, all of them count.
+            failed = {name for _, names_of_rank in reports for name in names_of_rank}
             for adapter, _ in adapters:
-                adapter.failure = raised if adapter.name in failed else None
+                adapter.failure = raised if adapter.name in failed or not failed else None
+            if not reports or any(agreed is None for agreed, _ in reports):
+                text = f"{raised}. Ranks have left one another in a step, so the bank has ended"
+                world.end(RankLostError(f"{text}. Start all ranks again, and resume from the last save"))
         raise
     return outcomes
 
