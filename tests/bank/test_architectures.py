@@ -88,10 +88,14 @@ def failures_of(specimens: list[Any]) -> tuple[int, dict[str, str]]:
     return compared, failures
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, None], ids=["in chunks", "at once"])
-def test_representative_architectures(monkeypatch, chunk):
-    if chunk:
-        monkeypatch.setattr(passes.SharedBase, "chunk_positions", chunk)
+def test_dense_models_and_one_of_experts(monkeypatch):
+    monkeypatch.setattr(passes.SharedBase, "chunk_positions", CHUNK)
+    specimens = [each for each in zoo.representative_specimens() if each.name in ("gpt2", "kimi_linear", "llama")]
+    assert failures_of(specimens) == (len(specimens), {})
+
+
+@pytest.mark.slow
+def test_representative_architectures_with_logits_at_once():
     compared, failures = failures_of(zoo.representative_specimens())
     assert not failures
     assert compared >= 5

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.bank.adapter import AdapterState, BankAdapter
-from shardwise.bank.compose import LENGTH_MULTIPLE, PassPlan, Unit, compose_passes, pad_length
+from shardwise.bank.compose import PassPlan, Unit, compose_passes, pad_length
 from shardwise.bank.gathers import CountedGather, are_in_step
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.losses import LOSSES, complete_config
@@ -378,7 +378,7 @@ def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow])
     settings = f"{loss} {sorted(request.loss_config.items())} {request.backward} {request.group_size}"
     counts = RequestCounts(request.adapter, settings, request.group_size, (lengths,), (num_targets,))
     for unit in _make_units([counts], 0):
-        tokens = pad_length(unit.length, longest=base.max_length, multiple=LENGTH_MULTIPLE)
+        tokens = pad_length(unit.length, longest=base.max_length)
         if unit.num_rows * tokens > base.max_tokens_per_pass:
             raise ConfigError(
                 f"{describe_adapter(request.adapter)}: {unit.num_rows} rows of up to {unit.length} tokens, which "

@@ -125,7 +125,7 @@ def _multiply_base(module: Any, parameter: str, rows: Tensor, experts: Tensor, e
     if layers.are_experts_in_four_bits(module) and parameter in module.packings:
 
         def get_weight(expert: int) -> Tensor:  # the weights of one expert at a time are dequantized
-            weight = layers.get_expert_weight(module, parameter, expert)
+            weight: Tensor = layers.get_expert_weight(module, parameter, expert)
             return weight if module.is_transposed else weight.mT
 
         product = _multiply_one_by_one(rows, get_weight, ends)
