@@ -124,11 +124,12 @@ def _multiply_base(module: Any, parameter: str, rows: Tensor, experts: Tensor, e
     """Multiply rows, sorted by expert, with the weights of the base: (pairs, out)."""
     if layers.are_experts_in_four_bits(module) and parameter in module.packings:
 
-        def get_weight(expert: int) -> Tensor:  # the weights of one expert at a time are dequantized
-            weight: Tensor = layers.get_expert_weight(module, parameter, expert)
-            return weight if module.is_transposed else weight.mT
+        def multiply(of_expert: Tensor, expert: int) -> Tensor:
+            # Not a tensor, but what products with the weights of one expert dequantize, also in the backward pass.
+            weight = layers.get_expert_weight(module, parameter, expert)
+            return of_expert @ weight if module.is_transposed else F.linear(of_expert, weight)
 
-        product = _multiply_one_by_one(rows, get_weight, ends)
+        product = _multiply_one_by_one(rows, multiply, ends)
     else:
         weights = getattr(module, parameter)  # (experts, out, in), or transposed
         product = multiply_groups(rows, weights if module.is_transposed else weights.mT, ends)
@@ -146,14 +147,15 @@ def multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     size = rows.element_size()
     if rows.dtype != torch.float64 and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
         return F.grouped_mm(rows, weights.to(rows.dtype), offs=ends)
-    return _multiply_one_by_one(rows, lambda group: weights[group].to(rows.dtype), ends)
+    return _multiply_one_by_one(rows, lambda of_group, group: of_group @ weights[group].to(rows.dtype), ends)
 
 
-def _multiply_one_by_one(rows: Tensor, get_weight: Callable[[int], Tensor], ends: Tensor) -> Tensor:
+def _multiply_one_by_one(rows: Tensor, multiply: Callable[[Tensor, int], Tensor], ends: Tensor) -> Tensor:
+    """Call a function with each group of rows that has any, and its number."""
     products, start = [], 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
-            products.append(rows[start:end] @ get_weight(group))
+            products.append(multiply(rows[start:end], group))
         start = end
     return torch.cat(products)
 
