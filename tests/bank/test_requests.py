@@ -1,7 +1,7 @@
 """Requests: several of an adapter, with targets and losses of their own, trained and not, in shared passes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,53 +154,40 @@ def share(request: Request) -> Request:
     return replace(request, rows=[each for group in groups[here()["rank"] :: here()["size"]] for each in group])
 
 
-def train_all(base: Path) -> dict[str, Any]:
+def train_all(base: Path, kinds: Sequence[str]) -> dict[str, Any]:
     """An adapter for each loss, all at once."""
-    bank = bank_of(base, members(), "auto")
-    begin = {kind: matrices_of(bank, kind) for kind in KINDS}
+    bank = bank_of(base, {kind: members()[kind] for kind in kinds}, "auto")
+    begin = {kind: matrices_of(bank, kind) for kind in kinds}
     losses, number_of_passes = [], []
     for step in range(STEPS):
-        output = bank.forward_backward([share(request) for kind in KINDS for request in requests_of(kind, step)])
+        output = bank.forward_backward([share(request) for kind in kinds for request in requests_of(kind, step)])
         losses.append([each.loss for each in output.requests])
         number_of_passes.append(output.passes)
-        bank.optim_step({kind: {} for kind in KINDS})
-    trained = {kind: matrices_of(bank, kind) for kind in KINDS}
+        bank.optim_step({kind: {} for kind in kinds})
+    trained = {kind: matrices_of(bank, kind) for kind in kinds}
     return {"begin": begin, "trained": trained, "losses": losses, "passes": max(number_of_passes)}
 
 
-@pytest.fixture(scope="module")
-def trained(base: Path) -> dict[str, Any]:
-    return train_all(base)
+FAST = ("ppo", "dpo")
+GROUPS = [FAST, pytest.param(tuple(kind for kind in KINDS if kind not in FAST), marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def trained_on_two(worlds: Any, base: Path) -> list[dict[str, Any]]:
-    return worlds(2).run(train_all, base)
-
-
-SLOW = [kind for kind in KINDS if kind not in ("ppo", "dpo")]
-
-
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW else []) for k in KINDS])
-def test_each_loss_trains_as_in_peft_alone(base, trained, trained_on_two, kind):
+@pytest.mark.parametrize("kinds", GROUPS, ids=["some", "others"])
+def test_each_loss_trains_as_in_peft_alone(worlds, base, kinds):
     """On one rank and two, within three times PEFT's distance from itself with rows turned; at least 1e-6."""
-    assert trained["passes"] > 1
-    begin = trained["begin"][kind]
-    expected = alone(base, kind, members()[kind], begin)
-    limit = 3 * max(distance(alone(base, kind, members()[kind], begin, turned=True), expected, begin), 1e-6)
-    for each in (trained, *trained_on_two):
-        require_equal(each["begin"][kind], begin)
-        assert distance(each["trained"][kind], expected, begin) <= limit
-
-
-def test_losses_on_two_ranks(trained, trained_on_two):
-    first, second = trained_on_two
+    here, first, second = train_all(base, kinds), *worlds(2).run(train_all, base, kinds)
+    assert here["passes"] > 1
     assert first["losses"] == second["losses"]
-    for kind in KINDS:
+    torch.testing.assert_close(torch.tensor(first["losses"]), torch.tensor(here["losses"]), rtol=1e-4, atol=1e-4)
+    for kind in kinds:
+        begin = here["begin"][kind]
+        expected = alone(base, kind, members()[kind], begin)
+        turned = alone(base, kind, members()[kind], begin, turned=True)
+        limit = 3 * max(distance(turned, expected, begin), 1e-6)
+        require_equal(first["begin"][kind], begin)
         require_equal(first["trained"][kind], second["trained"][kind])
-        own, begin = trained["trained"][kind], trained["begin"][kind]
-        assert distance(first["trained"][kind], own, begin) <= 1e-4, kind
-    torch.testing.assert_close(torch.tensor(first["losses"]), torch.tensor(trained["losses"]), rtol=1e-4, atol=1e-4)
+        for each in (here, first):
+            assert distance(each["trained"][kind], expected, begin) <= limit, kind
 
 
 @pytest.mark.parametrize("kind", list(LOSSES))

@@ -139,7 +139,7 @@ def test_an_offloaded_adapter_comes_back_on_use(base):
 
 def test_names_are_any_text(base, tmp_path):
     bank = bank_of(base, {})
-    for number, name in enumerate(("../x", "x" * 128, "ä/名")):
+    for number, name in enumerate(("../x", "ä/名" + "x" * 125)):
         create(bank, name, OPEN)
         bank.forward_backward([(name, rows_for("ada", ADA, 0))])
         bank.optim_step({name: {}})
