@@ -155,8 +155,9 @@ def share(request: Request) -> Request:
 
 
 def train_all(base: Path, kinds: Sequence[str]) -> dict[str, Any]:
-    """An adapter for each loss, all at once."""
+    """An adapter for each loss, all at once, in several passes."""
     bank = bank_of(base, {kind: members()[kind] for kind in kinds}, "auto")
+    object.__setattr__(bank._base, "max_tokens_per_pass", 256)
     begin = {kind: matrices_of(bank, kind) for kind in kinds}
     losses, number_of_passes = [], []
     for step in range(STEPS):
