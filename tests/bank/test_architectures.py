@@ -14,7 +14,7 @@ from shardwise.core.errors import ConfigError
 LENGTHS = (9, 20, 14, 3)
 OWN_LAYERS = {
     *("axk2", "big_bird", "blt", "cpmant", "deepseek_v4", "dots3_note", "dots3_note_text", "hy_v4"),
-    *("llama4", "llama4_text", "qwen4_exp", "qwen4_exp_text", "reformer", "xlnet"),
+    *("llama4", "llama4_text", "phimoe", "prophetnet", "qwen4_exp", "qwen4_exp_text", "reformer", "xlnet"),
 }
 """Some of their linear layers have other inputs or outputs than rows of tokens, or no gradient: no targets."""
 PADDED_OTHERWISE = {

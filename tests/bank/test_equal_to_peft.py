@@ -215,6 +215,14 @@ def test_a_layer_that_the_backward_pass_goes_by_is_named(base):
     assert bank.optim_step("ada").is_taken
 
 
+def test_a_layer_that_returns_no_tensor_is_named(base):
+    bank = bank_of(base, {"ada": recipes()["ada"]})
+    layer = bank._model.model.layers[0].self_attn.q_proj
+    layer.forward = lambda x: (x, x)
+    with pytest.raises(TrainingError, match=r"model.layers.0.self_attn.q_proj returns a tuple, not a tensor"):
+        bank.forward_backward([("ada", rows_for("ada", recipes()["ada"], 0))])
+
+
 # ── dropout, and going on ─────────────────────────────────────────────────────────────────────────
 
 

@@ -27,7 +27,6 @@ from shardwise.core.errors import ConfigError, TrainingError
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 SUM = {"reduction": "sum"}
-STEPS = 20
 
 
 def member(r: int = 4, **further: Any) -> Recipe:
@@ -110,7 +109,9 @@ def expected_loss(kind: str, p: torch.Tensor, each: Mapping[str, torch.Tensor]) 
     return total
 
 
-def alone(base: Path, kind: str, recipe: Recipe, begin: Mapping[str, torch.Tensor], *, turned: bool = False) -> Any:
+def alone(
+    base: Path, kind: str, recipe: Recipe, begin: Mapping[str, torch.Tensor], steps: int, *, turned: bool = False
+) -> Any:
     """Plain PEFT, row by row."""
     with zoo.silenced():
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), recipe.lora())
@@ -118,7 +119,7 @@ def alone(base: Path, kind: str, recipe: Recipe, begin: Mapping[str, torch.Tenso
     model.eval()
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = recipe.optimizer(own)
-    for step in range(STEPS):
+    for step in range(steps):
         [request] = requests_of(kind, step)
         rows: Any = list(request.rows)
         logprobs = []
@@ -154,13 +155,13 @@ def share(request: Request) -> Request:
     return replace(request, rows=[each for group in groups[here()["rank"] :: here()["size"]] for each in group])
 
 
-def train_all(base: Path, kinds: Sequence[str]) -> dict[str, Any]:
+def train_all(base: Path, kinds: Sequence[str], steps: int) -> dict[str, Any]:
     """An adapter for each loss, all at once, in several passes."""
     bank = bank_of(base, {kind: members()[kind] for kind in kinds}, "auto")
     object.__setattr__(bank._base, "max_tokens_per_pass", 256)
     begin = {kind: matrices_of(bank, kind) for kind in kinds}
     losses, number_of_passes = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         output = bank.forward_backward([share(request) for kind in kinds for request in requests_of(kind, step)])
         losses.append([each.loss for each in output.requests])
         number_of_passes.append(output.passes)
@@ -169,21 +170,21 @@ def train_all(base: Path, kinds: Sequence[str]) -> dict[str, Any]:
     return {"begin": begin, "trained": trained, "losses": losses, "passes": max(number_of_passes)}
 
 
-FAST = ("ppo", "dpo")
-GROUPS = [FAST, pytest.param(tuple(kind for kind in KINDS if kind not in FAST), marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("kinds", GROUPS, ids=["some", "others"])
-def test_each_loss_trains_as_in_peft_alone(worlds, base, kinds):
+@pytest.mark.parametrize(
+    ("kinds", "steps"),
+    [(("ppo", "dpo"), 8), pytest.param(tuple(KINDS), 20, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_each_loss_trains_as_in_peft_alone(worlds, base, kinds, steps):
     """On one rank and two, within three times PEFT's distance from itself with rows turned; at least 1e-6."""
-    here, first, second = train_all(base, kinds), *worlds(2).run(train_all, base, kinds)
+    here, first, second = train_all(base, kinds, steps), *worlds(2).run(train_all, base, kinds, steps)
     assert here["passes"] > 1
     assert first["losses"] == second["losses"]
     torch.testing.assert_close(torch.tensor(first["losses"]), torch.tensor(here["losses"]), rtol=1e-4, atol=1e-4)
     for kind in kinds:
         begin = here["begin"][kind]
-        expected = alone(base, kind, members()[kind], begin)
-        turned = alone(base, kind, members()[kind], begin, turned=True)
+        expected = alone(base, kind, members()[kind], begin, steps)
+        turned = alone(base, kind, members()[kind], begin, steps, turned=True)
         limit = 3 * max(distance(turned, expected, begin), 1e-6)
         require_equal(first["begin"][kind], begin)
         require_equal(first["trained"][kind], second["trained"][kind])

@@ -138,6 +138,8 @@ class BatchRouting:
         if self.is_cut and x.shape[:2] == (1, 1):
             return y
         self.require_rows(site, x)
+        if not isinstance(y, torch.Tensor):  # a router may be a linear layer that returns experts and weights
+            raise TrainingError(f"{site} returns a {type(y).__name__}, not a tensor. Remove it from the targets")
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         if backend is None:
             backend, reason = select_backend(self.choice, segments, x, y, self.grouped)
