@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,9 @@ from tests.support.world import said
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise
+from shardwise.bank import optimizer_steps
 from shardwise.fsdp.policies import MinSize
+from shardwise.ranks.world import World
 
 LATE = 4
 """Micro-batches before the adapter ``eve`` comes."""
@@ -37,15 +40,19 @@ def here() -> dict[str, int]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Collectives of torch's that are called in the block."""
+    """Collectives of torch's that are called in the block, and meetings of ranks."""
     calls: Counter[str] = Counter()
-    own = dist.all_reduce
+    own, reduce = dist.all_reduce, World._reduce
 
     def all_reduce(*args: Any, **keywords: Any) -> Any:
         calls["all_reduce"] += 1
         return own(*args, **keywords)
 
-    with mock.patch.object(dist, "all_reduce", all_reduce):
+    def meet(*args: Any, **keywords: Any) -> Any:
+        calls["meetings"] += 1
+        return reduce(*args, **keywords)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce), mock.patch.object(World, "_reduce", meet):
         yield calls
 
 
@@ -78,6 +85,41 @@ def together(base: Path, kind: str) -> dict[str, Any]:
         "base is same": base_is_same,
         "backends": {why for each in told if hasattr(each, "passes") for why in each.backends},
         "losses": told[0].adapters["ada"].loss,
+    }
+
+
+def steps_at_once(base: Path) -> dict[str, Any]:
+    """Of adapters with other sizes: together, one after the other, and in more than the first all-reduce."""
+    members = {name: replace(recipes()[name], gradient_accumulation_steps=1) for name in ("ada", "cy", "dee")}
+    banks = {kind: bank_of(base, members) for kind in ("together", "alone", "large")}
+    calls, rank = {}, here()["rank"]
+    for kind, bank in banks.items():
+        with mock.patch.object(optimizer_steps, "_FIRST_NUMBERS", 1 << (8 if kind == "large" else 16)):
+            for number in range(2):
+                bank.forward_backward(
+                    [(name, rows_for(name, own, 2 * number + rank)) for name, own in members.items()]
+                )
+                with counted() as calls[kind]:
+                    if kind == "alone":
+                        for name in members:
+                            bank.optim_step(name, lr=0.1)
+                    else:
+                        bank.optim_step({name: {"lr": 0.1} for name in members})
+            # Other adapters on each rank, whose gradients are of other sizes, and one with an invalid setting.
+            bank.forward_backward([(name, rows_for(name, own, 9)) for name, own in members.items()])
+            before = {name: bank._adapters[name].gradient.clone() for name in members}
+            errors = [
+                said(lambda bank=bank: bank.optim_step({name: {} for name in list(members)[rank:]})),
+                said(lambda bank=bank: bank.optim_step({"dee": {"lr": -1.0} if rank else {}})),
+                said(lambda bank=bank: bank.optim_step({"ada": {}, "cy": {"betas": (0.1, rank / 10)}})),
+            ]
+            after = {name: bank._adapters[name].gradient.clone() for name in members}
+            bank.optim_step({name: {} for name in members})
+    return {
+        "calls": calls,
+        "errors": errors,
+        "gradients": (before, after),
+        "adapters": {kind: {name: bank.state_dict(name) for name in members} for kind, bank in banks.items()},
     }
 
 

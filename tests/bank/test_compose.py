@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.bank.batch import _PASS_OVERHEAD, LENGTH_MULTIPLE
 from shardwise.bank.compose import PassPlan, Unit, compose_passes, pad_length
 
 MULTIPLE, LONGEST = 16, 250
@@ -83,13 +82,7 @@ def test_rows_of_chats_are_dense(rows, most_passes):
     for seed in range(10):
         generator = random.Random(seed)
         lengths = [min(max(round(generator.lognormvariate(5.3, 0.9)), 2), 2048) for _ in range(8 * rows)]
-        plans = compose_passes(
-            [[Unit(length) for length in lengths]],
-            multiple=LENGTH_MULTIPLE,
-            longest=2048,
-            max_tokens=8192,
-            overhead=_PASS_OVERHEAD,
-        )
+        plans = compose_passes([[Unit(length) for length in lengths]], longest=2048, max_tokens=8192)
         filled += sum(lengths) / sum(len(plan.units[0]) * plan.tokens for plan in plans) / 10
         passes += len(plans)
     assert filled >= 0.85

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 import shardwise
 from shardwise import Sharding
 from shardwise.bank.kernels import drop_elements, row_keys
-from shardwise.bank.passes import FusedPass, PlacedRequest, PlacedRow
+from shardwise.bank.passes import FusedPass, PlacedRequest, PlannedPass
 from shardwise.bank.rows import Request, parse_rows
 from shardwise.core.errors import TrainingError
 
@@ -150,19 +150,19 @@ def recompute(model: Any, **how: Any) -> None:
 def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = False) -> dict[str, torch.Tensor]:
     """Two micro-batches forward, then both backward, the older one first."""
     adapters = {name: bank._adapters[name] for name in members}
-    requests = [PlacedRequest(Request(name, []), adapter, {}) for name, adapter in adapters.items()]
     passes = []
     for number in (0, 1):
-        rows = [
-            PlacedRow(request, place, row, row_keys(number, 10 * request + place, 1).item())
-            for request, name in enumerate(members)
-            for place, row in enumerate(
-                parse_rows("", rows_for(name, members[name], number), vocab_size=64, longest=64)
-            )
-        ]
-        # In the other order: the second micro-batch has other rows and places than the first.
-        ordered = [replace(each, number=-each.number) for each in rows] if number else rows
-        passes.append(FusedPass(bank._base, 16, requests, ordered, 1, is_training=True))
+        requests, keys = [], []
+        for name, adapter in adapters.items():
+            rows = parse_rows("", rows_for(name, members[name], number), vocab_size=64, longest=64)
+            own = [int(row_keys(number, 10 * len(keys) + place, 1)) for place in range(len(rows))]
+            if number:  # in the other order: the second micro-batch has other rows and places than the first
+                rows.reverse()
+                own.reverse()
+            requests.append(PlacedRequest(Request(name, []), adapter, {}, rows))
+            keys.append(own)
+        places = tuple((request, row) for request, own in enumerate(keys) for row in range(len(own)))
+        passes.append(FusedPass(bank._base, PlannedPass(16, 1, places), requests, keys, is_training=True))
     for each in passes:
         each.forward(bank._model, bank._base.switch)
     if mixed_up:
@@ -213,6 +213,14 @@ def test_a_layer_that_the_backward_pass_goes_by_is_named(base):
     assert bank._adapters["ada"].gradient.equal(before)
     bank.forward_backward([("ada", rows_for("ada", recipe, 1))])
     assert bank.optim_step("ada").is_taken
+
+
+def test_a_layer_that_returns_no_tensor_is_named(base):
+    bank = bank_of(base, {"ada": recipes()["ada"]})
+    layer = bank._model.model.layers[0].self_attn.q_proj
+    layer.forward = lambda x: (x, x)
+    with pytest.raises(TrainingError, match=r"model.layers.0.self_attn.q_proj returns a tuple, not a tensor"):
+        bank.forward_backward([("ada", rows_for("ada", recipes()["ada"], 0))])
 
 
 # ── dropout, and going on ─────────────────────────────────────────────────────────────────────────

@@ -59,6 +59,26 @@ def test_experts_on_two_ranks(worlds, base):
     require_as_alone(base, first, 1e-5, 6)
 
 
+def on_the_first_rank(base: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients of a micro-batch in several passes, in none of which another rank has rows."""
+    bank = bank_of(base, members())
+    object.__setattr__(bank._base, "max_tokens_per_pass", 64)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    rows = {
+        name: rows_for(name, recipe, 0) if is_first else banking.no_rows() for name, recipe in members().items()
+    }
+    passes = bank.forward_backward(list(rows.items())).passes
+    return {name: bank._adapters[name].gradient for name in members()}, passes
+
+
+def test_a_rank_without_rows_in_any_pass(worlds, base):
+    expected, number = on_the_first_rank(base)
+    (first, of_first), (second, of_second) = worlds(2).run(on_the_first_rank, base)
+    assert of_first == of_second == number > 1
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-7)
+    assert not any(gradient.any() for gradient in second.values())
+
+
 def test_experts_are_as_they_were_without_adapters(base):
     bank = bank_of(base, {})
     ids = torch.arange(8).unsqueeze(0)

@@ -19,8 +19,8 @@ A call of ``forward_backward`` has these steps:
 4. The ranks exchange losses or a failure (``batch``). After a failure, gradients have their values from before the
    call, and if ranks have left one another in a gather, the bank has ended (``gathers``).
 
-``optim_step`` sums the gradients of adapters over the ranks, checks that they are finite, clips, and steps
-(``optimizer_steps``). It waits for the device once.
+``optim_step`` sums the gradients of all its adapters over the ranks at once, if ranks pass the same settings. It
+checks that they are finite, clips, and steps (``optimizer_steps``).
 Bases that would couple adapters are rejected with the reason (``rows``).
 """
 

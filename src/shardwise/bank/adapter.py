@@ -253,6 +253,12 @@ class BankAdapter:
         """Settings of its optimizer."""
         return {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
 
+    @property
+    def changeable(self) -> set[str]:
+        """Settings that are numbers. Flags decide which state the optimizer has, and schedules need initial_lr."""
+        numbers = {key for key, value in self.settings.items() if not isinstance(value, bool | None)}
+        return numbers - {"initial_lr"}
+
     def comparable_settings(self) -> dict[str, str]:
         """Return the settings of its next step and its counts as text."""
         counts = {"max_grad_norm": self.max_grad_norm, "steps": self.steps, "windows": self.windows}
@@ -260,11 +266,7 @@ class BankAdapter:
 
     def find_invalid_settings(self, settings: Mapping[str, Any]) -> list[str]:
         """List the reasons why settings cannot replace those of the optimizer, or ``max_grad_norm``."""
-        # Flags cannot change: they decide which state the optimizer has.
-        numbers = {key for key, value in self.settings.items() if not isinstance(value, bool | None)} - {
-            "initial_lr"
-        }
-        kind = type(self.optimizer)
+        kind, numbers = type(self.optimizer), self.changeable
         faults = []
         for key, value in settings.items():
             if key == "max_grad_norm":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 from torch import nn
 
-from shardwise.bank import adapter_settings, batch, rows
+from shardwise.bank import adapter_files, adapter_settings, batch, rows
 from shardwise.bank import training_state as states
 from shardwise.bank.adapter import (
     DEFAULT_OPTIONS,
@@ -25,18 +25,9 @@ from shardwise.bank.adapter import (
     require_name,
     require_options,
 )
-from shardwise.bank.adapter_files import (
-    collect_training_state,
-    find_training,
-    lend_tensors,
-    outline_lora,
-    read_adapter,
-    read_adapter_headers,
-    remove_embeddings,
-)
 from shardwise.bank.hooks import SiteHooks
 from shardwise.bank.kernels import BackendChoice
-from shardwise.bank.optimizer_steps import step_and_mark
+from shardwise.bank.optimizer_steps import step_together
 from shardwise.bank.passes import SharedBase
 from shardwise.bank.routes import ActiveRouting
 from shardwise.bank.rows import Request, RowTensors
@@ -179,7 +170,7 @@ class AdapterBank:
     def _build(
         self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool, is_trained: bool = True
     ) -> BankAdapter:
-        outline = outline_lora(self._model, config, is_new=is_new)
+        outline = adapter_files.outline_lora(self._model, config, is_new=is_new)
         self._hooks.require_supported(outline.sites)
         device, world = self._base.device, self._world
         return BankAdapter(name, config, outline, options, device, world, is_trained=is_trained)
@@ -275,9 +266,11 @@ class AdapterBank:
 
         A window may have any number of micro-batches, unless the adapter has ``gradient_accumulation_steps``.
         Without any, the step is taken with a gradient of zeros. Several adapters at once step with the same bits as
-        one after the other, in fewer calls.
+        one after the other, in fewer calls. (On more than two ranks, the order of the sum over the ranks depends on
+        the sizes of all gradients of a call.)
 
-        Collective: yes (two small exchanges, and an all-reduce of each gradient).
+        Collective: yes (one all-reduce of all gradients, a second one of more than 65,504 numbers, and one small
+        exchange). Memory: a copy of the gradients on several ranks.
 
         Args:
             steps: by adapter, settings of its optimizer (``lr``, ``betas``, ...) or ``max_grad_norm`` (0 for no
@@ -293,11 +286,14 @@ class AdapterBank:
                 call with equal optimizer settings, must be restored or deleted. The others took their steps.
         """
         by_name = {steps: changes} if isinstance(steps, str) else steps
-        with comparing_arguments(self._world) as exchange:
-            exchange.local = self._comparable_steps(by_name, are_names=not changes or isinstance(steps, str))
-        # Only now, when all ranks have accepted the names and the settings.
-        adapters = [self._require_ready(name) for name in by_name]
-        outcomes = step_and_mark(self._world, adapters, list(by_name.values()))
+        arguments: dict[str, str] | Exception
+        adapters: list[tuple[BankAdapter, Mapping[str, Any]]] = []
+        try:
+            arguments = self._comparable_steps(by_name, are_names=not changes or isinstance(steps, str))
+            adapters = [(self._adapters[name], own) for name, own in by_name.items()]
+        except Exception as error:
+            arguments = error  # raised on all ranks, which this rank must not leave alone in the exchange
+        outcomes = step_together(self._world, self._base.device, adapters, arguments)
         return outcomes[steps] if isinstance(steps, str) else outcomes
 
     def _comparable_steps(self, by_name: object, *, are_names: bool) -> dict[str, str]:
@@ -447,7 +443,7 @@ class AdapterBank:
             # A new adapter replaces the current one at the end, so that a failure leaves it unchanged.
             trains = current.is_trained
             adapter = self._build(name, current.config, current.options, is_new=False, is_trained=trains)
-            matrices = remove_embeddings(self._model, adapter, state)
+            matrices = adapter_files.remove_embeddings(self._model, adapter, state)
             training = states.parse_state(adapter, what, matrices)
             if not trains:
                 training = AdapterStart(reason="it is a copy for sampling")
@@ -498,13 +494,13 @@ class AdapterBank:
             exchange.local = _comparable(name, training_state, "training_state")
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
-            whole = lend_tensors(self._model, adapter)
+            whole = adapter_files.lend_tensors(self._model, adapter)
             cast = resolve_dtype(dtype)
         training = None  # nor has a copy for sampling one
         if training_state and adapter.is_trained:
             base = adapter_settings.identify_base(self._world, self._model)
             with self._world.collective("collect the training state"):
-                training = collect_training_state(adapter, base, cast)
+                training = adapter_files.collect_training_state(adapter, base, cast)
         request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
         with get_world(options, "AdapterBank.save") as world:
             return execute_save(world, request, options, Clock(), verify=verify)
@@ -555,10 +551,10 @@ class AdapterBank:
         # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
-                exchange.local = find_training(Path(directory), training_state=training_state)
+                exchange.local = adapter_files.find_training(Path(directory), training_state=training_state)
         training = exchange.result
         with world.collective("read the adapter"):
-            stored_adapter = read_adapter_headers(self._model, directory)
+            stored_adapter = adapter_files.read_adapter_headers(self._model, directory)
             existing = self._adapters.get(require_name(name))
         options: Any = {**(existing.options if existing is not None else {}), **keywords}
         is_trained = existing is None or existing.is_trained
@@ -576,7 +572,7 @@ class AdapterBank:
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
             targets = states.allocate_targets(adapter, training, base, on_other_base)
-        read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
+        adapter_files.read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
         what = os.fspath(directory)
         with world.collective("restore the state"):
             started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)

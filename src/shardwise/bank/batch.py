@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,18 +19,12 @@ from shardwise.bank.gathers import CountedGather, are_in_step
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.losses import LOSSES, complete_config
 from shardwise.bank.memory import estimate_pass
-from shardwise.bank.passes import FusedPass, PlacedRequest, PlacedRow, SharedBase
+from shardwise.bank.passes import FusedPass, PlacedRequest, PlannedPass, SharedBase
 from shardwise.bank.rows import Request, UnpaddedRow, no_random_numbers, parse_rows
 from shardwise.core.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
 from shardwise.core.formatting import in_bytes
 from shardwise.ranks.outcomes import at_phase
 from shardwise.ranks.world import Exchange
-
-LENGTH_MULTIPLE: Final = 16
-"""Lengths of rows are rounded up to a multiple of it. Products of fewer rows would be rounded in another way."""
-
-_PASS_OVERHEAD: Final = 256
-"""Cost of a pass, in tokens: gathers of the base, and kernels that are not full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +63,13 @@ class PassSums:
     failures: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedPass:
-    """A pass: its padded length, chunks of logits on all ranks, and (request, row) of each row of this rank."""
-
-    tokens: int
-    num_chunks: int
-    rows: tuple[tuple[int, int], ...]
-
-
 @dataclass(frozen=True)
 class RowCall:
     """A call with requests. Each list has one item for each request.
 
     Attributes:
         base: the base.
-        rows: rows of this rank.
-        requests: the requests.
+        requests: the requests, with the rows of this rank.
         counts: counts of the rows of each request on all ranks.
         passes: the passes, as many and as long on all ranks.
         backends: number of adapted layer calls, by how they were computed.
@@ -95,7 +79,6 @@ class RowCall:
     """
 
     base: SharedBase
-    rows: list[list[UnpaddedRow]]
     requests: list[PlacedRequest]
     counts: list[RequestCounts]
     passes: list[PlannedPass]
@@ -175,19 +158,7 @@ class RowCall:
         sums, routes = PassSums(), []
         with no_random_numbers(base.device) if is_training else evaluating(base.model):
             for planned in self.passes:
-                rows = [
-                    PlacedRow(request, number, self.rows[request][number], keys[request][number])
-                    for request, number in planned.rows
-                ]
-                fused = FusedPass(
-                    base,
-                    planned.tokens,
-                    self.requests,
-                    rows,
-                    planned.num_chunks,
-                    is_training=is_training,
-                    num_top=self.num_top,
-                )
+                fused = FusedPass(base, planned, self.requests, keys, is_training=is_training, num_top=self.num_top)
                 fused.forward(base.model, base.switch)
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
                 sums.failures |= fused.compute_losses(is_training=is_training)
@@ -310,29 +281,22 @@ def open_call(
         ConfigError, RankMismatchError, TrainingError: the same on every rank.
     """
     with base.world.all_reduce("check the rows", partial(_combine, base.world.global_ranks)) as exchange:
-        placed, rows, counts = [], [], []
+        placed, counts_here = [], []
         for request in _require_requests(requests):
             request = request if is_training else replace(request, backward=False)
             adapter = None if request.adapter is None else get_adapter(adapters, request.adapter)
             if request.backward:
                 _require_trainable(adapter)
             config = _require_loss(request, adapter)
-            rows_of_request = _parse_request(base, request, adapter)
-            placed.append(PlacedRequest(request, adapter, config))
-            rows.append(rows_of_request)
-            counts.append(_count_rows(base, request, rows_of_request))
-        exchange.local = counts, base.free_bytes()
+            rows = _parse_request(base, request, adapter)
+            placed.append(PlacedRequest(request, adapter, config, rows))
+            counts_here.append(_count_rows(base, request, rows))
+        exchange.local = counts_here, base.free_bytes()
     counts, free_bytes = exchange.result
-    plans = compose_passes(
-        [_make_units(counts, rank) for rank in range(base.world.size)],
-        multiple=LENGTH_MULTIPLE,
-        longest=base.max_length,
-        max_tokens=base.max_tokens_per_pass,
-        overhead=_PASS_OVERHEAD,
-    )
+    units = [_make_units(counts, rank) for rank in range(base.world.size)]
     members = [_find_members(counts, rank) for rank in range(base.world.size)]
     passes = []
-    for plan in plans:
+    for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
         # By rank, (request, row) of each row of the pass.
         by_rank = [[row for unit in units for row in members[rank][unit]] for rank, units in enumerate(plan.units)]
         num_targets = [
@@ -342,7 +306,7 @@ def open_call(
         _require_memory(base, plan, placed, by_rank, num_targets, free_bytes)
         num_chunks = max(-(-max(num_targets) // base.chunk_positions), 1)
         passes.append(PlannedPass(plan.tokens, num_chunks, tuple(by_rank[base.world.rank])))
-    call = RowCall(base, rows, placed, counts, passes, num_top=num_top)
+    call = RowCall(base, placed, counts, passes, num_top=num_top)
     for numbers in call.trained().values():
         adapter = placed[numbers[0]].adapter
         assert adapter is not None
@@ -415,7 +379,7 @@ def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow])
     settings = f"{loss} {sorted(request.loss_config.items())} {request.backward} {request.group_size}"
     counts = RequestCounts(request.adapter, settings, request.group_size, (lengths,), (num_targets,))
     for unit in _make_units([counts], 0):
-        tokens = pad_length(unit.length, multiple=LENGTH_MULTIPLE, longest=base.max_length)
+        tokens = pad_length(unit.length, longest=base.max_length)
         if unit.num_rows * tokens > base.max_tokens_per_pass:
             raise ConfigError(
                 f"{describe_adapter(request.adapter)}: {unit.num_rows} rows of up to {unit.length} tokens, which "

@@ -22,6 +22,7 @@ call, and its results may do so in the last bit. With the same rows, no value of
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,25 @@ class _Column:
     units: tuple[int | None, ...]
 
 
-def pad_length(length: int, *, multiple: int, longest: int) -> int:
+LENGTH_MULTIPLE: Final = 16
+"""Lengths of rows are rounded up to a multiple of it. Products of fewer rows would be rounded in another way."""
+
+PASS_OVERHEAD: Final = 256
+"""Cost of a pass, in tokens: gathers of the base, and kernels that are not full."""
+
+
+def pad_length(length: int, *, longest: int, multiple: int = LENGTH_MULTIPLE) -> int:
     """Round the length of a row up to a multiple, but not above the longest row of the base."""
     return min(-(-length // multiple) * multiple, longest)
 
 
 def compose_passes(
-    units: Sequence[Sequence[Unit]], *, multiple: int, longest: int, max_tokens: int, overhead: int
+    units: Sequence[Sequence[Unit]],
+    *,
+    longest: int,
+    max_tokens: int,
+    multiple: int = LENGTH_MULTIPLE,
+    overhead: int = PASS_OVERHEAD,
 ) -> list[PassPlan]:
     """Compose passes with the smallest sum of padded tokens and overheads. See [Note: Composed passes].
 
@@ -77,9 +90,9 @@ def compose_passes(
 
     Args:
         units: of each rank.
-        multiple: lengths are rounded up to a multiple of it.
         longest: maximum number of tokens of a row, padding included.
         max_tokens: maximum number of padded tokens of a pass on a rank. A column that exceeds it is a pass alone.
+        multiple: lengths are rounded up to a multiple of it.
         overhead: cost of a pass, in tokens.
     """
     columns = _align(units, multiple, longest)

@@ -6,7 +6,7 @@ with the adapters two, with a group for each pair of expert and adapter. Groups 
 product leaves rows after the last group as they were in memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -110,7 +110,8 @@ def _compute_adapted(
         pairs = [member.adapter.pairs.get(stack) for member in members]
         if any(pair is not None for pair in pairs):
             are_trained = [member.keys is not None for member in members]
-            A, B = _stack_matrices(route.anchor, rows, hidden.shape[1], num_experts, pairs, are_trained)
+            stack_matrices: Any = _StackedMatrices.apply
+            A, B = stack_matrices(route.anchor, rows.detach(), num_experts, hidden.shape[1], pairs, are_trained)
             hidden = hidden + multiply_groups(multiply_groups(rows, A, ends), B, ends)
         if parameter == up:
             hidden = layers.apply_activation(module, hidden)
@@ -122,14 +123,13 @@ def _compute_adapted(
 def _multiply_base(module: Any, parameter: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows, sorted by expert, with the weights of the base: (pairs, out)."""
     if layers.are_experts_in_four_bits(module) and parameter in module.packings:
-        # The weights of one expert at a time are dequantized.
-        products, start = [], 0
-        for expert, end in enumerate(ends.tolist()):
+
+        def multiply(of_expert: Tensor, expert: int) -> Tensor:
+            # Not a tensor, but what products with the weights of one expert dequantize, also in the backward pass.
             weight = layers.get_expert_weight(module, parameter, expert)
-            of_expert = rows[start:end]
-            products.append(of_expert @ weight if module.is_transposed else F.linear(of_expert, weight))
-            start = end
-        product = torch.cat(products)
+            return of_expert @ weight if module.is_transposed else F.linear(of_expert, weight)
+
+        product = _multiply_one_by_one(rows, multiply, ends)
     else:
         weights = getattr(module, parameter)  # (experts, out, in), or transposed
         product = multiply_groups(rows, weights if module.is_transposed else weights.mT, ends)
@@ -147,47 +147,39 @@ def multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     size = rows.element_size()
     if rows.dtype != torch.float64 and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
         return F.grouped_mm(rows, weights.to(rows.dtype), offs=ends)
+    return _multiply_one_by_one(rows, lambda of_group, group: of_group @ weights[group].to(rows.dtype), ends)
+
+
+def _multiply_one_by_one(rows: Tensor, multiply: Callable[[Tensor, int], Tensor], ends: Tensor) -> Tensor:
+    """Call a function with each group of rows that has any, and its number."""
     products, start = [], 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
-            products.append(rows[start:end] @ weights[group].to(rows.dtype))
+            products.append(multiply(rows[start:end], group))
         start = end
     return torch.cat(products)
 
 
-def _stack_matrices(
-    anchor: Tensor,
-    rows: Tensor,
-    out: int,
-    num_experts: int,
-    pairs: Sequence[LoraWeights | None],
-    are_trained: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
-    """Stack the matrices of all members for grouped products: (groups, in, r) and (groups, r, out).
-
-    r is the largest rank, rounded up to the alignment of rows. Other ranks are padded by zeros.
-    """
-    multiple = _ALIGNED_BYTES // rows.element_size() or 1
-    most = max(pair.rank for pair in pairs if pair is not None)
-    shape = num_experts, rows.shape[1], -(-most // multiple) * multiple, out
-    apply: Any = _StackedMatrices.apply
-    stacks: tuple[Tensor, Tensor] = apply(anchor, rows.dtype, shape, tuple(pairs), tuple(are_trained))
-    return stacks
-
-
 class _StackedMatrices(torch.autograd.Function):
-    """Stacks matrices. Their gradients are added to the adapters' buffers ([Note: Straight into the buffer])."""
+    """Stacks the matrices of all members for grouped products: (groups, in, r) and (groups, r, out).
+
+    r is the largest rank, rounded up to the alignment of rows. Other ranks are padded by zeros. Gradients are added
+    to the adapters' buffers ([Note: Straight into the buffer]).
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: Tensor,
-        dtype: torch.dtype,
-        shape: tuple[int, int, int, int],
-        pairs: tuple[LoraWeights | None, ...],
-        are_trained: tuple[bool, ...],
+        rows: Tensor,
+        num_experts: int,
+        out: int,
+        pairs: Sequence[LoraWeights | None],
+        are_trained: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:
-        num_experts, width, rank, out = shape
+        multiple, dtype, width = _ALIGNED_BYTES // rows.element_size() or 1, rows.dtype, rows.shape[1]
+        most = max(pair.rank for pair in pairs if pair is not None)
+        rank = -(-most // multiple) * multiple
         # Rows of memory are along r for B and along in for A, so that both are aligned.
         A = torch.zeros((num_experts, len(pairs), rank, width), dtype=dtype, device=anchor.device)
         B = torch.zeros((num_experts, len(pairs), rank, out), dtype=dtype, device=anchor.device)
@@ -205,7 +197,7 @@ class _StackedMatrices(torch.autograd.Function):
             if pair is not None and is_trained:
                 pair.a_grad.add_(A[:, member, :, : pair.rank].mT)
                 pair.b_grad.add_(B[:, member, : pair.rank].mT, alpha=pair.scaling)
-        return None, None, None, None, None
+        return None, None, None, None, None, None
 
 
 def unsupported_experts_reason(name: str, module: nn.Module, parameter: str) -> str:

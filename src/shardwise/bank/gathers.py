@@ -10,23 +10,17 @@ and the bank goes on. Otherwise the bank ends, as if the rank were lost.
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.fsdp import torch_private
-from shardwise.ranks.outcomes import Stopped
 from shardwise.ranks.world import World
 
 GatherCounts: TypeAlias = Counter[tuple[int, ...]]
 """Gathers that a rank has begun, by the ranks (in the default group) that take part."""
-
-_CHECK_INTERVAL: Final = timedelta(seconds=0.1)
 
 # deprecated from torch 2.13 on, under this name
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,22 +57,10 @@ class CountedGather:
         self.counts[tuple(dist.get_process_group_ranks(group))] += 1
         work: dist.Work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
         if input_tensor.device.type == "cpu":
-            self._wait(work, group)
+            self._world.wait_for(work, group, on_host=True)
         elif not async_op:
             work.wait()  # of the stream: the host goes on, and waits at the end of the pass
         return work if async_op else None
-
-    def _wait(self, work: dist.Work, group: dist.ProcessGroup) -> None:
-        """Wait on the host. Unlike polling, as in ``World.wait_for``, this adds nothing to the time of a gather."""
-        try:
-            while not work.is_completed():
-                self._world.check()
-                with suppress(RuntimeError):  # not done in this time, or failed, which the last wait raises
-                    work.wait(_CHECK_INTERVAL)
-        except Stopped:
-            torch_private.keep_forever(group)
-            raise
-        work.wait()
 
 
 def are_in_step(global_ranks: Sequence[int], counts: Sequence[GatherCounts]) -> bool:

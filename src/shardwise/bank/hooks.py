@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.bank.experts import compute_experts, unsupported_experts_reason
 from shardwise.bank.kernels import EmbeddingLoop
@@ -14,25 +13,6 @@ from shardwise.bank.routes import ActiveRouting
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.named_tensors import canonical
 from shardwise.models.lora.adapted_layers import AdaptedSite, EmbeddingSite, ExpertsSite
-
-
-def hook_layer(module: nn.Module, site: str, switch: ActiveRouting, *, is_embedding: bool) -> RemovableHandle:
-    """Add adapters to the output of a linear layer or an embedding, by a hook.
-
-    If the layer is a group of FSDP2, the hook runs before FSDP2's.
-    """
-
-    def add(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
-        if switch.route is None:
-            return None
-        inputs = args[0] if args else next(iter(kwargs.values()))
-        if is_embedding:
-            # A scaled embedding (Gemma) multiplies its output, and so the delta of an adapter.
-            backend = EmbeddingLoop(float(getattr(layer, "embed_scale", 1.0)))
-            return switch.route.add_adapters(site, inputs.unsqueeze(-1), output, backend)
-        return switch.route.add_adapters(site, inputs, output)
-
-    return module.register_forward_hook(add, prepend=True, with_kwargs=True)
 
 
 class SiteHooks:
@@ -80,7 +60,20 @@ class SiteHooks:
         """Hook the module of a site. Return a function that removes the hook."""
         if isinstance(site, ExpertsSite):
             return self._replace_forward(site.module, module)
-        return hook_layer(module, site.module, self._switch, is_embedding=isinstance(site, EmbeddingSite)).remove
+
+        def add(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
+            route = self._switch.route
+            if route is None:
+                return None
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            if not isinstance(site, EmbeddingSite):
+                return route.add_adapters(site.module, inputs, output)
+            # A scaled embedding (Gemma) multiplies its output, and so the delta of an adapter.
+            backend = EmbeddingLoop(float(getattr(layer, "embed_scale", 1.0)))
+            return route.add_adapters(site.module, inputs.unsqueeze(-1), output, backend)
+
+        # If the layer is a group of FSDP2, the hook runs before FSDP2's.
+        return module.register_forward_hook(add, prepend=True, with_kwargs=True).remove
 
     def _replace_forward(self, name: str, module: nn.Module) -> Callable[[], object]:
         """Have experts compute their adapters, too. A forward hook does not see the input of each expert."""

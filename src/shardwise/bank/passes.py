@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from shardwise.bank.adapter import BankAdapter
 from shardwise.bank.kernels import BackendChoice
 from shardwise.bank.losses import LOSSES
-from shardwise.bank.routes import ActiveRouting, AdapterRows, BatchRouting
+from shardwise.bank.routes import ActiveRouting, BatchRouting, group_rows
 from shardwise.bank.rows import IGNORED, Request, RowLoss, UnpaddedRow
 from shardwise.core.errors import TrainingError
 from shardwise.fsdp.gradients import reset_fsdp_state
@@ -106,6 +106,25 @@ class SharedBase:
             reset_fsdp_state(root)
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedRequest:
+    """A request of a call, checked.
+
+    Attributes:
+        request: as the caller passed it.
+        adapter: None for the base.
+        config: settings of the loss, with their defaults.
+        rows: the rows of this rank.
+        scale: factor of its loss before the backward pass.
+    """
+
+    request: Request
+    adapter: BankAdapter | None
+    config: Mapping[str, Any]
+    rows: Sequence[UnpaddedRow]
+    scale: float = 1.0
+
+
 @dataclass(slots=True)
 class PlacedRow:
     """A row of a call on this rank.
@@ -124,20 +143,12 @@ class PlacedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedRequest:
-    """A request of a call, checked.
+class PlannedPass:
+    """A pass: its padded length, chunks of logits on all ranks, and (request, row) of each row of this rank."""
 
-    Attributes:
-        request: as the caller passed it.
-        adapter: None for the base.
-        config: settings of the loss, with their defaults.
-        scale: factor of its loss before the backward pass.
-    """
-
-    request: Request
-    adapter: BankAdapter | None
-    config: Mapping[str, Any]
-    scale: float = 1.0
+    tokens: int
+    num_chunks: int
+    rows: tuple[tuple[int, int], ...]
 
 
 class FusedPass:
@@ -147,10 +158,9 @@ class FusedPass:
 
     Args:
         base: the base.
-        tokens: padded length of its rows.
+        planned: its rows.
         requests: all requests of the call.
-        rows: its rows of this rank.
-        num_chunks: number of chunks of logits, equal on all ranks.
+        keys: of all rows of this rank, by request, for dropout. None without a backward pass.
         is_training: False without a backward pass.
         num_top: number of the most probable tokens of each position to keep.
     """
@@ -158,10 +168,9 @@ class FusedPass:
     def __init__(
         self,
         base: SharedBase,
-        tokens: int,
+        planned: PlannedPass,
         requests: Sequence[PlacedRequest],
-        rows: Sequence[PlacedRow],
-        num_chunks: int,
+        keys: Sequence[Sequence[int | None]],
         *,
         is_training: bool,
         num_top: int = 0,
@@ -179,12 +188,13 @@ class FusedPass:
                 return 1, 0, 0, 0, row.request, row.number
             return 0, adapter.rank, first[adapter.name], row.key is None, row.request, row.number
 
+        rows = [PlacedRow(each, row, requests[each].rows[row], keys[each][row]) for each, row in planned.rows]
         self.rows = sorted(rows, key=place)
-        self._requests, self._num_chunks, self._num_top = requests, num_chunks, num_top
+        self._requests, self._num_chunks, self._num_top = requests, planned.num_chunks, num_top
         self._top: list[tuple[torch.Tensor, torch.Tensor]] = []
         """By chunk, log probabilities and ids of the most probable tokens."""
         # (rows, tokens), padded on the right.
-        shape = (max(len(self.rows), 1), tokens)
+        shape = (max(len(self.rows), 1), planned.tokens)
         self.input_ids = torch.zeros(shape, dtype=torch.int64)
         self.attention_mask = torch.zeros(shape, dtype=torch.int64)
         for number, placed_row in enumerate(self.rows):
@@ -194,9 +204,11 @@ class FusedPass:
         if not self.rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
             self.attention_mask[:] = 1
         self.device, self._chunk_positions = base.device, base.chunk_positions
-        self._place_targets(tokens)
+        self._place_targets(planned.tokens)
+        adapters = [requests[placed_row.request].adapter for placed_row in self.rows]
+        members = group_rows(adapters, [placed_row.key for placed_row in self.rows], self.device)
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.route = BatchRouting(*shape, self._members(requests), base.backend, anchor, is_training)
+        self.route = BatchRouting(*shape, members, base.backend, anchor, is_training)
         self.logprobs: torch.Tensor | None = None
         """Log probabilities of the targets, float32 (positions, K), with a graph from forward to backward pass."""
         self._gradient: torch.Tensor | None = None
@@ -234,22 +246,6 @@ class FusedPass:
         self._positions, self._flat, self._targets = (
             sent(values, self.device) for values in (positions, flat, targets)
         )
-
-    def _members(self, requests: Sequence[PlacedRequest]) -> tuple[AdapterRows, ...]:
-        """Return the rows of each adapter, with their keys in one transfer."""
-        keys = sent(torch.tensor([placed.key or 0 for placed in self.rows], dtype=torch.int64), self.device)
-        members: list[AdapterRows] = []
-        for number, placed in enumerate(self.rows):
-            adapter, is_trained = requests[placed.request].adapter, placed.key is not None
-            if adapter is None:
-                break
-            last = members[-1] if members else None
-            start = number
-            if last is not None and last.adapter is adapter and (last.keys is not None) == is_trained:
-                start = members.pop().start
-            keys_of_rows = keys[start : number + 1] if is_trained else None
-            members.append(AdapterRows(adapter, start, number + 1, keys_of_rows))
-        return tuple(members)
 
     def forward(self, model: PreTrainedModel, switch: ActiveRouting) -> None:
         """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""

@@ -9,9 +9,10 @@ computes as if there were no bank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
@@ -42,6 +43,26 @@ class AdapterRows:
     stop: int
     keys: torch.Tensor | None
     positions: torch.Tensor | None = None
+
+
+def group_rows(
+    adapters: Sequence[BankAdapter | None], keys: Sequence[int | None], device: torch.device
+) -> tuple[AdapterRows, ...]:
+    """Group the rows of a pass by adapter, and those with a backward pass apart. Such rows are adjacent.
+
+    Args:
+        adapters: of each row.
+        keys: of each row, for dropout. None without a backward pass.
+        device: to which the keys are sent, in one transfer.
+    """
+    on_device = sent(torch.tensor([key or 0 for key in keys], dtype=torch.int64), device)
+    members, start = [], 0
+    for (adapter, is_trained), group in groupby(zip(adapters, [key is not None for key in keys], strict=True)):
+        stop = start + len(list(group))
+        if adapter is not None:
+            members.append(AdapterRows(adapter, start, stop, on_device[start:stop] if is_trained else None))
+        start = stop
+    return tuple(members)
 
 
 @dataclass(slots=True)
@@ -117,6 +138,8 @@ class BatchRouting:
         if self.is_cut and x.shape[:2] == (1, 1):
             return y
         self.require_rows(site, x)
+        if not isinstance(y, torch.Tensor):  # a router may be a linear layer that returns experts and weights
+            raise TrainingError(f"{site} returns a {type(y).__name__}, not a tensor. Remove it from the targets")
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         if backend is None:
             backend, reason = select_backend(self.choice, segments, x, y, self.grouped)

@@ -9,7 +9,7 @@ the number of rows.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -173,8 +173,7 @@ def _require_tensors(who: str, batch: Any) -> RowTensors:
             "and optionally attention_mask, labels (integers) and weights; or a list of rows, each with input_ids "
             "(tokens,) and targets"
         )
-    tensors: RowTensors = batch
-    return tensors
+    return cast(RowTensors, batch)
 
 
 def _is_plain(values: object) -> bool:

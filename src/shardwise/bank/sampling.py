@@ -16,17 +16,14 @@ from typing import Any, Final, Literal
 import torch
 
 from shardwise.bank.adapter import BankAdapter
-from shardwise.bank.batch import LENGTH_MULTIPLE, describe_adapter, evaluating, get_adapter, open_call, passing
+from shardwise.bank.batch import describe_adapter, evaluating, get_adapter, open_call, passing
 from shardwise.bank.compose import PassPlan, Unit, compose_passes
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.passes import SharedBase
-from shardwise.bank.routes import AdapterRows, BatchRouting
+from shardwise.bank.routes import BatchRouting, group_rows
 from shardwise.bank.rows import IGNORED, Request, RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.torch_private import sent
-
-_BATCH_OVERHEAD: Final = 256
-"""Cost of a batch, in tokens, as of a pass."""
 
 _CHECKED_STEPS: Final = 16
 """After as many steps, ranks tell each other whether all sequences have ended."""
@@ -129,13 +126,7 @@ def sample_tokens(
     by_rank, all_names, all_top = zip(*exchange.result, strict=True)
     with passing(base, "sample", [row.sample.adapter for row in rows], list) as exchange, evaluating(base.model):
         units = [[Unit(prompt + length) for prompt, length in of_rank] for of_rank in by_rank]
-        for plan in compose_passes(
-            units,
-            multiple=LENGTH_MULTIPLE,
-            longest=base.max_length,
-            max_tokens=base.max_tokens_per_pass,
-            overhead=_BATCH_OVERHEAD,
-        ):
+        for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
             num_steps = max(by_rank[rank][unit][1] for rank, of_rank in enumerate(plan.units) for unit in of_rank)
             _run_batch(base, plan, rows, num_steps)
         exchange.local = None
@@ -190,12 +181,7 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
     """Sample the sequences of a batch, token by token. Collective: as the base is."""
     rows = [all_rows[unit] for unit in plan.units[base.world.rank]]
     rows.sort(key=lambda row: (1, 0, "") if row.adapter is None else (0, row.adapter.rank, row.adapter.name))
-    members: list[AdapterRows] = []
-    for number, row in enumerate(rows):
-        if row.adapter is not None:
-            is_next = bool(members) and members[-1].adapter is row.adapter
-            start = members.pop().start if is_next else number
-            members.append(AdapterRows(row.adapter, start, number + 1, None))
+    members = group_rows([row.adapter for row in rows], [None] * len(rows), base.device)
     num_rows, width = max(len(rows), 1), max((len(row.sample.prompt) for row in rows), default=1)
     # (rows, tokens), padded on the left. A rank without sequences has a dummy row.
     ids, mask = torch.zeros((num_rows, width), dtype=torch.int64), torch.zeros((num_rows, width), dtype=torch.int64)
@@ -216,7 +202,7 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
     anchor, cache = torch.zeros((), device=base.device), None
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for step in range(num_steps):
-        route = BatchRouting(num_rows, ids.shape[1], tuple(members), base.backend, anchor, is_training=False)
+        route = BatchRouting(num_rows, ids.shape[1], members, base.backend, anchor, is_training=False)
         kwargs: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         with base.switch.on(route):
             output: Any = base.model(

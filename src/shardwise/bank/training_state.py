@@ -57,7 +57,8 @@ def collect_training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
     if adapter.micro_batches:
         # A copy: the gradient of this rank stays, since the window goes on.
         tensors[GRADIENT] = adapter.gradient.clone()
-        sum_all(adapter.world, [tensors[GRADIENT]])
+        if adapter.world.size > 1:
+            sum_all(adapter.world, tensors[GRADIENT])
     for entry, values in adapter.optimizer.state.get(adapter.flat, {}).items():
         if not isinstance(values, torch.Tensor):
             raise ConfigError(
@@ -98,7 +99,7 @@ def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTrainin
         raise ConfigError(f"{what}: is a {type(state).__name__}. Pass the result of state_dict")
     if state and all(isinstance(values, torch.Tensor) for values in state.values()):
         shapes = {key: tuple(values.shape) for key, values in state.items()}
-        if faults := [*_find_shape_faults(shapes, adapter.shapes), *_find_kind_faults(state)]:
+        if faults := [*_list_differing(shapes, adapter.shapes), *_find_kind_faults(state)]:
             raise _state_error(what, adapter, faults)
         return AdapterStart(reason="the state has matrices alone")
     if missing := [key for key in ("adapter", "training", "facts") if not isinstance(state.get(key), Mapping)]:
@@ -194,19 +195,11 @@ def allocate_targets(
         targets[GRADIENT] = adapter.gradient
     if MATRICES in stored.tensors:
         targets[MATRICES] = adapter.flat.detach()
-    expected = {key: (tuple(values.shape), in_memory(values.dtype)) for key, values in targets.items()}
-    faults = []
-    for key in sorted({*expected, *stored.tensors}):
-        there, here = stored.tensors.get(key), expected.get(key)
-        if there != here:
-            faults.append(f"{shown(key)}: {_describe(there)} in the state, {_describe(here)} here")
-    if faults:
+    here = {key: f"{tuple(values.shape)} {in_memory(values.dtype).label}" for key, values in targets.items()}
+    there = {shown(key): f"{shape} {dtype.label}" for key, (shape, dtype) in stored.tensors.items()}
+    if faults := _list_differing(there, here, "here"):
         raise _state_error(stored.what, adapter, faults)
     return targets
-
-
-def _describe(tensor: tuple[tuple[int, ...], DType] | None) -> str:
-    return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
 
 
 def _state_error(what: str, adapter: BankAdapter, faults: list[str]) -> ConfigError:
@@ -275,15 +268,10 @@ def _find_differences(
     """List the reasons why an adapter cannot resume from a state."""
     current = get_facts(adapter, base)
     faults = _find_base_faults(stored.base, current.base, on_other_base)
-    faults += _find_shape_faults(stored.matrices, current.matrices)
+    faults += _list_differing(stored.matrices, current.matrices)
     # Another shape implies another config, and is the clearer message.
     if not faults:
-        for site in sorted({*stored.config, *current.config}):
-            there, here = stored.config.get(site), current.config.get(site)
-            if there != here:
-                faults.append(
-                    f"{site}: (rank, scaling, dropout) is {there} in the state, and {here} in the adapter"
-                )
+        faults += _list_differing(stored.config, current.config, label="(rank, scaling, dropout) is ")
     if not faults and list(stored.matrices) != list(current.matrices):
         faults.append("its matrices are in another order. Save it again with the versions that are installed here")
     if stored.seed != current.seed:
@@ -320,12 +308,15 @@ def _find_base_faults(stored: Mapping[str, str], current: Mapping[str, str], on_
     return []  # names may differ: a folder may have been moved
 
 
-def _find_shape_faults(stored: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _list_differing(
+    stored: Mapping[str, object], current: Mapping[str, object], where: str = "in the adapter", label: str = ""
+) -> list[str]:
+    """List the values by name that are others in a state, or in one of the two alone."""
     faults = []
     for key in sorted({*stored, *current}, key=str):
         there, here = stored.get(key, "not there"), current.get(key, "not there")
         if there != here:
-            faults.append(f"{key}: {there} in the state, {here} in the adapter")
+            faults.append(f"{key}: {label}{there} in the state, {here} {where}")
     return faults
 
 
@@ -342,9 +333,9 @@ def _find_optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current:
     initial_lr = without_tensors(settings).get("initial_lr", 0.0)  # of optimizers with a schedule
     if not isinstance(initial_lr, int | float) or not 0 <= initial_lr < math.inf:
         return [f"the setting initial_lr of {stored.optimizer}: {initial_lr!r} is not a learning rate"]
-    # Flags are compared by list_differences(), and no optimizer takes initial_lr.
-    numbers = {key for key, value in present.items() if not isinstance(value, bool | None)} - {"initial_lr"}
-    faults = adapter.find_invalid_settings(without_tensors({key: settings[key] for key in numbers}))
+    # Flags are compared by list_differences().
+    numbers = {key: settings[key] for key in adapter.changeable & settings.keys()}
+    faults = adapter.find_invalid_settings(without_tensors(numbers))
     return [f"of the settings of {stored.optimizer}, {fault}" for fault in faults]
 
 

@@ -13,11 +13,12 @@ import hashlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from operator import itemgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_CHECK_INTERVAL: Final = timedelta(seconds=0.1)
+"""Time after which a rank that waits in a collective looks for failures of others."""
 
 
 class Exchange:
@@ -264,11 +268,13 @@ class World:
     # While working
 
     def check(self) -> None:
-        """Raise Stopped if another rank has failed. Long phases call this periodically.
+        """Raise Stopped if another rank has failed, or no phase may follow. Long phases call this periodically.
 
         Raises:
-            Stopped: another rank has failed.
+            Stopped: another rank has failed, or ranks cannot meet again after an earlier error.
         """
+        if self._end is not None:
+            raise Stopped("left its work: ranks cannot meet again")
         if self.channel is not None and self.channel.is_interrupted:
             raise Stopped("left its work: another rank has failed, or the store did not answer")
 
@@ -279,18 +285,28 @@ class World:
         """
         self._end = Failure(type(error).__name__, str(error))
 
-    def wait_for(self, work: dist.Work) -> None:
-        """Wait for a collective begun with ``async_op=True``, or raise Stopped once another rank has failed."""
+    def wait_for(self, work: dist.Work, group: dist.ProcessGroup | None = None, *, on_host: bool = False) -> None:
+        """Wait for a collective begun with ``async_op=True``, or raise Stopped once another rank has failed.
+
+        Args:
+            work: the collective.
+            group: its ranks. None for those of this world.
+            on_host: True if its tensors are on the CPU. Then waiting adds nothing to the time that it takes.
+        """
         pause = 0.0001
         try:
             # Not work.wait(), which waits for a rank that has failed as long as the backend's timeout.
             while not work.is_completed():
                 self.check()
-                time.sleep(pause)
-                pause = min(2 * pause, 0.01)
+                if on_host:
+                    with suppress(RuntimeError):  # not done in this time, or failed, which the last wait raises
+                        work.wait(_CHECK_INTERVAL)
+                else:  # on a device, a wait with a timeout that passes would end the communicator
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.01)
         except Stopped:
             # The collective is still in progress. Destroying its group would wait for it.
-            torch_private.keep_forever(self.group)
+            torch_private.keep_forever(group or self.group)
             raise
         work.wait()  # raises its error, if it failed
 

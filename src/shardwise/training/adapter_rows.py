@@ -13,8 +13,7 @@ import torch
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer import sft_trainer
 
-from shardwise.bank.batch import LENGTH_MULTIPLE
-from shardwise.bank.compose import pad_length
+from shardwise.bank.compose import LENGTH_MULTIPLE, pad_length
 from shardwise.bank.rows import IGNORED, RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects as trl_setup
