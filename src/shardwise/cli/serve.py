@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def serve_command(
         click.echo(make_key(new_key))
         return
     if demo:
+        os.environ["TINKER_TELEMETRY"] = "0"  # read by the client
         from shardwise.serve.demo import run_demo
 
         run_demo(nproc_per_node)

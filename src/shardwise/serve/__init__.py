@@ -1,8 +1,8 @@
 """``shardwise serve``: an AdapterBank behind the protocol of the ``tinker`` client.
 
-[Note: Turns] A server has one base and any number of models, which are adapters of a bank. Each request belongs to a
-queue: requests of a model run in the order of their ``seq_id``, samples in that of their arrival. A turn is a prefix
-of each queue, chosen by a pure function (``turns``), and has three parts:
+[Note: Turns] A server has one base and any number of models, which are adapters of a bank. Each request belongs to
+a queue: requests of a model run in the order of their ``seq_id``, samples in that of their arrival. A turn is a
+prefix of each queue, chosen by a pure function (``turns``), and has three parts:
 
 1. passes of all models, and log probabilities of prompts: one ``forward_backward`` of the bank;
 2. optimizer steps of all models: one ``optim_step``;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -108,7 +107,7 @@ class Engine:
             outcomes[each.request_id] = PassOutcome(loss, logprobs)
 
     def _refuse_all(self, passes: Sequence[Pass], error: ShardwiseError, outcomes: Outcomes) -> None:
-        """Refuse all passes of a turn. The text of the error may name models of other users, so it is logged alone."""
+        """Refuse all passes of a turn. The error may name models of other users, so it is in the log alone."""
         _log.error("a pass of %d requests failed: %s", len(passes), error)
         text = "the pass failed on the server, whose log has the reason. Send fewer or shorter rows at once"
         outcomes |= {each.request_id: Refusal(text, is_users=False) for each in passes}
@@ -151,8 +150,7 @@ class Engine:
                     operation.model, self._make_config(operation), reduction="sum", seed=operation.seed
                 )
             case Load():
-                state = operation.training_state
-                bank.load(operation.model, operation.folder, training_state=state, reduction="sum")
+                self._load(operation)
             case Save():
                 bank.save(operation.model, operation.folder, training_state=operation.training_state)
             case Copy():
@@ -166,6 +164,14 @@ class Engine:
                     if name in bank.names:
                         bank.offload(name)
         return None
+
+    def _load(self, load: Load) -> None:
+        is_new = load.model not in self._bank.names
+        start = self._bank.load(load.model, load.folder, training_state=load.training_state, reduction="sum")
+        if load.training_state and start.reason:
+            if is_new:
+                self._bank.delete_adapter(load.model)
+            raise ConfigError(f"optimizer: cannot be loaded, {start.reason}. Load the weights alone")
 
     def _make_config(self, create: Create) -> Any:
         from peft import LoraConfig
@@ -312,8 +318,3 @@ def find_parts(model: nn.Module) -> dict[str, tuple[list[str], list[str]]]:
         targets[part] = (of if words[part] & others else sorted(words[part]), [])
     targets["mlp"] = (targets["mlp"][0], sorted(set(parameters)))
     return targets
-
-
-def without_rows(turn: Turn) -> Turn:
-    """Return a turn without tensors, for logs."""
-    return replace(turn, passes=tuple(replace(each, rows=()) for each in turn.passes))

@@ -127,6 +127,7 @@ class Server:
         tidying = self._loop.create_task(tidy_regularly(self._service))
         self._loop.run_until_complete(self._http.serve(sockets=[self._listener]))
         tidying.cancel()
+        self._loop.run_until_complete(asyncio.gather(tidying, return_exceptions=True))
 
     def take_turn(self, request: StopRequest) -> tuple[Turn, list[Queued]]:
         """Return the next turn. It may be empty. After a stop request, the last one is that with an empty queue."""

@@ -22,7 +22,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What is known of a request: the part of a turn in which it runs, and its tokens (0 if nothing is computed)."""
+    """What is known of a request: the part of a turn in which it runs, and its tokens (0 if none is computed)."""
 
     stage: Stage
     tokens: int = 0
