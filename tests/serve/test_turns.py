@@ -51,12 +51,12 @@ def test_no_key_waits_long(queues: Queues, budget: int, quantum: int) -> None:
     active = [key for key, named in left.items() if any(named.values())]
     heads = {key: max((of[0].tokens for of in left[key].values() if of), default=0) for key in active}
     waited = dict.fromkeys(active, 0)
-    credits: Mapping[str, int] = {}
+    credit: Mapping[str, int] = {}
     order: Sequence[str] = ()
     while any(any(named.values()) for named in left.values()):
         num_active = sum(any(named.values()) for named in left.values())
-        plan = next_turn(left, credits, order, budget=budget, quantum=quantum)
-        credits, order = plan.credits, plan.order
+        plan = next_turn(left, credit, order, budget=budget, quantum=quantum)
+        credit, order = plan.credits, plan.order
         for key in active:
             if not any(left[key].values()):
                 continue

@@ -128,7 +128,7 @@ class App:
                 "pjwt_auth_enabled": False,
                 "proto_compress_fwdbwd": True,
                 "parallel_fwdbwd_chunks": True,
-                "fwdbwd_max_chunk_len": 1024,
+                "fwdbwd_max_chunk_len": self._service.settings.max_rows,
                 "fwdbwd_max_chunk_bytes_count": messages.MAX_CHUNK_BYTES,
                 "sample_max_concurrent_requests": 256,
                 "use_pyqwest_transport": True,

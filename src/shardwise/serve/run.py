@@ -170,6 +170,7 @@ class Server:
             if self._thread.is_alive():  # clients that wait for results keep their connections
                 self._http.force_exit = True
                 self._thread.join(5.0)
+        self._loop.close()
 
 
 def _open(options: ServeOptions, stack: ExitStack) -> Server:

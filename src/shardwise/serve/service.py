@@ -30,9 +30,6 @@ from shardwise.serve.operations import (
 )
 from shardwise.serve.turns import Cost, Stage, next_turn
 
-RETRIEVAL_S: Final = 30.0
-"""Seconds for which a request for a result waits. The client waits for 45."""
-
 _KEPT_S: Final = 600.0
 """Seconds for which a result is kept after it was retrieved."""
 
@@ -62,6 +59,8 @@ class Settings:
         max_tokens_per_turn: of passes and samples.
         fuse_wait_s: seconds that a turn waits for models that stepped lately. None for half of the last turn.
         session_timeout_s: seconds without a heartbeat after which the models of a session are saved and removed.
+        retrieval_s: seconds for which a request for a result waits. The client waits for 45.
+        max_rows: rows of a request. Clients cut a batch into requests.
     """
 
     name: str
@@ -69,6 +68,8 @@ class Settings:
     max_tokens_per_turn: int = 16384
     fuse_wait_s: float | None = None
     session_timeout_s: float = 600.0
+    retrieval_s: float = 30.0
+    max_rows: int = 1024
 
 
 @dataclass
@@ -378,14 +379,14 @@ class Service:
     # Results
 
     async def retrieve(self, key: Key, request_id: str) -> Future:
-        """Wait for a result. Errors: StatusError 403, 404; 408 if it is not ready after RETRIEVAL_S."""
+        """Wait for a result. Errors: StatusError 403, 404; 408 if it is not ready in time."""
         future = self.futures.get(request_id)
         if future is None:
             raise StatusError(404 if len(request_id) != len(_new_id()) else 410, "the result is gone, or never was")
         _require_own(key, future.key, "future")
         if future.result is None:
             try:
-                await asyncio.wait_for(future.is_done.wait(), RETRIEVAL_S)
+                await asyncio.wait_for(future.is_done.wait(), self.settings.retrieval_s)
             except TimeoutError:
                 raise StatusError(408, future.reason or f"{self.num_queued} requests are in the queue") from None
         future.retrieved_s = time.monotonic()
