@@ -312,7 +312,7 @@ def find_parts(model: nn.Module) -> dict[str, tuple[list[str], list[str]]]:
                 f"experts.{key}" for key, value in module.named_parameters(recurse=False) if value.ndim == 3
             ]
     words = {part: {name.rpartition(".")[2] for name in of} for part, of in names.items()}
-    targets = {}
+    targets: dict[str, tuple[list[str], list[str]]] = {}
     for part, of in names.items():
         others = set[str]().union(*(words[each] for each in words if each != part))
         targets[part] = (of if words[part] & others else sorted(words[part]), [])

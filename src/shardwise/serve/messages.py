@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 import zstandard
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from packaging.specifiers import SpecifierSet
 from tinker.proto import tinker_public_pb2 as protobuf
 
@@ -183,7 +183,8 @@ def write_pass(outcome: PassOutcome) -> bytes:
         ends = torch.tensor([0, *(row.numel() * 4 for row in rows)], dtype=torch.int64).cumsum(0)
         tensor.offsets = _to_bytes(ends)  # in bytes
         tensor.trailing_shape.extend(trailing)
-    return message.SerializeToString()
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def write_sample(output: SampleOutput, settings: Mapping[str, Any]) -> bytes:
@@ -209,7 +210,8 @@ def write_sample(output: SampleOutput, settings: Mapping[str, Any]) -> bytes:
         top.k, top.length = k, len(ids) + 1
         top.token_ids = _to_bytes(torch.cat([torch.zeros((1, k), dtype=torch.int32), ids.int()]))
         top.logprobs = _to_bytes(torch.cat([torch.full((1, k), math.nan), logprobs.float()]))
-    return message.SerializeToString()
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def cut_at_stops(tokenizer: Any, output: SampleOutput, stops: Sequence[str]) -> SampleOutput:

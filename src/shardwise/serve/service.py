@@ -23,6 +23,7 @@ from shardwise.serve.operations import (
     Offload,
     Operation,
     Pass,
+    PassOutcome,
     Refusal,
     Save,
     Step,
@@ -508,7 +509,7 @@ class Service:
             if model is not None and isinstance(operation, Pass) and operation.backward:
                 trained.add(model.model_id)
                 model.is_offloaded = False
-                if isinstance(outcome, Refusal):
+                if not isinstance(outcome, PassOutcome):
                     model.failed_seq_id = operation.seq_id
                 else:
                     model.losses.append(outcome.loss / max(item.cost.tokens, 1))
