@@ -23,6 +23,7 @@ if "HF_DATASETS_CACHE" not in os.environ:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -33,10 +34,12 @@ from tests.support.local_ranks import LocalRanks
 from shardwise.core.errors import ConfigError, require_version
 from shardwise.ranks.stop_signals import RELAYED, STOP_SIGNALS
 
+collect_ignore_glob = [] if find_spec("tinker") else ["serve/*"]
+
 try:
     require_version("transformers", "5.19")
 except ConfigError:  # its Trainer does not support sharded models
-    collect_ignore_glob = [
+    collect_ignore_glob += [
         "cli/test_train.py",
         "integrations/test_larger_meshes.py",
         "training/test_adapters_*.py",

@@ -429,12 +429,14 @@ class AdapterLoss:
         num_supervised_tokens: positions with a target, of the rows of all ranks.
         logprobs: log probabilities of this rank's rows, 0 for ignored targets: (tokens - 1,) for each row of a
             batch, and of the shape of the targets for each row of a list.
+        failure: the error that its loss raised, as text. None if it did not.
     """
 
     adapter: str | None
     loss: float
     num_supervised_tokens: int
     logprobs: list[torch.Tensor]
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,8 @@ class AdapterBank:
             is_mean = adapter is not None and adapter.options["reduction"] == "mean"
             loss = math.nan if number in sums.failures else sums.losses.get(number, 0.0)
             divisor = max(tokens, 1) if is_mean else 1
-            outcomes.append(AdapterLoss(entry.name, loss / divisor, tokens, logprobs[number]))
+            failure = sums.failures.get(number)
+            outcomes.append(AdapterLoss(entry.name, loss / divisor, tokens, logprobs[number], failure))
         return FusedLosses(outcomes, len(call.passes), dict(call.backends))
 
     def zero_grad(self, name: str) -> None:

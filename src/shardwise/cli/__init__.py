@@ -14,6 +14,7 @@ _COMMANDS = {
     "merge-adapter": "merge a LoRA into its base, in bounded memory",
     "merge-weights": "convert a sharded checkpoint to safetensors",
     "plan": "estimate memory and reads of each rank",
+    "serve": "let many users train LoRAs on one base, by the tinker client",
     "train": "fine-tune a model with TRL",
     "verify": "check a save against its checksums",
 }

@@ -1,0 +1,76 @@
+"""``shardwise serve``: many users train LoRAs on one base."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from shardwise.cli.launch import run_ranks
+from shardwise.core.errors import ConfigError
+
+_PACKAGES = ("peft", "prometheus_client", "starlette", "tinker", "uvicorn", "yaml", "zstandard")
+
+
+@click.command("serve")
+@click.argument("model", required=False)
+@click.option("--nproc-per-node", type=click.IntRange(min=1), default=1, help="Ranks to start on this machine.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address. Others than loopback need --keys.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--keys", type=click.Path(path_type=Path), help="YAML file of users. Without one, anyone may call.")
+@click.option("--new-key", metavar="NAME", help="Print a new key and its entry for --keys, and end.")
+@click.option("--state", type=click.Path(path_type=Path), help="Folder for checkpoints.")
+@click.option("--served-model-name", help="Name of the base for clients.  [default: MODEL, or its folder's name]")
+@click.option("--tokenizer", help="Name of the tokenizer for clients.  [default: the served name]")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, ...")
+@click.option("--max-tokens-per-turn", type=click.IntRange(min=1), default=16384, show_default=True)
+@click.option("--max-tokens-per-pass", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--fuse-wait", type=click.FloatRange(min=0), help="Seconds.  [default: half of a turn, at most 0.1]")
+@click.option("--session-timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds.")
+@click.option("--demo", is_flag=True, help="Train three LoRAs of a generated base at once, and end.")
+def serve_command(
+    model: str | None,
+    *,
+    nproc_per_node: int,
+    host: str,
+    port: int,
+    keys: Path | None,
+    new_key: str | None,
+    state: Path | None,
+    served_model_name: str | None,
+    tokenizer: str | None,
+    dtype: str,
+    max_tokens_per_turn: int,
+    max_tokens_per_pass: int,
+    fuse_wait: float | None,
+    session_timeout: float,
+    demo: bool,
+) -> None:
+    """Serve MODEL to clients of the tinker package: each trains LoRAs, and all share the base's passes.
+
+    Exit codes: 0 stopped by a signal, with all models saved as "shutdown"; 2 an error.
+    """
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise ConfigError(f"{', '.join(missing)}: not installed. Run pip install 'shardwise[serve]'")
+    from shardwise.serve.keys import make_key
+
+    if new_key is not None:
+        click.echo(make_key(new_key))
+        return
+    if demo:
+        os.environ["TINKER_TELEMETRY"] = "0"  # read by the client
+        from shardwise.serve.demo import run_demo
+
+        run_demo(nproc_per_node)
+        return
+    if model is None:
+        raise ConfigError("MODEL: is missing. Pass a folder, or a name on the hub")
+    from shardwise.serve.run import ServeOptions, serve
+    from shardwise.serve.service import Settings
+
+    name = served_model_name or (Path(model).name if Path(model).exists() else model)
+    settings = Settings(name, tokenizer or name, max_tokens_per_turn, fuse_wait, session_timeout)
+    options = ServeOptions(model, settings, host, port, keys, state, max_tokens_per_pass, dtype)
+    run_ranks(nproc_per_node, serve, options)

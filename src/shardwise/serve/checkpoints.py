@@ -1,0 +1,134 @@
+"""Folders of checkpoints: STATE/<user>/<model>/<kind>/<name>, with a file of metadata beside each folder.
+
+All parts are percent-encoded, so no name leaves its folder. The file of metadata is written after the folder is
+committed: a checkpoint without one has not been acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+from shardwise.core.errors import ConfigError
+
+KINDS: Final = {"weights": "training", "sampler_weights": "sampler"}
+"""Kinds of checkpoints in paths, and what the protocol calls them in lists."""
+
+_SCHEME: Final = "tinker://"
+
+_METADATA: Final = "%meta.json"
+"""Ends the name of a file of metadata. No encoded name ends with it, since "%me" encodes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint, and what is known of it."""
+
+    model: str
+    kind: str
+    name: str
+    time_s: float = 0.0
+    expires_s: float | None = None
+    rank: int = 0
+    parts: list[str] = field(default_factory=list)
+    user_metadata: Mapping[str, str] | None = None
+
+    @property
+    def path(self) -> str:
+        return f"{_SCHEME}{self.model}/{self.kind}/{quote(self.name, safe='')}"
+
+
+def parse_path(path: str) -> tuple[str, str, str]:
+    """Return model, kind and name of a path of the protocol. Raise ConfigError if it is none."""
+    model, kind, name = (*path.removeprefix(_SCHEME).split("/"), "", "", "")[:3]
+    if not path.startswith(_SCHEME) or path.count("/") != 4 or kind not in KINDS or not model or not name:
+        raise ConfigError(f"path {path!r}: is not tinker://MODEL/{'|'.join(KINDS)}/NAME")
+    return model, kind, unquote(name)
+
+
+class CheckpointStore:
+    """The checkpoints of all users in a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def folder(self, user: str, model: str, kind: str, name: str) -> Path:
+        """Return the folder of a checkpoint, which need not exist.
+
+        Raises:
+            ConfigError: the name is empty, too long, or has control characters.
+        """
+        if not name or not name.isprintable() or len(_encode(name)) > 200:
+            raise ConfigError(f"path {name!r}: is not a name of 1 to 200 printable characters (UTF-8 counts more)")
+        return self._root / _encode(user) / _encode(model) / kind / _encode(name)
+
+    def record(self, user: str, checkpoint: Checkpoint) -> None:
+        """Acknowledge a checkpoint whose folder has been committed. Durable when it returns."""
+        file = _metadata_file(self.folder(user, checkpoint.model, checkpoint.kind, checkpoint.name))
+        new = file.with_name(file.name + ".new")
+        with new.open("w") as stream:
+            json.dump(asdict(checkpoint), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(file)
+        directory = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def find(self, user: str, path: str) -> Checkpoint | None:
+        """Return a user's checkpoint, or None. Raise ConfigError if the path is invalid."""
+        model, kind, name = parse_path(path)
+        return _read(_metadata_file(self.folder(user, model, kind, name)))
+
+    def is_of_other(self, user: str, path: str) -> bool:
+        """Return whether another user has this checkpoint."""
+        model, kind, name = parse_path(path)
+        others = (each.name for each in self._root.iterdir() if each.is_dir() and each.name != _encode(user))
+        return any(_metadata_file(self.folder(unquote(other), model, kind, name)).is_file() for other in others)
+
+    def list(self, user: str, model: str | None = None) -> Iterator[Checkpoint]:
+        """Yield a user's checkpoints, of one model or of all."""
+        pattern = f"{'*' if model is None else _encode(model)}/*/*{_METADATA}"
+        for file in sorted((self._root / _encode(user)).glob(pattern)):
+            if (checkpoint := _read(file)) is not None:
+                yield checkpoint
+
+    def delete(self, user: str, checkpoint: Checkpoint) -> None:
+        """Delete a checkpoint: first its metadata, so that a kill leaves none that is damaged."""
+        folder = self.folder(user, checkpoint.model, checkpoint.kind, checkpoint.name)
+        _metadata_file(folder).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def delete_expired(self) -> None:
+        """Delete all checkpoints whose time is over."""
+        for folder in self._root.iterdir():
+            for checkpoint in list(self.list(unquote(folder.name))) if folder.is_dir() else ():
+                if checkpoint.expires_s is not None and checkpoint.expires_s < time.time():
+                    self.delete(unquote(folder.name), checkpoint)
+
+
+def _encode(name: str) -> str:
+    """Return a name as one part of a path: neither "." nor "..", nor a hidden file."""
+    encoded = quote(name, safe="")
+    return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
+
+
+def _metadata_file(folder: Path) -> Path:
+    return folder.with_name(folder.name + _METADATA)
+
+
+def _read(file: Path) -> Checkpoint | None:
+    try:
+        values: Any = json.loads(file.read_text())
+        return Checkpoint(**values)
+    except (OSError, ValueError, TypeError):
+        return None

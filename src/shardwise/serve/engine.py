@@ -1,0 +1,320 @@
+"""Carries out turns on a rank. All ranks have the same turn, and each has its share of the rows and prompts."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from shardwise.bank.adapter_bank import AdapterBank
+from shardwise.bank.losses import LOSSES
+from shardwise.bank.rows import IGNORED, Request
+from shardwise.bank.sampling import Sample
+from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
+from shardwise.ranks.world import World
+from shardwise.serve.operations import (
+    Copy,
+    Create,
+    Forget,
+    Generate,
+    Load,
+    Offload,
+    Other,
+    Pass,
+    PassOutcome,
+    Refusal,
+    Save,
+    Step,
+    Turn,
+)
+
+LORA_ALPHA: Final = 32
+"""Of all models: the protocol has no key for it."""
+
+_log = logging.getLogger(__name__)
+
+Outcomes = dict[str, Any]
+"""By request: a :class:`PassOutcome`, a ``SampleOutput``, metrics, a :class:`Refusal`, or None."""
+
+
+class Engine:
+    """A bank and the operations on it. Every rank has one, and calls :meth:`run` with the same turns."""
+
+    def __init__(self, world: World, bank: AdapterBank, model: nn.Module) -> None:
+        self._world = world
+        self._bank = bank
+        self._parts = find_parts(model)
+
+    def run(self, turn: Turn) -> Outcomes:
+        """Carry out a turn. The outcomes on the first rank count. Collective: yes.
+
+        Raises:
+            RankLostError: a rank is lost. The server has ended.
+        """
+        outcomes: Outcomes = {}
+        if turn.passes:
+            self._run_passes(turn.passes, outcomes)
+        failed = {each.model: each.seq_id for each in turn.passes if isinstance(outcomes[each.request_id], Refusal)}
+        self._run_steps(turn.steps, failed, outcomes)
+        generates = []
+        for operation in turn.others:
+            if isinstance(operation, Generate):
+                generates.append(operation)
+                continue
+            try:
+                outcomes[operation.request_id] = self._run_other(operation)
+            except RankLostError:
+                raise
+            except ShardwiseError as error:  # the same on all ranks
+                outcomes[operation.request_id] = refuse(error)
+        self._run_generates(generates, outcomes)
+        return outcomes
+
+    def _run_passes(self, passes: Sequence[Pass], outcomes: Outcomes) -> None:
+        """Run the rows of all models in one call of the bank."""
+        size, rank = self._world.size, self._world.rank
+        shares = deal_rows([[len(row["input_ids"]) for row in each.rows] for each in passes], size)
+        requests = []
+        for each, share in zip(passes, shares, strict=True):
+            rows = [each.rows[number] for number in share[rank]]
+            requests.append(Request(each.model, rows, each.loss, each.config, each.backward))
+        try:
+            results = self._bank.forward_backward(requests, gather=True).requests
+        except TrainingError as error:
+            if getattr(error, "output", None) is None:
+                self._refuse_all(passes, error, outcomes)
+                return
+            results = error.output.requests
+        except RankLostError:
+            raise
+        except ShardwiseError as error:
+            self._refuse_all(passes, error, outcomes)
+            return
+        for each, result, share in zip(passes, results, shares, strict=True):
+            if result.failure is not None:
+                outcomes[each.request_id] = Refusal(f"the loss raised, {result.failure}")
+                continue
+            # On the first rank, rows are those of rank 0, then of rank 1, and so on. Other ranks have none.
+            order = [number for of_rank in share for number in of_rank]
+            logprobs = [
+                row for _, row in sorted(zip(order, result.logprobs, strict=False), key=lambda pair: pair[0])
+            ]
+            loss = result.loss if each.backward or not logprobs else sum_loss(each, logprobs)
+            outcomes[each.request_id] = PassOutcome(loss, logprobs)
+
+    def _refuse_all(self, passes: Sequence[Pass], error: ShardwiseError, outcomes: Outcomes) -> None:
+        """Refuse all passes of a turn. The error may name models of other users, so it is in the log alone."""
+        _log.error("a pass of %d requests failed: %s", len(passes), error)
+        text = "the pass failed on the server, whose log has the reason. Send fewer or shorter rows at once"
+        outcomes |= {each.request_id: Refusal(text, is_users=False) for each in passes}
+
+    def _run_steps(self, steps: Sequence[Step], failed: dict[str | None, int], outcomes: Outcomes) -> None:
+        """Take the steps that are due. One whose window lacks a pass that failed is not taken."""
+        due: dict[str, Step] = {}
+        for step in steps:
+            seq_id = step.failed_seq_id or failed.get(step.model)
+            if seq_id is None:
+                due[step.model] = step
+                continue
+            self._bank.zero_grad(step.model)
+            outcomes[step.request_id] = Refusal(
+                f"optim_step: forward_backward with seq_id {seq_id} failed since the last step. No step was taken, "
+                "and the gradient is zero. Send the whole batch again"
+            )
+        if not due:
+            return
+        try:
+            results = self._bank.optim_step({name: step.settings for name, step in due.items()})
+        except RankLostError:
+            raise
+        except ShardwiseError as error:
+            _log.error("a step of %d models failed: %s", len(due), error)
+            refusal = Refusal("the step failed on the server, whose log has the reason", is_users=False)
+            outcomes |= {step.request_id: refusal for step in due.values()}
+            return
+        for name, result in results.items():
+            if not result.is_taken:  # and so the gradient is dropped
+                self._bank.zero_grad(name)
+            norm = {"grad_norm:mean": result.grad_norm} if result.is_taken else {}
+            outcomes[due[name].request_id] = {"skipped:max": float(not result.is_taken), **norm}
+
+    def _run_other(self, operation: Other) -> object:
+        bank = self._bank
+        match operation:
+            case Create():
+                bank.add_adapter(
+                    operation.model, self._make_config(operation), reduction="sum", seed=operation.seed
+                )
+            case Load():
+                self._load(operation)
+            case Save():
+                bank.save(operation.model, operation.folder, training_state=operation.training_state)
+            case Copy():
+                bank.copy_adapter(operation.model, operation.new)
+            case Forget():
+                for name in operation.names:
+                    if name in bank.names:
+                        bank.delete_adapter(name)
+            case Offload():
+                for name in operation.names:
+                    if name in bank.names:
+                        bank.offload(name)
+        return None
+
+    def _load(self, load: Load) -> None:
+        is_new = load.model not in self._bank.names
+        start = self._bank.load(load.model, load.folder, training_state=load.training_state, reduction="sum")
+        if load.training_state and start.reason:
+            if is_new:
+                self._bank.delete_adapter(load.model)
+            raise ConfigError(f"optimizer: cannot be loaded, {start.reason}. Load the weights alone")
+
+    def _make_config(self, create: Create) -> Any:
+        from peft import LoraConfig
+
+        modules: list[str] = []
+        parameters: list[str] = []
+        for part in sorted(create.parts):
+            modules += self._parts[part][0]
+            parameters += self._parts[part][1]
+        if not modules and not parameters:
+            raise ConfigError(f"lora_config: the base has none of the parts {', '.join(sorted(create.parts))}")
+        return LoraConfig(
+            r=create.rank,
+            lora_alpha=LORA_ALPHA,
+            target_modules=modules,
+            target_parameters=parameters or None,
+            task_type="CAUSAL_LM",
+        )
+
+    def _run_generates(self, generates: Sequence[Generate], outcomes: Outcomes) -> None:
+        """Sample from the prompts of all models in one call of the bank, each rank from its share."""
+        loaded = []
+        for each in generates:
+            try:
+                if each.folder is not None and each.model is not None and each.model not in self._bank.names:
+                    self._load_copy(each.model, each.folder)
+                loaded.append(each)
+            except RankLostError:
+                raise
+            except ShardwiseError as error:
+                outcomes[each.request_id] = refuse(error)
+        missing = [each for each in loaded if each.model is not None and each.model not in self._bank.names]
+        for each in missing:
+            outcomes[each.request_id] = Refusal("the model or snapshot to sample from is gone. Save it again")
+        loaded = [each for each in loaded if each not in missing]
+        if not loaded:
+            return
+        shares = deal_rows(
+            [[len(each.prompt) + each.settings["sample"]["max_tokens"]] for each in loaded], self._world.size
+        )
+        numbers = [number for number, share in enumerate(shares) if share[self._world.rank]]
+        samples = [
+            Sample(loaded[number].model, loaded[number].prompt, **loaded[number].settings["sample"])
+            for number in numbers
+        ]
+        try:
+            outputs = self._bank.generate(samples)
+        except RankLostError:
+            raise
+        except ShardwiseError as error:
+            _log.error("samples of %d requests failed: %s", len(loaded), error)
+            refusal = Refusal("sampling failed on the server, whose log has the reason", is_users=False)
+            outcomes |= {each.request_id: refusal for each in loaded}
+            return
+        with self._world.all_gather("gather the samples") as exchange:
+            exchange.local = dict(zip(numbers, outputs, strict=True))
+        for of_rank in exchange.result:
+            for number, output in of_rank.items():
+                outcomes[loaded[number].request_id] = output
+
+    def _load_copy(self, name: str, folder: str) -> None:
+        """Load a checkpoint to sample from it alone."""
+        whole = f"{name} (whole)"
+        self._bank.load(whole, folder, training_state=False)
+        try:
+            self._bank.copy_adapter(whole, name)
+        finally:
+            self._bank.delete_adapter(whole)
+
+
+def refuse(error: ShardwiseError) -> Refusal:
+    """Return the outcome of an operation on one model that raised."""
+    return Refusal(str(error), is_users=isinstance(error, ConfigError))
+
+
+def sum_loss(each: Pass, logprobs: Sequence[torch.Tensor]) -> float:
+    """Return the loss of a pass without a backward pass, of whole rows."""
+    loss, total = LOSSES[each.loss], 0.0
+    for row, p in zip(each.rows, logprobs, strict=True):
+        counts = row["targets"] != IGNORED
+        values = {key: row[key][counts] for key in ("weights", *loss.needs) if key in row}
+        values.setdefault("weights", torch.ones(int(counts.sum())))
+        values["rows"] = torch.zeros(int(counts.sum()), dtype=torch.int64)
+        total += float(loss.function(p[counts], values, each.config).sum())
+    return total
+
+
+def deal_rows(lengths: Sequence[Sequence[int]], num_ranks: int) -> list[list[list[int]]]:
+    """Deal rows to ranks by tokens: the longest first, each to the rank with the fewest.
+
+    Args:
+        lengths: of the rows of each request, in tokens.
+        num_ranks: number of ranks.
+
+    Returns:
+        For each request, by rank, the numbers of its rows, ascending.
+    """
+    tokens = [0] * num_ranks
+    shares: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in lengths]
+    rows = [(length, request, row) for request, of in enumerate(lengths) for row, length in enumerate(of)]
+    for length, request, row in sorted(rows, key=lambda each: (-each[0], each[1], each[2])):
+        rank = tokens.index(min(tokens))
+        tokens[rank] += length
+        shares[request][rank].append(row)
+    for share in shares:
+        for of_rank in share:
+            of_rank.sort()
+    return shares
+
+
+_ATTENTION = re.compile(r"(attn|attention|mixer)")
+_LAYER = re.compile(r"\.\d+\.")
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+
+
+def find_parts(model: nn.Module) -> dict[str, tuple[list[str], list[str]]]:
+    """Return what ``train_attn``, ``train_mlp`` and ``train_unembed`` mean for a model, as PEFT's targets.
+
+    Attention is what a layer calls attn, attention or mixer. The other matrices of layers are its MLP, without
+    routers of experts. Fused experts are parameters (experts, out, in).
+
+    Returns:
+        By part ("attn", "mlp", "unembed"), target_modules and target_parameters. Modules are named by their last
+        word if it is that of no other module.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    names: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
+    parameters: list[str] = []
+    for name, module in model.named_modules():
+        match = _LAYER.search(name)
+        last = name.rpartition(".")[2]
+        if module is head:
+            names["unembed"].append(name)
+        elif isinstance(module, nn.Linear) and match and last not in _ROUTERS:
+            names["attn" if _ATTENTION.search(name[match.end() :]) else "mlp"].append(name)
+        elif match and last == "experts":
+            parameters += [
+                f"experts.{key}" for key, value in module.named_parameters(recurse=False) if value.ndim == 3
+            ]
+    words = {part: {name.rpartition(".")[2] for name in of} for part, of in names.items()}
+    targets: dict[str, tuple[list[str], list[str]]] = {}
+    for part, of in names.items():
+        others = set[str]().union(*(words[each] for each in words if each != part))
+        targets[part] = (of if words[part] & others else sorted(words[part]), [])
+    targets["mlp"] = (targets["mlp"][0], sorted(set(parameters)))
+    return targets

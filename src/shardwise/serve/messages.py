@@ -1,0 +1,230 @@
+"""Messages of the protocol: protobuf of passes and samples, by the client package's own descriptor.
+
+JSON bodies are checked by the client package's own classes (``tinker.types``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+import torch
+import zstandard
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from packaging.specifiers import SpecifierSet
+from tinker.proto import tinker_public_pb2 as protobuf
+
+from shardwise.bank.losses import LOSSES, complete_config
+from shardwise.bank.rows import FLOAT_KEYS, IGNORED, parse_rows
+from shardwise.bank.sampling import SampleOutput
+from shardwise.core.errors import ConfigError
+from shardwise.serve.operations import Pass, PassOutcome, Row
+
+CLIENTS: Final = SpecifierSet(">=0.38,<0.40")
+"""Versions of the ``tinker`` package that are served. The tests run the oldest of them."""
+
+MAX_CHUNK_BYTES: Final = 5_000_000
+"""Bytes of a request's rows, without compression, as clients count them."""
+
+MAX_BODY_BYTES: Final = 2 * MAX_CHUNK_BYTES
+"""Bytes of a body, after decompression."""
+
+PROTOBUF: Final = "application/x-protobuf"
+
+_DTYPES: Final = {protobuf.DTYPE_FLOAT32: torch.float32, protobuf.DTYPE_INT64: torch.int64}
+
+
+class TooLargeError(Exception):
+    """A body is larger than MAX_BODY_BYTES."""
+
+
+class UndecodableError(Exception):
+    """A body is not a message of the protocol."""
+
+
+def decompress(body: bytes, encoding: str) -> bytes:
+    """Return a body without its content encoding.
+
+    Raises:
+        TooLargeError, UndecodableError: the body cannot be used.
+    """
+    if encoding in ("", "identity"):
+        data = body
+    elif encoding == "zstd":
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+                data = reader.read(MAX_BODY_BYTES + 1)  # no more, whatever the frame says
+        except zstandard.ZstdError as error:
+            raise UndecodableError(f"the body is not zstd: {error}") from error
+    else:
+        raise UndecodableError(f"the body has the encoding {encoding!r}. Use zstd, or none")
+    if len(data) > MAX_BODY_BYTES:
+        raise TooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes. Send fewer rows at once")
+    return data
+
+
+def parse_pass(data: bytes) -> Any:
+    """Return a ``ForwardBackwardRequest``. Raise UndecodableError if the data is none."""
+    message = protobuf.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(data)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise UndecodableError(f"the body is no ForwardBackwardRequest: {error}") from error
+    return message
+
+
+def read_pass(request_id: str, message: Any, *, vocab_size: int, longest: int) -> Pass:
+    """Return the operation of a ``ForwardBackwardRequest``, checked as the bank checks it.
+
+    Raises:
+        ConfigError: it cannot be carried out. The message has the reason.
+    """
+    if message.loss_fn not in LOSSES:
+        raise ConfigError(f"loss_fn={message.loss_fn!r}: is not served. Use {', '.join(LOSSES)}")
+    config: dict[str, object] = dict(message.loss_fn_config)
+    if message.loss_fn_config_v2:
+        config = {
+            key: getattr(value, value.WhichOneof("value") or "text")
+            for key, value in message.loss_fn_config_v2.items()
+        }
+    complete = complete_config("loss_fn_config", message.loss_fn, config)
+    rows = tuple(_read_datum(number, datum) for number, datum in enumerate(message.data))
+    if not rows:
+        raise ConfigError("data: has no rows. Send at least one")
+    keys = ("weights", *LOSSES[message.loss_fn].needs)
+    parsed = parse_rows("data", rows, vocab_size=vocab_size, longest=longest, keys=keys)
+    for number, row in enumerate(parsed):
+        if missing := [key for key in keys[1:] if key not in row.values]:
+            raise ConfigError(f"data: row {number} has no {', '.join(missing)}, which {message.loss_fn} needs")
+    model, backward = message.model_id, not message.forward_only
+    return Pass(request_id, model, rows, message.seq_id, message.loss_fn, complete, backward)
+
+
+def _read_datum(number: int, datum: Any) -> Row:
+    row = {"input_ids": read_chunks(number, datum.model_input)}
+    for name, tensor in datum.loss_fn_inputs.items():
+        values = _read_tensor(f"data: {name} of row {number}", tensor, IGNORED if name == "target_tokens" else 0)
+        row["targets" if name == "target_tokens" else name] = values
+    for name in FLOAT_KEYS:
+        # The client flattens what is (tokens, 1), and leaves out the shape of what has one dimension.
+        if name in row and "targets" in row and row[name].numel() == row["targets"].numel():
+            row[name] = row[name].view(row["targets"].shape)
+    return row
+
+
+def read_chunks(number: int, chunks: Sequence[Any]) -> torch.Tensor:
+    """Return the tokens of chunks of text, (tokens,). Raise ConfigError for other chunks."""
+    parts = [torch.empty(0, dtype=torch.int64)]
+    for chunk in chunks:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise ConfigError(f"data: row {number} has an image or sound. This server has models of text alone")
+        data = chunk.encoded_text.tokens
+        if len(data) % 4:
+            raise ConfigError(f"data: the tokens of row {number} are {len(data)} bytes, and not int32")
+        parts.append(_from_bytes(data, torch.int32).long())
+    return torch.cat(parts)
+
+
+def _read_tensor(what: str, tensor: Any, missing: int) -> torch.Tensor:
+    """Return a tensor. What a sparse one leaves out is ``missing``."""
+    dtype, shape = _DTYPES.get(tensor.dtype), list(tensor.shape)
+    if dtype is None or len(shape) > 2 or any(size < 0 for size in shape) or math.prod(shape) > MAX_BODY_BYTES:
+        raise ConfigError(f"{what}: is not a tensor of float32 or int64 with 1 or 2 dimensions")
+    is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
+    data = tensor.sparse_csr.values if is_sparse else tensor.dense
+    if len(data) % dtype.itemsize:
+        raise ConfigError(f"{what}: has {len(data)} bytes, which are no {dtype} values")
+    values = _from_bytes(data, dtype)
+    if not is_sparse:
+        shape = shape or [len(values)]
+        if math.prod(shape) != len(values):
+            raise ConfigError(f"{what}: has {len(values)} values, and its shape is {shape}")
+        return values.view(shape)
+    indices = tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices
+    if len(shape) != 2 or any(len(each) % 8 for each in indices):
+        raise ConfigError(f"{what}: is sparse, and not (tokens, K) with int64 indices")
+    begins, columns = (_from_bytes(each, torch.int64) for each in indices)
+    counts = begins.diff()
+    is_valid = (
+        len(begins) == shape[0] + 1
+        and len(columns) == len(values)
+        and bool((counts >= 0).all())
+        and int(begins[0]) == 0
+        and int(begins[-1]) == len(values)
+        and (not len(columns) or (int(columns.min()) >= 0 and int(columns.max()) < shape[1]))
+    )
+    if not is_valid:
+        raise ConfigError(f"{what}: its sparse indices do not fit into {shape}")
+    dense = torch.full(shape, missing, dtype=dtype)
+    dense[torch.arange(shape[0]).repeat_interleave(counts), columns] = values
+    return dense
+
+
+def _from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def write_pass(outcome: PassOutcome) -> bytes:
+    """Return a ``ForwardBackwardOutput``. Rows of one trailing shape, one after the other, are one record."""
+    message = protobuf.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    message.metrics["loss:sum"] = outcome.loss
+    for trailing, group in groupby(outcome.logprobs, key=lambda row: tuple(row.shape[1:])):
+        rows = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
+        tensor = record.fields["logprobs"]
+        tensor.dtype = protobuf.DTYPE_FLOAT32
+        tensor.data = _to_bytes(torch.cat([row.flatten() for row in rows]).float())
+        ends = torch.tensor([0, *(row.numel() * 4 for row in rows)], dtype=torch.int64).cumsum(0)
+        tensor.offsets = _to_bytes(ends)  # in bytes
+        tensor.trailing_shape.extend(trailing)
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def write_sample(output: SampleOutput, settings: Mapping[str, Any]) -> bytes:
+    """Return a ``SampleResponse``. The first token of a prompt has no log probability: NaN."""
+    message = protobuf.SampleResponse()
+    for sequence in output.sequences:
+        message.sequences.add(
+            stop_reason=protobuf.STOP_REASON_STOP
+            if sequence.stop_reason == "stop"
+            else protobuf.STOP_REASON_LENGTH,
+            tokens=_to_bytes(torch.tensor(sequence.tokens, dtype=torch.int32)),
+            logprobs=_to_bytes(torch.tensor(sequence.logprobs, dtype=torch.float32)),
+        )
+    if output.prompt_logprobs is not None and settings["prompt_logprobs"]:
+        undefined = torch.full((1,), math.nan)
+        values = torch.cat([undefined, output.prompt_logprobs.float().cpu()])
+        if (last := settings["last_n"]) is not None:
+            values[: len(values) - last] = math.nan
+        message.prompt_logprobs = _to_bytes(values)
+    if output.top_prompt_logprobs is not None:
+        ids, logprobs = (each.cpu() for each in output.top_prompt_logprobs)  # (tokens - 1, k)
+        top, k = message.topk_prompt_logprobs, ids.shape[1]
+        top.k, top.length = k, len(ids) + 1
+        top.token_ids = _to_bytes(torch.cat([torch.zeros((1, k), dtype=torch.int32), ids.int()]))
+        top.logprobs = _to_bytes(torch.cat([torch.full((1, k), math.nan), logprobs.float()]))
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def cut_at_stops(tokenizer: Any, output: SampleOutput, stops: Sequence[str]) -> SampleOutput:
+    """End each sequence with the first token that completes one of the texts ``stops``."""
+    for sequence in output.sequences:
+        text = tokenizer.decode(sequence.tokens)
+        if not any(stop in text for stop in stops):
+            continue
+        length = next(
+            end
+            for end in range(1, len(sequence.tokens) + 1)
+            if any(stop in tokenizer.decode(sequence.tokens[:end]) for stop in stops)
+        )
+        del sequence.tokens[length:], sequence.logprobs[length:]
+        sequence.stop_reason = "stop"
+    return output

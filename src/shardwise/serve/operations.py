@@ -1,0 +1,132 @@
+"""What ranks carry out in a turn, and its outcomes. Picklable: the first rank sends them to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+Row: TypeAlias = Mapping[str, torch.Tensor]
+"""A row of a bank: ``input_ids`` (tokens,), ``targets`` (tokens,) or (tokens, K), and values of their shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Rows of a model, with a loss, or to be scored. ``model`` is an adapter's name, or None for the base."""
+
+    request_id: str
+    model: str | None
+    rows: tuple[Row, ...]
+    seq_id: int = 0
+    loss: str = "cross_entropy"
+    config: Mapping[str, float] = field(default_factory=dict)
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimizer step. ``failed_seq_id`` is a pass of an earlier turn that failed since the last step."""
+
+    request_id: str
+    model: str
+    settings: Mapping[str, Any]
+    failed_seq_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """A new model."""
+
+    request_id: str
+    model: str
+    rank: int
+    seed: int
+    parts: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A model from a folder: a new one, or an existing one whose values are replaced."""
+
+    request_id: str
+    model: str
+    folder: str
+    training_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A save of a model to a folder."""
+
+    request_id: str
+    model: str
+    folder: str
+    training_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy of a model to sample from."""
+
+    request_id: str
+    model: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Models, copies and loaded checkpoints that are no longer needed."""
+
+    request_id: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Models that have been idle: their values go to host memory."""
+
+    request_id: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A prompt to go on from. With a ``folder``, the adapter is loaded from it unless it is there."""
+
+    request_id: str
+    model: str | None
+    folder: str | None
+    prompt: tuple[int, ...]
+    settings: Mapping[str, Any]
+
+
+Other: TypeAlias = Create | Load | Save | Copy | Forget | Offload | Generate
+Operation: TypeAlias = Pass | Step | Other
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Operations by part. A turn without any keeps ranks from waiting too long."""
+
+    passes: tuple[Pass, ...] = ()
+    steps: tuple[Step, ...] = ()
+    others: tuple[Other, ...] = ()
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The outcome of an operation that failed. ``is_users`` tells whether the request was at fault."""
+
+    text: str
+    is_users: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutcome:
+    """The loss, summed over rows, and the log probabilities of each row, of the shape of its targets."""
+
+    loss: float
+    logprobs: list[torch.Tensor]

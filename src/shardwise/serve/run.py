@@ -1,0 +1,216 @@
+"""Runs a server on all ranks: turns in the main thread, HTTP in a thread of the first rank."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import uvicorn
+from torch import nn
+from transformers import AutoTokenizer
+
+from shardwise.bank.adapter_bank import AdapterBank
+from shardwise.bank.batch import LENGTH_MULTIPLE
+from shardwise.core.errors import ConfigError, StorageError
+from shardwise.loading.from_pretrained import from_pretrained
+from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
+from shardwise.ranks.world import World
+from shardwise.saving.locked_folder import lock_here
+from shardwise.serve.app import App, tidy_regularly
+from shardwise.serve.checkpoints import CheckpointStore
+from shardwise.serve.engine import Engine
+from shardwise.serve.keys import read_keys
+from shardwise.serve.operations import Turn
+from shardwise.serve.service import Queued, Service, Settings
+
+_IDLE_TURN_S: Final = 4.0
+"""Seconds after which there is a turn without operations: other ranks wait for it, and report longer waits."""
+
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Options of a server, as of the command."""
+
+    model: str
+    settings: Settings
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Path | None = None
+    state: Path | None = None
+    max_tokens_per_pass: int = 8192
+    dtype: str = "auto"
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until a stop signal. Called on every rank.
+
+    Raises:
+        ConfigError: an option is invalid.
+        StorageError: another server holds the folder of checkpoints, or the port cannot be used.
+        RankLostError: a rank is lost.
+    """
+    with ExitStack() as stack:
+        request = stack.enter_context(stopping_on_signals())
+        world = stack.enter_context(World.current(call="serve"))
+        with world.collective("open the server"):
+            server = _open(options, stack) if world.rank == 0 else None
+        model = from_pretrained(options.model, dtype=options.dtype)
+        bank = AdapterBank(model, max_tokens_per_pass=options.max_tokens_per_pass)
+        engine = Engine(world, bank, model)
+        if server is not None:
+            server.start(_describe(model, bank, options.max_tokens_per_pass), _load_tokenizer(options.model))
+            stack.callback(server.stop)
+        run_turns(world, engine, server, request)
+
+
+def run_turns(world: World, engine: Engine, server: Server | None, request: StopRequest) -> None:
+    """Carry out turns until the last one. Collective: yes."""
+    while True:
+        items: list[Queued] = []
+        with world.broadcast("take a turn") as exchange:
+            if server is not None:
+                exchange.local, items = server.take_turn(request)
+        turn: Turn = exchange.result
+        begin_s = time.monotonic()
+        outcomes = engine.run(turn)
+        if server is not None:
+            server.finish_turn(items, outcomes, time.monotonic() - begin_s)
+        if turn.is_last:
+            return
+
+
+class Server:
+    """The event loop of the first rank, in a thread of its own. Methods are for the main thread.
+
+    Args:
+        options: of the command.
+        service: state of the server.
+        listener: the socket.
+    """
+
+    def __init__(self, options: ServeOptions, service: Service, keys: Any, listener: socket.socket) -> None:
+        self._options = options
+        self._service = service
+        self._keys = keys
+        self._listener = listener
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="shardwise-serve", daemon=True)
+        self._http: uvicorn.Server | None = None
+        self._app: App | None = None
+        self._has_begun_stop = False
+
+    def start(self, base: dict[str, Any], tokenizer: Any) -> None:
+        """Begin to listen."""
+        self._app = App(self._service, self._keys, base, tokenizer)
+        config = uvicorn.Config(
+            self._app.routes(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75
+        )
+        self._http = uvicorn.Server(config)
+        self._thread.start()
+        host, port = self._listener.getsockname()[:2]
+        click.echo(f"serving {self._service.settings.name} on http://{host}:{port}")
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        assert self._http is not None
+        tidying = self._loop.create_task(tidy_regularly(self._service))
+        self._loop.run_until_complete(self._http.serve(sockets=[self._listener]))
+        tidying.cancel()
+        self._loop.run_until_complete(asyncio.gather(tidying, return_exceptions=True))
+
+    def take_turn(self, request: StopRequest) -> tuple[Turn, list[Queued]]:
+        """Return the next turn. It may be empty. After a stop request, the last one is that with an empty queue."""
+        if request.is_made and not self._has_begun_stop:
+            self._has_begun_stop = True
+            self._call(self._service.begin_stop)
+        taking = asyncio.run_coroutine_threadsafe(
+            self._service.take_turn(0.05 if self._has_begun_stop else _IDLE_TURN_S), self._loop
+        )
+        turn, items = self._wait(taking, request)
+        if self._has_begun_stop and not items:
+            return Turn(is_last=True), []
+        return turn, items
+
+    def _wait(self, taking: Future[Any], request: StopRequest) -> Any:
+        """Wait for a turn in short steps, in which signals are handled."""
+        while True:
+            try:
+                return taking.result(0.25)
+            except TimeoutError:
+                if request.is_made and not self._has_begun_stop:
+                    self._has_begun_stop = True
+                    self._call(self._service.begin_stop)
+
+    def finish_turn(self, items: list[Queued], outcomes: dict[str, Any], duration_s: float) -> None:
+        """Give the outcomes of a turn to those who wait for them."""
+        self._call(lambda: self._service.finish_turn(items, outcomes, duration_s))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        async def run() -> None:
+            function()
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+    def stop(self) -> None:
+        """Answer what waits for a result, and close connections."""
+        if self._http is not None and self._thread.is_alive():
+            self._http.should_exit = True
+            self._thread.join(5.0)
+            if self._thread.is_alive():  # clients that wait for results keep their connections
+                self._http.force_exit = True
+                self._thread.join(5.0)
+        self._loop.close()
+
+
+def _open(options: ServeOptions, stack: ExitStack) -> Server:
+    """Check what the first rank needs before the base is loaded: keys, the folder, the port."""
+    keys = None if options.keys is None else read_keys(options.keys)
+    if keys is None and options.host not in _LOOPBACK:
+        raise ConfigError(f"--host {options.host}: without --keys, anyone could use it. Pass --keys, or 127.0.0.1")
+    store = None
+    if options.state is not None:
+        try:
+            options.state.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"--state {options.state}: {error}") from error
+        stack.enter_context(lock_here(options.state))  # one server has the folder
+        store = CheckpointStore(options.state)
+    listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--port {options.port}: {error.strerror}. Choose another one") from error
+    stack.callback(listener.close)
+    return Server(options, Service(options.settings, store), keys, listener)
+
+
+def _describe(model: nn.Module, bank: AdapterBank, max_tokens_per_pass: int) -> dict[str, Any]:
+    head: Any = model.get_input_embeddings()  # type: ignore[operator]
+    # A row that is padded to a multiple still fits into a pass.
+    longest_in_pass = max_tokens_per_pass // LENGTH_MULTIPLE * LENGTH_MULTIPLE
+    return {
+        "vocab_size": head.num_embeddings,
+        "max_length": min(bank.max_length, longest_in_pass),
+        "arch": type(model).__name__,
+    }
+
+
+def _load_tokenizer(model: str) -> Any:
+    """Return the tokenizer of a model, or None if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return None

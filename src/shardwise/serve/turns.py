@@ -1,0 +1,106 @@
+"""Which requests run next: a pure function of all queues.
+
+[Note: Fair turns] Keys share the server by deficit round robin over tokens (Shreedhar and Varghese, 1996). A key
+with requests gets a quantum of credit in each turn, and more while the turn has space left. A request runs once its
+key has the credit. Each turn begins with the key that began one longest ago. A request whose key has the credit and
+begins a turn runs, since it finds all of the budget. So with A active keys a request of t tokens at the head of its
+queue waits for at most ceil(t / quantum) * A turns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Stage(IntEnum):
+    """Part of a turn. Within a turn no request of a queue runs in an earlier part than the one before it."""
+
+    PASS = 0
+    STEP = 1
+    OTHER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What is known of a request: the part of a turn in which it runs, and its tokens (0 if none is computed)."""
+
+    stage: Stage
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """A turn.
+
+    Attributes:
+        num_requests: number of requests from the head of each queue that has any.
+        credits: of each key that has requests left, for the next turn.
+        order: keys in the order in which the next turn considers them.
+    """
+
+    num_requests: dict[str, int]
+    credits: dict[str, int] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+
+
+def next_turn(
+    queues: Mapping[str, Mapping[str, Sequence[Cost]]],
+    credits: Mapping[str, int],  # noqa: A002 - the word of the algorithm
+    order: Sequence[str],
+    *,
+    budget: int,
+    quantum: int,
+) -> TurnPlan:
+    """Choose the next turn. See [Note: Fair turns].
+
+    Example: with a budget and quantum of 100 tokens, keys "a" (passes of 60 and 60 tokens) and "b" (40) get a turn
+    with the first pass of "a" and that of "b". The next turn begins with "b".
+
+    Args:
+        queues: by key, the requests of each queue, in order.
+        credits: of the last plan.
+        order: of the last plan.
+        budget: maximum number of tokens of a turn. A request with more runs in a turn without other tokens.
+        quantum: tokens, at least 1.
+    """
+    active = [key for key in queues if any(queues[key].values())]
+    keys = [key for key in order if key in active] + [key for key in active if key not in order]
+    left = {key: credits.get(key, 0) + quantum for key in keys}
+    taken: dict[str, int] = {}
+    stages: dict[str, Stage] = {}
+    used = 0
+    while True:
+        lacks_credit = False
+        for key in keys:
+            has_taken = True
+            while has_taken:  # one request of each queue, again and again
+                has_taken = False
+                for name, requests in queues[key].items():
+                    place = taken.get(name, 0)
+                    if place == len(requests) or requests[place].stage < stages.get(name, Stage.PASS):
+                        continue
+                    cost = requests[place]
+                    if cost.tokens and used and used + cost.tokens > budget:
+                        continue
+                    if cost.tokens > left[key]:
+                        lacks_credit = True
+                        continue
+                    left[key] -= cost.tokens
+                    used += cost.tokens
+                    taken[name] = place + 1
+                    stages[name] = cost.stage
+                    has_taken = True
+        if not lacks_credit:
+            break
+        for key in keys:
+            left[key] += quantum
+    waiting = {key for key in keys if any(taken.get(name, 0) < len(of) for name, of in queues[key].items())}
+    # Credit is for what waits. It is no more than the next request needs, so a key cannot hoard it.
+    kept = {}
+    for key in keys:
+        if key in waiting:
+            heads = [
+                of[taken.get(name, 0)].tokens for name, of in queues[key].items() if taken.get(name, 0) < len(of)
+            ]
+            kept[key] = min(left[key], max(heads))
+    return TurnPlan(taken, kept, (*keys[1:], *keys[:1]))

@@ -1,0 +1,91 @@
+"""Turns: order of each queue, the budget, and how long a key waits."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.serve.turns import Cost, Stage, TurnPlan, next_turn
+
+_COSTS = st.builds(Cost, st.sampled_from(Stage), st.integers(0, 150)).map(
+    lambda cost: Cost(cost.stage, 0 if cost.stage is Stage.STEP else max(cost.tokens, cost.stage is Stage.PASS))
+)
+_QUEUES = st.dictionaries(
+    st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), st.lists(_COSTS, max_size=8), max_size=3)
+).map(lambda queues: {key: {key + name: of for name, of in named.items()} for key, named in queues.items()})
+
+Queues = Mapping[str, Mapping[str, Sequence[Cost]]]
+
+
+def taken_costs(queues: Queues, plan: TurnPlan) -> dict[str, Sequence[Cost]]:
+    return {name: of[: plan.num_requests.get(name, 0)] for named in queues.values() for name, of in named.items()}
+
+
+@given(_QUEUES, st.integers(1, 200), st.integers(1, 100))
+def test_a_turn_keeps_to_order_and_budget(queues: Queues, budget: int, quantum: int) -> None:
+    plan = next_turn(queues, {}, (), budget=budget, quantum=quantum)
+    taken = taken_costs(queues, plan)
+    for costs in taken.values():
+        stages = [cost.stage for cost in costs]
+        assert stages == sorted(stages)
+    tokens = [cost.tokens for costs in taken.values() for cost in costs if cost.tokens]
+    assert sum(tokens) <= budget or len(tokens) == 1
+    assert any(taken.values()) or not any(of for named in queues.values() for of in named.values())
+
+
+@given(_QUEUES, st.integers(1, 200), st.integers(1, 100))
+def test_what_costs_nothing_runs_at_once(queues: Queues, budget: int, quantum: int) -> None:
+    plan = next_turn(queues, {}, (), budget=budget, quantum=quantum)
+    for name, costs in taken_costs(queues, plan).items():
+        queue = next(named[name] for named in queues.values() if name in named)
+        rest = queue[len(costs) :]
+        if rest and not rest[0].tokens:
+            assert costs[-1].stage > rest[0].stage
+
+
+@given(_QUEUES, st.integers(10, 200), st.integers(5, 100))
+def test_no_key_waits_long(queues: Queues, budget: int, quantum: int) -> None:
+    """Each turn takes of the requests, until none is left; new ones of other keys come in each turn."""
+    left = {key: {name: list(of) for name, of in named.items()} for key, named in queues.items()}
+    active = [key for key, named in left.items() if any(named.values())]
+    heads = {key: max((of[0].tokens for of in left[key].values() if of), default=0) for key in active}
+    waited = dict.fromkeys(active, 0)
+    credit: Mapping[str, int] = {}
+    order: Sequence[str] = ()
+    while any(any(named.values()) for named in left.values()):
+        num_active = sum(any(named.values()) for named in left.values())
+        plan = next_turn(left, credit, order, budget=budget, quantum=quantum)
+        credit, order = plan.credits, plan.order
+        for key in active:
+            if not any(left[key].values()):
+                continue
+            if any(plan.num_requests.get(name, 0) for name in left[key]):
+                waited[key] = 0
+            else:
+                waited[key] += 1
+            bound = math.ceil(max(heads[key], 1) / quantum) * max(num_active, len(active))
+            assert waited[key] < max(bound, 1), (key, waited, bound)
+            for name, queue in left[key].items():
+                del queue[: plan.num_requests.get(name, 0)]
+            heads[key] = max((of[0].tokens for of in left[key].values() if of), default=0)
+
+
+def test_models_of_all_keys_share_a_turn() -> None:
+    queues = {"a": {"a1": [Cost(Stage.PASS, 60), Cost(Stage.PASS, 60)]}, "b": {"b1": [Cost(Stage.PASS, 40)]}}
+    plan = next_turn(queues, {}, (), budget=100, quantum=100)
+    assert plan.num_requests == {"a1": 1, "b1": 1}
+    assert plan.order == ("b", "a")
+
+
+def test_a_request_above_the_budget_runs_alone() -> None:
+    queues = {"a": {"a1": [Cost(Stage.PASS, 500)]}, "b": {"b1": [Cost(Stage.PASS, 40)]}}
+    first = next_turn(queues, {}, ("b", "a"), budget=100, quantum=50)
+    assert first.num_requests == {"b1": 1}
+    queues["b"]["b1"] = [Cost(Stage.PASS, 40)]
+    for _ in range(20):
+        plan = next_turn(queues, first.credits, first.order, budget=100, quantum=50)
+        if "a1" in plan.num_requests:
+            break
+        first = plan
+    assert plan.num_requests == {"a1": 1}
