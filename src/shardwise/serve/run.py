@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from shardwise.bank.adapter_bank import AdapterBank
-from shardwise.bank.batch import LENGTH_MULTIPLE
+from shardwise.bank.compose import LENGTH_MULTIPLE
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.loading.from_pretrained import from_pretrained
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
