@@ -34,7 +34,9 @@ def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 def clients(served: Served) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_TELEMETRY", "0")
-        clients = {name: tinker.ServiceClient(base_url=served.url, api_key=key) for name, key in served.keys.items()}
+        clients = {
+            name: tinker.ServiceClient(base_url=served.url, api_key=key) for name, key in served.keys.items()
+        }
     return clients
 
 
