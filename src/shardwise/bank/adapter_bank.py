@@ -267,11 +267,9 @@ class AdapterBank:
 
         A window may have any number of micro-batches, unless the adapter has ``gradient_accumulation_steps``.
         Without any, the step is taken with a gradient of zeros. Several adapters at once step with the same bits as
-        one after the other, in fewer calls. (On more than two ranks, the order of the sum over the ranks depends on
-        the sizes of all gradients of a call.)
+        one after the other, in fewer calls.
 
-        Collective: yes (one all-reduce of all gradients, a second one of more than 65,504 numbers, and one small
-        exchange). Memory: a copy of the gradients on several ranks.
+        Collective: yes (two small exchanges, whatever the number of adapters, and an all-reduce of each gradient).
 
         Args:
             steps: by adapter, settings of its optimizer (``lr``, ``betas``, ...) or ``max_grad_norm`` (0 for no
@@ -287,14 +285,10 @@ class AdapterBank:
                 call with equal optimizer settings, must be restored or deleted. The others took their steps.
         """
         by_name = {steps: changes} if isinstance(steps, str) else steps
-        arguments: dict[str, str] | Exception
-        adapters: list[tuple[BankAdapter, Mapping[str, Any]]] = []
-        try:
-            arguments = self._comparable_steps(by_name, are_names=not changes or isinstance(steps, str))
-            adapters = [(self._adapters[name], own) for name, own in by_name.items()]
-        except Exception as error:
-            arguments = error  # raised on all ranks, which this rank must not leave alone in the exchange
-        outcomes = step_together(self._world, self._base.device, adapters, arguments)
+        with comparing_arguments(self._world) as exchange:
+            exchange.local = self._comparable_steps(by_name, are_names=not changes or isinstance(steps, str))
+        # Only now, when all ranks have accepted the names and the settings.
+        outcomes = step_together(self._world, [(self._adapters[name], own) for name, own in by_name.items()])
         return outcomes[steps] if isinstance(steps, str) else outcomes
 
     def _comparable_steps(self, by_name: object, *, are_names: bool) -> dict[str, str]:

@@ -57,8 +57,7 @@ def collect_training_tensors(adapter: BankAdapter) -> dict[str, torch.Tensor]:
     if adapter.micro_batches:
         # A copy: the gradient of this rank stays, since the window goes on.
         tensors[GRADIENT] = adapter.gradient.clone()
-        if adapter.world.size > 1:
-            sum_all(adapter.world, tensors[GRADIENT])
+        sum_all(adapter.world, [tensors[GRADIENT]])
     for entry, values in adapter.optimizer.state.get(adapter.flat, {}).items():
         if not isinstance(values, torch.Tensor):
             raise ConfigError(

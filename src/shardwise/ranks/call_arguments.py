@@ -109,17 +109,16 @@ def get_world(options: object, call: str) -> World:
 
 
 @contextmanager
-def comparing_arguments(world: World, what: str = "check the arguments") -> Iterator[Exchange]:
+def comparing_arguments(world: World) -> Iterator[Exchange]:
     """Check the arguments of a call on every rank in a block, and that they are the same on all. Collective: yes.
 
-    The block sets ``local`` to the arguments that ranks must have in common, as text by name. ``what`` names the
-    phase.
+    The block sets ``local`` to the arguments that ranks must have in common, as text by name.
 
     Raises:
         ShardwiseError: the same on every rank, if the block raised it on any.
         RankMismatchError: ranks were called with different arguments.
     """
-    with world.all_reduce(what, functools.partial(_difference, world)) as exchange:
+    with world.all_reduce("check the arguments", functools.partial(_difference, world)) as exchange:
         yield exchange
     if exchange.result is not None:
         raise RankMismatchError(exchange.result)
