@@ -53,6 +53,9 @@ class Process:
     def wait(self) -> int:
         code = self.process.wait(timeout=120)
         self._reader.join(10)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
         return code
 
     def client(self) -> Any:
@@ -124,7 +127,7 @@ def test_what_was_acknowledged_survives_a_kill(base: Path, tmp_path: Path) -> No
         train(model, 0)
         path = model.save_state("kept").result().path
         expected = train(model, 0, 1)
-        with pytest.raises(AssertionError, match="lock"), serving(base, state):
+        with pytest.raises(AssertionError, match="another server has it"), serving(base, state):
             pass
         os.killpg(server.process.pid, signal.SIGKILL)
         assert server.wait() == -signal.SIGKILL
