@@ -58,13 +58,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve for the whole session, with three rows a request."""
     folder = tmp_path_factory.mktemp("serve")
     keys, entries = {}, []
-    for name in ("ada", "bo", "cy"):
+    for name in ("ada", "bo", "cy", "dee"):
         text = make_key(name)
         keys[name] = text.splitlines()[0].split()[-1]
         entries.append(text)
     file = folder / "keys.yaml"
     file.write_text("\n".join(entries) + "\n")
     values = yaml.safe_load(file.read_text())
+    values["dee"] |= {"is_operator": True}
     values["ada"] |= {"max_models": 100}
     values["cy"] |= {"max_models": 1, "max_requests": 3, "max_rank": 8}
     file.write_text(yaml.safe_dump(values))

@@ -95,6 +95,18 @@ def test_a_key_is_needed(served: Served) -> None:
     assert httpx.get(f"{served.url}/metrics").status_code == 401
 
 
+def test_the_page_and_metrics_of_an_operator(served: Served, ada: User, bo: User) -> None:
+    model = bo.create()
+    assert model in bo.http.get("/status").text
+    assert model not in ada.http.get("/status").text
+    assert ada.http.get("/metrics").status_code == 403
+    operator = User(served, "dee")
+    assert model in operator.http.get("/status").text
+    assert b'shardwise_tokens_total{user="' in operator.http.get("/metrics").content
+    operator.http.close()
+    bo.post("unload_model", model_id=model)
+
+
 @pytest.mark.parametrize("version", ["0.37.9", "0.40.0", "nonsense", ""])
 def test_other_clients_are_told_which_to_install(ada: User, version: str) -> None:
     response = ada.call("client/config", sdk_version=version)
@@ -237,6 +249,11 @@ def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
         assert result["category"] == "user", result
         assert words in result["error"], (words, result)
     last = len(faults) + 1
+    # What is no part of a batch keeps its place alone.
+    for path, body in (("save_weights", {"path": "\t"}), ("save_weights", {"ttl_seconds": 1})):
+        refused = ada.retrieve(ada.post(path, model_id=model, seq_id=last, **body))
+        assert refused["category"] == "user"
+        last += 1
     step = ada.post("optim_step", model_id=model, seq_id=last, adam_params={"learning_rate": -1.0})
     assert "learning_rate=-1.0" in ada.retrieve(step)["error"]
     step = ada.post("optim_step", model_id=model, seq_id=last + 1, adam_params={"learning_rate": 1e-3})

@@ -233,7 +233,8 @@ class App:
             )
             return Queued(each, Cost(Stage.PASS, count_tokens(each)), messages.write_pass)
 
-        return _promise(self._service.submit(model, message.seq_id, digest_of(data), make))
+        is_pass = not message.forward_only
+        return _promise(self._service.submit(model, message.seq_id, digest_of(data), make, is_pass=is_pass))
 
     async def _optim_step(self, request: Request, key: Key) -> Response:
         data, values = await _read_object(request)
@@ -507,6 +508,10 @@ class App:
             )
         if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= -1):
             raise ConfigError("sampling_params: temperature is at least 0, top_k at least -1, and 0 < top_p <= 1")
+        if not 0 <= body.topk_prompt_logprobs <= min(vocab_size, 100):
+            raise ConfigError(
+                f"topk_prompt_logprobs={body.topk_prompt_logprobs}: is not 0 to {min(vocab_size, 100)}"
+            )
         last_n = body.prompt_logprobs_last_n
         if last_n is not None and not 1 <= last_n < len(prompt):
             raise ConfigError(f"prompt_logprobs_last_n={last_n}: the prompt has {len(prompt)} tokens")
@@ -531,7 +536,7 @@ class App:
             "top_k": max(params.top_k, 0),
             "top_p": params.top_p,
             "stop": None if stop is None else [each for each in stop if not isinstance(each, str)],
-            "seed": params.seed,
+            "seed": None if params.seed is None else params.seed % (1 << 62),
             "prompt_logprobs": settings["prompt_logprobs"],
             "top_prompt_logprobs": body.topk_prompt_logprobs,
         }
@@ -569,11 +574,13 @@ class App:
             status_code=503 if service.is_stopping else 200,
         )
 
-    async def _metrics(self, _request: Request, _key: Key) -> Response:
+    async def _metrics(self, _request: Request, key: Key) -> Response:
+        if not key.is_operator:
+            raise StatusError(403, "/metrics: is for keys with is_operator: true")
         return Response(write_metrics(self._service), media_type="text/plain; version=0.0.4")
 
-    async def _status(self, _request: Request, _key: Key) -> Response:
-        return HTMLResponse(write_page(self._service))
+    async def _status(self, _request: Request, key: Key) -> Response:
+        return HTMLResponse(write_page(self._service, key))
 
 
 def count_tokens(each: Pass) -> int:

@@ -58,7 +58,11 @@ class Engine:
         outcomes: Outcomes = {}
         if turn.passes:
             self._run_passes(turn.passes, outcomes)
-        failed = {each.model: each.seq_id for each in turn.passes if isinstance(outcomes[each.request_id], Refusal)}
+        failed = {
+            each.model: each.seq_id
+            for each in turn.passes
+            if each.backward and isinstance(outcomes[each.request_id], Refusal)
+        }
         self._run_steps(turn.steps, failed, outcomes)
         generates = []
         for operation in turn.others:

@@ -21,6 +21,7 @@ class Key:
     Attributes:
         name: name of the user, for logs and metrics.
         digest: SHA-256 of the key, in hexadecimal digits. "" for everybody, without a file of keys.
+        is_operator: whether the user sees the models of all users in ``/status``, and ``/metrics``.
         max_models: models.
         max_rank: rank of a LoRA.
         max_snapshots: copies of a model in memory to sample from. Older ones are forgotten.
@@ -31,6 +32,7 @@ class Key:
 
     name: str
     digest: str = ""
+    is_operator: bool = False
     max_models: int = 8
     max_rank: int = 128
     max_snapshots: int = 4
@@ -44,7 +46,7 @@ class Key:
         return self.digest[:16] or "local"
 
 
-LOCAL = Key("local")
+LOCAL = Key("local", is_operator=True)
 """The only user of a server without a file of keys, who may send any key."""
 
 
@@ -65,13 +67,16 @@ def read_keys(file: Path) -> dict[str, Key]:
         values = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read, {error}") from error
-    limits = {each.name for each in fields(Key)} - {"name", "digest"}
+    limits = {each.name for each in fields(Key)} - {"name", "digest", "is_operator"}
     keys: dict[str, Key] = {}
     for name, entry in (values if isinstance(values, dict) else {}).items():
         where = f"{file}: {name}"
         digest = entry.pop("sha256", None) if isinstance(entry, dict) else None
         if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
             raise ConfigError(f"{where}: has no sha256 of a key. Run shardwise serve --new-key {name}")
+        is_operator = entry.pop("is_operator", False)
+        if not isinstance(is_operator, bool):
+            raise ConfigError(f"{where}: is_operator={is_operator!r} is not true or false")
         if unknown := sorted(map(str, entry.keys() - limits)):
             raise ConfigError(f"{where}: has no limit {', '.join(unknown)}. Use {', '.join(sorted(limits))}")
         for limit, value in entry.items():
@@ -79,7 +84,7 @@ def read_keys(file: Path) -> dict[str, Key]:
                 raise ConfigError(f"{where}: {limit}={value!r} is not a number of 1 or more")
         if digest in keys:
             raise ConfigError(f"{where}: has the key of {keys[digest].name}. Make another one")
-        keys[digest] = Key(str(name), digest, **entry)
+        keys[digest] = Key(str(name), digest, is_operator, **entry)
     if not keys:
         raise ConfigError(f"{file}: has no users. Run shardwise serve --new-key NAME, and add what it prints")
     return keys

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.compose import LENGTH_MULTIPLE
-from shardwise.core.errors import ConfigError, StorageError
+from shardwise.core.errors import ConfigError, StorageError, TrainingError
 from shardwise.loading.from_pretrained import from_pretrained
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
 from shardwise.ranks.world import World
@@ -148,6 +148,10 @@ class Server:
             try:
                 return taking.result(0.25)
             except TimeoutError:
+                if not self._thread.is_alive():
+                    raise TrainingError(
+                        "the thread with the connections has ended. Its messages are above"
+                    ) from None
                 if request.is_made and not self._has_begun_stop:
                     self._has_begun_stop = True
                     self._call(self._service.begin_stop)

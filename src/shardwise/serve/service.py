@@ -260,6 +260,8 @@ class Service:
         seq_id: int,
         digest: str,
         make: Callable[[str], Queued],
+        *,
+        is_pass: bool = False,
     ) -> str:
         """Queue a request of a model in its place. Return the id of its future.
 
@@ -269,6 +271,7 @@ class Service:
             digest: of its body, so that a request that was sent again is not carried out twice.
             make: makes the operation from the id of the request. If it raises ConfigError, the request has failed,
                 and its place is taken all the same.
+            is_pass: whether it is a part of a batch, without which the next step must not be taken.
 
         Raises:
             StatusError: 400 for an invalid place, 429 for too many requests, 503 if the server is stopping.
@@ -290,8 +293,8 @@ class Service:
             item = make(future.request_id)
             self._require_room(model.key, item.cost.tokens)
         except ConfigError as error:
-            # In its place in the order, because a step after it must not be taken.
-            failed = Pass(future.request_id, model.model_id, (), seq_id)
+            # It keeps its place in the order, also because a step after it must not be taken.
+            failed = Pass(future.request_id, model.model_id, (), seq_id, backward=is_pass)
             refusal = Refusal(str(error))
             item = Queued(failed, Cost(Stage.PASS), write_nothing, refusal)
             self._set_result(future, refusal)
@@ -476,7 +479,7 @@ class Service:
             model = self.models.get(getattr(operation, "model", None) or "")
             if item.refusal is not None:
                 assert isinstance(operation, Pass)
-                if model is not None:
+                if model is not None and operation.backward:
                     model.failed_seq_id = operation.seq_id
             elif isinstance(operation, Pass):
                 passes.append(operation)

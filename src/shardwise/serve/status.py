@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from shardwise.core.formatting import in_bytes
 from shardwise.core.machine import process_memory
+from shardwise.serve.keys import Key
 from shardwise.serve.service import Service
 
 
@@ -54,9 +55,13 @@ _STYLE = (
 )
 
 
-def write_page(service: Service) -> str:
-    """Return the status page: users, models with the loss of their last calls, the queue, memory."""
+def write_page(service: Service, key: Key) -> str:
+    """Return the status page: users, models with the loss of their last calls, the queue, memory.
+
+    Users who are not operators see themselves alone.
+    """
     counters = service.counters
+    models = {name: model for name, model in service.models.items() if key.is_operator or model.key is key}
     facts = [
         ("Base", service.settings.name),
         ("Turns", str(counters.turns)),
@@ -64,13 +69,14 @@ def write_page(service: Service) -> str:
         ("Requests that wait", str(service.num_queued)),
         ("Memory of the first rank", in_bytes(process_memory())),
     ]
-    users = sorted({model.key.name for model in service.models.values()} | counters.tokens.keys())
+    users = sorted({model.key.name for model in models.values()} | counters.tokens.keys())
+    users = users if key.is_operator else [key.name]
     user_rows = [[user, counters.tokens.get(user, 0), counters.failures.get(user, 0)] for user in users]
     model_rows = [
         [model.key.name, name, model.rank, "+".join(sorted(model.parts)), model.num_steps]
-        for name, model in service.models.items()
+        for name, model in models.items()
     ]
-    curves = [_draw(list(model.losses)) for model in service.models.values()]
+    curves = [_draw(list(model.losses)) for model in models.values()]
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">'
         f"<title>shardwise serve</title><style>{_STYLE}</style><h1>shardwise serve</h1>"
