@@ -29,6 +29,7 @@ from shardwise.serve.operations import Copy, Create, Generate, Load, Pass, PassO
 from shardwise.serve.service import Model, Queued, Sampler, Service, StatusError, digest_of, make_save
 from shardwise.serve.status import write_metrics, write_page
 from shardwise.serve.turns import Cost, Stage
+from shardwise.serve.vllm import VllmClient
 
 _log = logging.getLogger(__name__)
 
@@ -49,15 +50,22 @@ class App:
         keys: users by the digest of their key. None for everybody.
         base: ``vocab_size``, ``max_length`` and ``arch`` of the base.
         tokenizer: of the base, or None. For stops that are texts.
+        vllm: samples instead of the bank, if there is one.
     """
 
     def __init__(
-        self, service: Service, keys: Mapping[str, Key] | None, base: BaseCapabilities, tokenizer: Any
+        self,
+        service: Service,
+        keys: Mapping[str, Key] | None,
+        base: BaseCapabilities,
+        tokenizer: Any,
+        vllm: VllmClient | None = None,
     ) -> None:
         self._service = service
         self._keys = keys
         self._base = base
         self._tokenizer = tokenizer
+        self._vllm = vllm
 
     def routes(self) -> Starlette:
         """Return the application."""
@@ -309,6 +317,8 @@ class App:
             if body.sampling_session_seq_id is None:
                 name = body.path or f"sample-{model.num_steps}-{seq_id}"
                 return self._make_save(model, "sampler_weights", name, body, overwrite=True)(request_id)
+            if self._vllm is not None:
+                return self._save_snapshot(model, seq_id, request_id)
             new = f"{model.model_id}/{seq_id}"
 
             def write(_outcome: object) -> dict[str, Any]:
@@ -319,6 +329,21 @@ class App:
             return Queued(Copy(request_id, model.model_id, new), Cost(Stage.OTHER), write)
 
         return _promise(self._service.submit(model, seq_id, digest_of(data), make))
+
+    def _save_snapshot(self, model: Model, seq_id: int, request_id: str) -> Queued:
+        """Return what saves a snapshot to a folder, from which vLLM loads it."""
+        if self._service.store is None:
+            raise ConfigError("snapshots for vLLM need a folder for checkpoints. Start the server with --state")
+        name = f"snapshot-{seq_id}"
+        item = make_save(self._service.store, model, "sampler_weights", name, 3600, None)(request_id)
+        save = item.write
+
+        def write(outcome: object) -> dict[str, Any]:
+            _, folder = self._find_checkpoint(model.key, str(dict(save(outcome))["path"]))
+            sampler_id = self._add_sampler(model.session.session_id, Sampler(model.key, name, folder))
+            return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
+
+        return Queued(item.operation, item.cost, write)
 
     def _keep_snapshot(self, model: Model, new: str) -> None:
         """Note a snapshot, and forget the oldest above the user's limit."""
@@ -485,8 +510,10 @@ class App:
         def make(request_id: str) -> Queued:
             return self._make_sample(request_id, sampler, _parse(types.SampleRequest, values))
 
-        queue = f"samples of {key.name}"
-        request_id = self._service.submit_unordered(key, queue, make)
+        if self._vllm is not None:
+            request_id = self._service.run_outside(key, make, self._vllm.sample)
+        else:
+            request_id = self._service.submit_unordered(key, f"samples of {key.name}", make)
         if type(seq_id) is int:
             sampler.seen[seq_id] = digest_of(data), request_id
         return _promise(request_id, number)
@@ -516,7 +543,8 @@ class App:
         if last_n is not None and not 1 <= last_n < len(prompt):
             raise ConfigError(f"prompt_logprobs_last_n={last_n}: the prompt has {len(prompt)} tokens")
         settings = {"prompt_logprobs": bool(body.prompt_logprobs), "last_n": last_n}
-        if max_tokens <= 1 and body.prompt_logprobs and not body.topk_prompt_logprobs and sampler.folder is None:
+        is_scored = max_tokens <= 1 and body.prompt_logprobs and not body.topk_prompt_logprobs
+        if is_scored and sampler.folder is None and self._vllm is None:
             ids = torch.tensor(prompt)
             row = {"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([-100])])}
             score = Pass(request_id, sampler.name, (row,))

@@ -31,6 +31,7 @@ from shardwise.serve.engine import Engine
 from shardwise.serve.keys import read_keys
 from shardwise.serve.operations import Turn
 from shardwise.serve.service import Queued, Service, Settings
+from shardwise.serve.vllm import VllmClient
 
 _IDLE_TURN_S: Final = 4.0
 """Seconds after which there is a turn without operations: other ranks wait for it, and report longer waits."""
@@ -50,6 +51,7 @@ class ServeOptions:
     state: Path | None = None
     max_tokens_per_pass: int = 8192
     dtype: str = "auto"
+    vllm: str | None = None
 
 
 def serve(options: ServeOptions) -> None:
@@ -112,7 +114,8 @@ class Server:
 
     def start(self, base: dict[str, Any], tokenizer: Any) -> None:
         """Begin to listen."""
-        self._app = App(self._service, self._keys, base, tokenizer)
+        vllm = None if self._options.vllm is None else VllmClient(self._options.vllm, self._service.settings.name)
+        self._app = App(self._service, self._keys, base, tokenizer, vllm)
         config = uvicorn.Config(
             self._app.routes(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75
         )

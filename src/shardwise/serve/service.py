@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -187,6 +187,7 @@ class Service:
         self._order: tuple[str, ...] = ()
         self._has_work = asyncio.Event()
         self._last_turn_s = 0.0
+        self._outside: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, float] = {}
 
     # Sessions and models
@@ -328,6 +329,36 @@ class Service:
         self._note_queued(future, item)
         self._get_queue(key, queue).append(item)
         self._has_work.set()
+        return future.request_id
+
+    def run_outside(self, key: Key, make: Callable[[str], Queued], work: Callable[[Any], Awaitable[Any]]) -> str:
+        """Carry out a request in no turn. Return the id of its future. Errors: as :meth:`submit`.
+
+        ``work`` returns its outcome, and raises ConfigError if it fails.
+        """
+        self.require_open()
+        future = self._open_future(key)
+        try:
+            item = make(future.request_id)
+            self._require_room(key, item.cost.tokens)
+        except ConfigError as error:
+            self._set_result(future, Refusal(str(error)))
+            return future.request_id
+        except StatusError:
+            del self.futures[future.request_id]
+            raise
+        self._note_queued(future, item)
+
+        async def run() -> None:
+            try:
+                outcome = await work(item.operation)
+            except ConfigError as error:
+                outcome = Refusal(str(error), is_users=False)
+            self._finish(item, outcome)
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._outside.add(task)
+        task.add_done_callback(self._outside.discard)
         return future.request_id
 
     def forget(self, names: Sequence[str]) -> None:

@@ -1,0 +1,108 @@
+"""Samples by a stand-in of a vLLM server, which refuses fields that vLLM's requests do not have."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tests.serve.conftest import Served
+from tinker import types
+
+from shardwise.serve.vllm import VllmClient
+
+# Of vLLM 0.11 and later: vllm/entrypoints/openai, CompletionRequest and LoadLoRAAdapterRequest.
+FIELDS = {
+    "/v1/completions": {
+        *("model", "prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids"),
+        *("ignore_eos", "logprobs", "prompt_logprobs", "return_token_ids", "skip_special_tokens"),
+    },
+    "/v1/load_lora_adapter": {"lora_name", "lora_path"},
+}
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """Continues each prompt with its last token, plus 1, 2, ..."""
+
+    requests: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.requests.append((self.path, body))
+        if set(body) - FIELDS[self.path]:
+            self.answer(400, {"error": f"unknown {set(body) - FIELDS[self.path]}"})
+        elif self.path == "/v1/load_lora_adapter":
+            is_there = Path(body["lora_path"], "adapter_config.json").is_file()
+            self.answer(200 if is_there else 404, {})
+        else:
+            known = {request["lora_name"] for path, request in self.requests if path.endswith("adapter")} | {"base"}
+            if body["model"] not in known:
+                self.answer(404, {"error": "no such model"})
+                return
+            tokens = [body["prompt"][-1] + number + 1 for number in range(body["max_tokens"])]
+            choice = {
+                "finish_reason": "length",
+                "token_ids": tokens,
+                "logprobs": {"token_logprobs": [-0.5] * len(tokens)},
+            }
+            if "prompt_logprobs" in body:
+                entries = [{str(token): {"logprob": -float(token)}} for token in body["prompt"][1:]]
+                choice["prompt_logprobs"] = [None, *entries]
+            self.answer(200, {"choices": [choice] * body["n"]})
+
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        StandIn.requests.clear()
+        client = VllmClient(f"http://127.0.0.1:{server.server_port}", "base")
+        monkeypatch.setattr(served.server._app, "_vllm", client)
+        yield StandIn
+        server.shutdown()
+
+
+def test_snapshots_are_sampled_by_vllm(
+    served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
+    model = client.create_lora_training_client("base", rank=2).result()
+    sampler = model.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([3, 4, 5])
+    for _ in range(2):
+        output = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=3, seed=1, stop=[9])).result()
+        assert [list(each.tokens) for each in output.sequences] == [[6, 7, 8]] * 2
+    assert sampler.compute_logprobs(prompt).result() == [None, -4.0, -5.0]
+    paths = [path for path, _ in vllm.requests]
+    assert paths == ["/v1/load_lora_adapter", *["/v1/completions"] * 3], "an adapter is loaded once"
+    assert vllm.requests[1][1]["stop_token_ids"] == [9]
+    assert vllm.requests[1][1]["ignore_eos"] is True
+    base = client.create_sampling_client(base_model="base").result()
+    base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+    assert vllm.requests[-1][1]["model"] == "base"
+
+
+def test_an_error_of_vllm_is_one_of_the_request(
+    served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setitem(FIELDS, "/v1/completions", {"model"})
+    client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
+    sampler = client.create_sampling_client(base_model="base").result()
+    with pytest.raises(tinker.RequestFailedError, match="vLLM: /v1/completions answered 400"):
+        sampler.sample(types.ModelInput.from_ints([3]), 1, types.SamplingParams(max_tokens=1)).result()
+    assert vllm.requests
