@@ -1,7 +1,7 @@
 """Samples by a vLLM server, which loads adapters from the folder of checkpoints.
 
-vLLM must have been started with ``--enable-lora``, ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and the same base. It must
-see the folder under the same path.
+vLLM must have been started with ``--enable-lora``, ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and the same base, and
+must see the folder under the same path.
 """
 
 from __future__ import annotations
