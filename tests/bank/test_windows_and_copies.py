@@ -137,6 +137,14 @@ def test_an_offloaded_adapter_comes_back_on_use(base):
         bank.offload("bob")
 
 
+@pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "%2E", "x" * 300])
+def test_folders_of_names_stay_in_theirs(tmp_path, name):
+    folder = tmp_path / folder_name(name)
+    folder.mkdir()
+    assert [folder] == list(tmp_path.iterdir())
+    assert not folder.name.startswith(".")
+
+
 def test_names_are_any_text(base, tmp_path):
     bank = bank_of(base, {})
     for number, name in enumerate(("../x", "ä/名" + "x" * 125)):

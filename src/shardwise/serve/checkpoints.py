@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.formatting import folder_name
 
 KINDS: Final = {"weights": "training", "sampler_weights": "sampler"}
 """Kinds of checkpoints in paths, and what the protocol calls them in lists."""
@@ -65,9 +66,9 @@ class CheckpointStore:
         Raises:
             ConfigError: the name is empty, too long, or has control characters.
         """
-        if not name or not name.isprintable() or len(_encode(name)) > 200:
-            raise ConfigError(f"path {name!r}: is not a name of 1 to 200 printable characters (UTF-8 counts more)")
-        return self._root / _encode(user) / _encode(model) / kind / _encode(name)
+        if not 1 <= len(name) <= 128 or not name.isprintable():
+            raise ConfigError(f"path {name!r}: is not a name of 1 to 128 printable characters")
+        return self._root / folder_name(user) / folder_name(model) / kind / folder_name(name)
 
     def record(self, user: str, checkpoint: Checkpoint) -> None:
         """Acknowledge a checkpoint whose folder has been committed. Durable when it returns."""
@@ -92,13 +93,13 @@ class CheckpointStore:
     def is_of_other(self, user: str, path: str) -> bool:
         """Return whether another user has this checkpoint."""
         model, kind, name = parse_path(path)
-        others = (each.name for each in self._root.iterdir() if each.is_dir() and each.name != _encode(user))
+        others = (each.name for each in self._root.iterdir() if each.is_dir() and each.name != folder_name(user))
         return any(_metadata_file(self.folder(unquote(other), model, kind, name)).is_file() for other in others)
 
     def list(self, user: str, model: str | None = None) -> Iterator[Checkpoint]:
         """Yield a user's checkpoints, of one model or of all."""
-        pattern = f"{'*' if model is None else _encode(model)}/*/*{_METADATA}"
-        for file in sorted((self._root / _encode(user)).glob(pattern)):
+        pattern = f"{'*' if model is None else folder_name(model)}/*/*{_METADATA}"
+        for file in sorted((self._root / folder_name(user)).glob(pattern)):
             if (checkpoint := _read(file)) is not None:
                 yield checkpoint
 
@@ -114,12 +115,6 @@ class CheckpointStore:
             for checkpoint in list(self.list(unquote(folder.name))) if folder.is_dir() else ():
                 if checkpoint.expires_s is not None and checkpoint.expires_s < time.time():
                     self.delete(unquote(folder.name), checkpoint)
-
-
-def _encode(name: str) -> str:
-    """Return a name as one part of a path: neither "." nor "..", nor a hidden file."""
-    encoded = quote(name, safe="")
-    return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
 
 
 def _metadata_file(folder: Path) -> Path:
