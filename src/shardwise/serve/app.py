@@ -336,11 +336,11 @@ class App:
             raise ConfigError("snapshots for vLLM need a folder for checkpoints. Start the server with --state")
         name = f"snapshot-{seq_id}"
         item = make_save(self._service.store, model, "sampler_weights", name, 3600, None)(request_id)
-        save = item.write
+        folder = self._service.store.folder(model.key.folder, model.model_id, "sampler_weights", name)
 
         def write(outcome: object) -> dict[str, Any]:
-            _, folder = self._find_checkpoint(model.key, str(dict(save(outcome))["path"]))
-            sampler_id = self._add_sampler(model.session.session_id, Sampler(model.key, name, folder))
+            item.write(outcome)
+            sampler_id = self._add_sampler(model.session.session_id, Sampler(model.key, name, str(folder)))
             return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
 
         return Queued(item.operation, item.cost, write)
