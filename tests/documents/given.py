@@ -74,13 +74,13 @@ make_gpt_oss(place / "snapshots" / (40 * "0"))
 
 GIVEN: dict[str, dict[int, str]] = {
     "README.md": {
-        6: f"{_OWN}\nshardwise.save(MyModel().blocks, 'checkpoint', max_shard_size='5GB')\n"
+        7: f"{_OWN}\nshardwise.save(MyModel().blocks, 'checkpoint', max_shard_size='5GB')\n"
         "import safetensors.torch as st\n"
         "tensors = {k: v for k, v in MyModel().state_dict().items() if not k.startswith('head')}\n"
         "st.save_file(tensors, 'checkpoint/model.safetensors')\n",
-        7: _TRAINED,
-        8: "from transformers import AutoTokenizer\ntokenizer = AutoTokenizer.from_pretrained('base')",
-        9: "import torch\nfrom peft import LoraConfig",
+        8: _TRAINED,
+        9: "from transformers import AutoTokenizer\ntokenizer = AutoTokenizer.from_pretrained('base')",
+        10: "import torch\nfrom peft import LoraConfig",
     },
     "four_bits.md": {2: _GPT_OSS},
     "accelerate.md": {0: f"{_ROWS}\ndata = torch.utils.data.DataLoader(rows, batch_size=4)"},

@@ -19,7 +19,7 @@ from shardwise.ranks.world import World
 from shardwise.serve.checkpoints import CheckpointStore, parse_path
 from shardwise.serve.engine import Engine
 from shardwise.serve.keys import find_key
-from shardwise.serve.operations import Create, Turn
+from shardwise.serve.operations import CreateModel, Turn
 
 ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, grad_clip_norm=1.0)
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
@@ -71,7 +71,7 @@ def make_bank(ranks: dict[str, int], parts: frozenset[str]) -> AdapterBank:
     model = make_base()
     bank = AdapterBank(model)
     engine = Engine(World.current(call="test"), bank, model)
-    engine.run(Turn(others=tuple(Create(name, name, rank, 7, parts) for name, rank in ranks.items())))
+    engine.run(Turn(others=tuple(CreateModel(name, name, rank, 7, parts) for name, rank in ranks.items())))
     return bank
 
 

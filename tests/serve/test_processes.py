@@ -55,7 +55,7 @@ class Process:
         self._reader.join(10)
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
-            stream.close()
+            stream.close()  # may be called again
         return code
 
     def client(self) -> Any:
@@ -66,7 +66,9 @@ class Process:
 def serving(base: Path, state: Path, *options: str) -> Iterator[Process]:
     process = Process(base, state, *options)
     try:
-        assert process.url, process.errors
+        if not process.url:
+            process.wait()
+            raise RuntimeError("".join(process.errors))
         yield process
     finally:
         if process.process.poll() is None:
@@ -127,7 +129,7 @@ def test_what_was_acknowledged_survives_a_kill(base: Path, tmp_path: Path) -> No
         train(model, 0)
         path = model.save_state("kept").result().path
         expected = train(model, 0, 1)
-        with pytest.raises(AssertionError, match="another server has it"), serving(base, state):
+        with pytest.raises(RuntimeError, match="another server has it"), serving(base, state):
             pass
         os.killpg(server.process.pid, signal.SIGKILL)
         assert server.wait() == -signal.SIGKILL

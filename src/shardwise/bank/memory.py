@@ -9,7 +9,6 @@ from shardwise.bank.adapter_files import outline_lora
 from shardwise.bank.passes import SharedBase
 from shardwise.fsdp.policies import find_repeated_blocks
 from shardwise.fsdp.wrap import Recomputed, Sharding, prepare_blocks
-from shardwise.models.activations import trace_activations
 
 _TRACED_ABOVE: Final = 1 / 64
 """Share of the free memory. Activations are 10 to 60 times their lower bound, unless they are computed again."""
@@ -43,6 +42,8 @@ def estimate_pass(
 
 def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:
     """Return the bytes of activations of a row of an adapter. 0 if the base cannot run without data."""
+    from shardwise.models.activations import trace_activations  # needs a private name of torch to be imported
+
     key = adapter.comparable_config, tokens
     if key not in base.traced:
         lora = copy.copy(adapter.config)

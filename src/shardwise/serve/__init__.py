@@ -16,3 +16,7 @@ service (``service``): sessions, models, queues, futures. It needs no locks. The
 [Note: What survives] Weights that ``save_weights`` has acknowledged survive any kill. Nothing else does: after a
 restart models and futures are gone, and clients get 404 and 410.
 """
+
+from shardwise.core.errors import require_versions
+
+require_versions()

@@ -24,8 +24,17 @@ from shardwise.bank.sampling import SampleOutput
 from shardwise.core.errors import ConfigError
 from shardwise.serve import messages
 from shardwise.serve.checkpoints import KINDS, Checkpoint
-from shardwise.serve.keys import Key, find_key
-from shardwise.serve.operations import Copy, Create, Generate, Load, Pass, PassOutcome, Refusal, Step
+from shardwise.serve.keys import UserKey, find_key
+from shardwise.serve.operations import (
+    CopyModel,
+    CreateModel,
+    Generate,
+    LoadModel,
+    OptimStep,
+    Pass,
+    PassOutcome,
+    Refusal,
+)
 from shardwise.serve.service import Model, Queued, Sampler, Service, StatusError, digest_of, make_save
 from shardwise.serve.status import write_metrics, write_page
 from shardwise.serve.turns import Cost, Stage
@@ -56,7 +65,7 @@ class App:
     def __init__(
         self,
         service: Service,
-        keys: Mapping[str, Key] | None,
+        keys: Mapping[str, UserKey] | None,
         base: BaseCapabilities,
         tokenizer: Any,
         vllm: VllmClient | None = None,
@@ -69,7 +78,7 @@ class App:
 
     def routes(self) -> Starlette:
         """Return the application."""
-        calls: list[tuple[str, str, Callable[[Request, Key], Awaitable[Response]]]] = [
+        calls: list[tuple[str, str, Callable[[Request, UserKey], Awaitable[Response]]]] = [
             ("POST", "/api/v1/client/config", self._client_config),
             ("POST", "/api/v1/create_session", self._create_session),
             ("POST", "/api/v1/session_heartbeat", self._heartbeat),
@@ -110,7 +119,7 @@ class App:
         }
         return Starlette(routes=routes, exception_handlers=handlers)
 
-    def _with_key(self, call: Callable[[Request, Key], Awaitable[Response]]) -> Handler:
+    def _with_key(self, call: Callable[[Request, UserKey], Awaitable[Response]]) -> Handler:
         """Return a handler that finds the user of the key first."""
 
         async def handle(request: Request) -> Response:
@@ -128,7 +137,7 @@ class App:
 
     # Sessions
 
-    async def _client_config(self, request: Request, _key: Key) -> Response:
+    async def _client_config(self, request: Request, _key: UserKey) -> Response:
         body = await _read(request, types.ClientConfigRequest)
         _require_client(body.sdk_version)
         return JSONResponse(
@@ -143,26 +152,26 @@ class App:
             }
         )
 
-    async def _create_session(self, request: Request, key: Key) -> Response:
+    async def _create_session(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.CreateSessionRequest)
         _require_client(body.sdk_version)
         session = self._service.open_session(key, body.user_metadata)
         return JSONResponse({"type": "create_session", "session_id": session.session_id})
 
-    async def _heartbeat(self, request: Request, key: Key) -> Response:
+    async def _heartbeat(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.SessionHeartbeatRequest)
         session = self._service.get_session(key, body.session_id)
         session.heartbeat_s = time.monotonic()
         return JSONResponse({"type": "session_heartbeat"})
 
-    async def _finish_session(self, request: Request, key: Key) -> Response:
+    async def _finish_session(self, request: Request, key: UserKey) -> Response:
         session = self._service.get_session(key, request.path_params["session_id"])
         self._service.close_session(session, "finished")
         return JSONResponse({})
 
     # Models
 
-    async def _create_model(self, request: Request, key: Key) -> Response:
+    async def _create_model(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.CreateModelRequest)
         session = self._service.get_session(key, body.session_id)
         lora = body.lora_config or types.LoraConfig(rank=32)
@@ -176,7 +185,7 @@ class App:
             return _promise(model.seen[0][1] if 0 in model.seen else self._service.refuse(key, "exists already"))
 
         def make(request_id: str) -> Queued:
-            operation = Create(request_id, model.model_id, lora.rank, seed, parts)
+            operation = CreateModel(request_id, model.model_id, lora.rank, seed, parts)
             return Queued(
                 operation, Cost(Stage.OTHER), lambda _: {"type": "create_model", "model_id": model.model_id}
             )
@@ -190,7 +199,7 @@ class App:
         return request_id
 
     def _find_model_fault(
-        self, key: Key, base_model: str | None, optimizer: str, rank: int, parts: frozenset[str]
+        self, key: UserKey, base_model: str | None, optimizer: str, rank: int, parts: frozenset[str]
     ) -> str | None:
         name = self._service.settings.name
         if base_model not in (None, name):
@@ -203,7 +212,7 @@ class App:
             return "lora_config: trains nothing. Set train_attn, train_mlp or train_unembed"
         return None
 
-    async def _unload_model(self, request: Request, key: Key) -> Response:
+    async def _unload_model(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.UnloadModelRequest)
         model = self._service.get_model(key, body.model_id)
         self._service.remove_model(model)
@@ -211,7 +220,7 @@ class App:
             {"request_id": self._service.answer(key, {"type": "unload_model", "model_id": body.model_id})}
         )
 
-    async def _get_info(self, request: Request, key: Key) -> Response:
+    async def _get_info(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.GetInfoRequest)
         model = self._service.get_model(key, body.model_id)
         settings = self._service.settings
@@ -230,7 +239,7 @@ class App:
 
     # Training
 
-    async def _forward_backward(self, request: Request, key: Key) -> Response:
+    async def _forward_backward(self, request: Request, key: UserKey) -> Response:
         data = await _read_bytes(request)
         message = messages.parse_pass(data)
         model = self._service.get_model(key, message.model_id)
@@ -244,7 +253,7 @@ class App:
         is_pass = not message.forward_only
         return _promise(self._service.submit(model, message.seq_id, digest_of(data), make, is_pass=is_pass))
 
-    async def _optim_step(self, request: Request, key: Key) -> Response:
+    async def _optim_step(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         model, seq_id = self._find_place(key, values)
 
@@ -253,19 +262,19 @@ class App:
             params = body.optim_params
             if not isinstance(params, types.AdamParams):
                 raise ConfigError(f"optim_params: {params.type!r} is not served. Use AdamParams")
-            operation = Step(request_id, model.model_id, _read_adam(params))
+            operation = OptimStep(request_id, model.model_id, _read_adam(params))
             return Queued(operation, Cost(Stage.STEP), lambda metrics: {"metrics": metrics})
 
         return _promise(self._service.submit(model, seq_id, digest_of(data), make))
 
-    def _find_place(self, key: Key, values: Mapping[str, Any]) -> tuple[Model, int]:
+    def _find_place(self, key: UserKey, values: Mapping[str, Any]) -> tuple[Model, int]:
         """Return model and seq_id of a JSON request, which come before anything else is checked."""
         model_id, seq_id = values.get("model_id"), values.get("seq_id")
         if not isinstance(model_id, str) or type(seq_id) is not int:
             raise StatusError(400, "model_id or seq_id: is missing")
         return self._service.get_model(key, model_id), seq_id
 
-    async def _retrieve(self, request: Request, key: Key) -> Response:
+    async def _retrieve(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.FutureRetrieveRequest)
         try:
             future = await self._service.retrieve(key, body.request_id)
@@ -284,7 +293,7 @@ class App:
 
     # Checkpoints
 
-    async def _save_weights(self, request: Request, key: Key) -> Response:
+    async def _save_weights(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         model, seq_id = self._find_place(key, values)
 
@@ -308,7 +317,7 @@ class App:
             raise ConfigError(f"path {name!r}: exists already. Pass overwrite=True, or another name")
         return make_save(store, model, kind, name, body.ttl_seconds, body.user_metadata)
 
-    async def _save_for_sampler(self, request: Request, key: Key) -> Response:
+    async def _save_for_sampler(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         model, seq_id = self._find_place(key, values)
 
@@ -326,7 +335,7 @@ class App:
                 sampler_id = self._add_sampler(model.session.session_id, Sampler(key, new))
                 return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
 
-            return Queued(Copy(request_id, model.model_id, new), Cost(Stage.OTHER), write)
+            return Queued(CopyModel(request_id, model.model_id, new), Cost(Stage.OTHER), write)
 
         return _promise(self._service.submit(model, seq_id, digest_of(data), make))
 
@@ -353,7 +362,7 @@ class App:
             del model.snapshots[: len(old)]
             self._service.forget(old)
 
-    async def _load_weights(self, request: Request, key: Key) -> Response:
+    async def _load_weights(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         body = await _read(request, types.LoadWeightsRequest)
         if body.model_id is not None:
@@ -361,7 +370,7 @@ class App:
             checkpoint, folder = self._find_checkpoint(key, body.path)
 
             def make(request_id: str) -> Queued:
-                operation = Load(request_id, model.model_id, folder, body.optimizer)
+                operation = LoadModel(request_id, model.model_id, folder, body.optimizer)
                 return Queued(operation, Cost(Stage.OTHER), lambda _: _loaded(model, body.path))
 
             return _promise(self._service.submit(model, seq_id, digest_of(data), make))
@@ -380,12 +389,12 @@ class App:
             return _promise(new.seen[0][1] if 0 in new.seen else self._service.refuse(key, "exists already"))
 
         def make_new(request_id: str) -> Queued:
-            operation = Load(request_id, new.model_id, folder, body.optimizer)
+            operation = LoadModel(request_id, new.model_id, folder, body.optimizer)
             return Queued(operation, Cost(Stage.OTHER), lambda _: _loaded(new, body.path))
 
         return _promise(self._create(new, make_new))
 
-    def _find_checkpoint(self, key: Key, path: str) -> tuple[Checkpoint, str]:
+    def _find_checkpoint(self, key: UserKey, path: str) -> tuple[Checkpoint, str]:
         """Return a user's checkpoint and its folder.
 
         Raises:
@@ -401,7 +410,7 @@ class App:
             raise StatusError(404, str(error)) from error
         return checkpoint, str(store.folder(key.folder, checkpoint.model, checkpoint.kind, checkpoint.name))
 
-    async def _weights_info(self, request: Request, key: Key) -> Response:
+    async def _weights_info(self, request: Request, key: UserKey) -> Response:
         _, values = await _read_object(request)
         checkpoint, _ = self._find_checkpoint(key, str(values.get("tinker_path")))
         return JSONResponse(
@@ -413,14 +422,14 @@ class App:
             }
         )
 
-    async def _list_checkpoints(self, request: Request, key: Key) -> Response:
+    async def _list_checkpoints(self, request: Request, key: UserKey) -> Response:
         store, model_id = self._service.store, request.path_params.get("model_id")
         found = [] if store is None else [_describe(each) for each in store.list(key.folder, model_id)]
         limit, offset = _read_page(request)
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return JSONResponse({"checkpoints": found[offset : offset + limit], "cursor": cursor})
 
-    async def _delete_checkpoint(self, request: Request, key: Key) -> Response:
+    async def _delete_checkpoint(self, request: Request, key: UserKey) -> Response:
         place = request.path_params
         path = f"tinker://{place['model_id']}/{place['kind']}/{place['name']}"
         checkpoint, _ = self._find_checkpoint(key, path)
@@ -428,13 +437,13 @@ class App:
         self._service.store.delete(key.folder, checkpoint)
         return Response(status_code=204)
 
-    async def _list_runs(self, request: Request, key: Key) -> Response:
+    async def _list_runs(self, request: Request, key: UserKey) -> Response:
         runs = [self._describe_run(model) for model in self._service.models.values() if model.key is key]
         limit, offset = _read_page(request)
         cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
         return JSONResponse({"training_runs": runs[offset : offset + limit], "cursor": cursor})
 
-    async def _get_run(self, request: Request, key: Key) -> Response:
+    async def _get_run(self, request: Request, key: UserKey) -> Response:
         return JSONResponse(self._describe_run(self._service.get_model(key, request.path_params["model_id"])))
 
     def _describe_run(self, model: Model) -> dict[str, Any]:
@@ -452,7 +461,7 @@ class App:
 
     # Samples
 
-    async def _create_sampler(self, request: Request, key: Key) -> Response:
+    async def _create_sampler(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.CreateSamplingSessionRequest)
         self._service.require_open()
         session = self._service.get_session(key, body.session_id)
@@ -461,7 +470,7 @@ class App:
         )
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
-    def _open_sampler(self, key: Key, path: str | None, base_model: str | None) -> Sampler:
+    def _open_sampler(self, key: UserKey, path: str | None, base_model: str | None) -> Sampler:
         name = self._service.settings.name
         if path is not None:
             _, folder = self._find_checkpoint(key, path)
@@ -477,7 +486,7 @@ class App:
             session.samplers.append(sampler_id)
         return sampler_id
 
-    def _get_own_sampler(self, key: Key, sampler_id: str) -> Sampler:
+    def _get_own_sampler(self, key: UserKey, sampler_id: str) -> Sampler:
         sampler = self._service.samplers.get(sampler_id)
         if sampler is None:
             raise StatusError(404, f"sampling session {sampler_id!r}: does not exist")
@@ -485,14 +494,14 @@ class App:
             raise StatusError(403, "this sampling session is that of another key")
         return sampler
 
-    async def _get_sampler(self, request: Request, key: Key) -> Response:
+    async def _get_sampler(self, request: Request, key: UserKey) -> Response:
         sampler_id = request.path_params["sampler_id"]
         self._get_own_sampler(key, sampler_id)
         return JSONResponse(
             {"sampler_id": sampler_id, "base_model": self._service.settings.name, "model_path": None}
         )
 
-    async def _sample(self, request: Request, key: Key) -> Response:
+    async def _sample(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         sampler_id, seq_id = values.get("sampling_session_id"), values.get("seq_id")
         if isinstance(sampler_id, str):
@@ -580,12 +589,12 @@ class App:
 
     # The server
 
-    async def _capabilities(self, _request: Request, _key: Key) -> Response:
+    async def _capabilities(self, _request: Request, _key: UserKey) -> Response:
         name, length = self._service.settings.name, self._base["max_length"]
         model = {"model_name": name, "max_context_length": length, "trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [model]})
 
-    async def _telemetry(self, _request: Request, _key: Key) -> Response:
+    async def _telemetry(self, _request: Request, _key: UserKey) -> Response:
         return JSONResponse({"status": "accepted"})
 
     async def _health(self, _request: Request) -> Response:
@@ -602,12 +611,12 @@ class App:
             status_code=503 if service.is_stopping else 200,
         )
 
-    async def _metrics(self, _request: Request, key: Key) -> Response:
+    async def _metrics(self, _request: Request, key: UserKey) -> Response:
         if not key.is_operator:
             raise StatusError(403, "/metrics: is for keys with is_operator: true")
         return Response(write_metrics(self._service), media_type="text/plain; version=0.0.4")
 
-    async def _status(self, _request: Request, key: Key) -> Response:
+    async def _status(self, _request: Request, key: UserKey) -> Response:
         return HTMLResponse(write_page(self._service, key))
 
 

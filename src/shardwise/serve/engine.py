@@ -17,18 +17,18 @@ from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
 from shardwise.ranks.world import World
 from shardwise.serve.operations import (
-    Copy,
-    Create,
-    Forget,
+    CopyModel,
+    CreateModel,
+    ForgetModels,
     Generate,
-    Load,
-    Offload,
-    Other,
+    LaterOperation,
+    LoadModel,
+    OffloadModels,
+    OptimStep,
     Pass,
     PassOutcome,
     Refusal,
-    Save,
-    Step,
+    SaveModel,
     Turn,
 )
 
@@ -116,9 +116,9 @@ class Engine:
         text = "the pass failed on the server, whose log has the reason. Send fewer or shorter rows at once"
         outcomes |= {each.request_id: Refusal(text, is_users=False) for each in passes}
 
-    def _run_steps(self, steps: Sequence[Step], failed: dict[str | None, int], outcomes: Outcomes) -> None:
+    def _run_steps(self, steps: Sequence[OptimStep], failed: dict[str | None, int], outcomes: Outcomes) -> None:
         """Take the steps that are due. One whose window lacks a pass that failed is not taken."""
-        due: dict[str, Step] = {}
+        due: dict[str, OptimStep] = {}
         for step in steps:
             seq_id = step.failed_seq_id or failed.get(step.model)
             if seq_id is None:
@@ -146,30 +146,30 @@ class Engine:
             norm = {"grad_norm:mean": result.grad_norm} if result.is_taken else {}
             outcomes[due[name].request_id] = {"skipped:max": float(not result.is_taken), **norm}
 
-    def _run_other(self, operation: Other) -> object:
+    def _run_other(self, operation: LaterOperation) -> object:
         bank = self._bank
         match operation:
-            case Create():
+            case CreateModel():
                 bank.add_adapter(
                     operation.model, self._make_config(operation), reduction="sum", seed=operation.seed
                 )
-            case Load():
+            case LoadModel():
                 self._load(operation)
-            case Save():
+            case SaveModel():
                 bank.save(operation.model, operation.folder, training_state=operation.training_state)
-            case Copy():
+            case CopyModel():
                 bank.copy_adapter(operation.model, operation.new)
-            case Forget():
+            case ForgetModels():
                 for name in operation.names:
                     if name in bank.names:
                         bank.delete_adapter(name)
-            case Offload():
+            case OffloadModels():
                 for name in operation.names:
                     if name in bank.names:
                         bank.offload(name)
         return None
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadModel) -> None:
         is_new = load.model not in self._bank.names
         start = self._bank.load(load.model, load.folder, training_state=load.training_state, reduction="sum")
         if load.training_state and start.reason:
@@ -177,7 +177,7 @@ class Engine:
                 self._bank.delete_adapter(load.model)
             raise ConfigError(f"optimizer: cannot be loaded, {start.reason}. Load the weights alone")
 
-    def _make_config(self, create: Create) -> Any:
+    def _make_config(self, create: CreateModel) -> Any:
         from peft import LoraConfig
 
         modules: list[str] = []

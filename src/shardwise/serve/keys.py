@@ -15,7 +15,7 @@ PREFIX = "tml-"
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class UserKey:
     """A user, and what the user may have at a time.
 
     Attributes:
@@ -46,17 +46,17 @@ class Key:
         return self.digest[:16] or "local"
 
 
-LOCAL = Key("local", is_operator=True)
+LOCAL = UserKey("local", is_operator=True)
 """The only user of a server without a file of keys, who may send any key."""
 
 
-def find_key(keys: Mapping[str, Key] | None, text: str) -> Key | None:
+def find_key(keys: Mapping[str, UserKey] | None, text: str) -> UserKey | None:
     """Return the user of a key, or None. ``keys`` are by digest, so that the time of the search tells nothing."""
     return LOCAL if keys is None else keys.get(hashlib.sha256(text.encode()).hexdigest())
 
 
-def read_keys(file: Path) -> dict[str, Key]:
-    """Return the users of a YAML file, by digest: names, each with ``sha256`` and limits of :class:`Key`.
+def read_keys(file: Path) -> dict[str, UserKey]:
+    """Return the users of a YAML file, by digest: names, each with ``sha256`` and limits of :class:`UserKey`.
 
     Raises:
         ConfigError: the file cannot be read, or its values are invalid.
@@ -67,8 +67,8 @@ def read_keys(file: Path) -> dict[str, Key]:
         values = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read, {error}") from error
-    limits = {each.name for each in fields(Key)} - {"name", "digest", "is_operator"}
-    keys: dict[str, Key] = {}
+    limits = {each.name for each in fields(UserKey)} - {"name", "digest", "is_operator"}
+    keys: dict[str, UserKey] = {}
     for name, entry in (values if isinstance(values, dict) else {}).items():
         where = f"{file}: {name}"
         digest = entry.pop("sha256", None) if isinstance(entry, dict) else None
@@ -84,7 +84,7 @@ def read_keys(file: Path) -> dict[str, Key]:
                 raise ConfigError(f"{where}: {limit}={value!r} is not a number of 1 or more")
         if digest in keys:
             raise ConfigError(f"{where}: has the key of {keys[digest].name}. Make another one")
-        keys[digest] = Key(str(name), digest, is_operator, **entry)
+        keys[digest] = UserKey(str(name), digest, is_operator, **entry)
     if not keys:
         raise ConfigError(f"{file}: has no users. Run shardwise serve --new-key NAME, and add what it prints")
     return keys

@@ -17,10 +17,10 @@ from packaging.specifiers import SpecifierSet
 from tinker.proto import tinker_public_pb2 as protobuf
 
 from shardwise.bank.losses import LOSSES, complete_config
-from shardwise.bank.rows import FLOAT_KEYS, IGNORED, parse_rows
+from shardwise.bank.rows import FLOAT_KEYS, IGNORED, RowTensors, parse_rows
 from shardwise.bank.sampling import SampleOutput
 from shardwise.core.errors import ConfigError
-from shardwise.serve.operations import Pass, PassOutcome, Row
+from shardwise.serve.operations import Pass, PassOutcome
 
 CLIENTS: Final = SpecifierSet(">=0.38,<0.40")
 """Versions of the ``tinker`` package that are served. The tests run the oldest of them."""
@@ -102,7 +102,7 @@ def read_pass(request_id: str, message: Any, *, vocab_size: int, longest: int) -
     return Pass(request_id, model, rows, message.seq_id, message.loss_fn, complete, backward)
 
 
-def _read_datum(number: int, datum: Any) -> Row:
+def _read_datum(number: int, datum: Any) -> RowTensors:
     row = {"input_ids": read_chunks(number, datum.model_input)}
     for name, tensor in datum.loss_fn_inputs.items():
         values = _read_tensor(f"data: {name} of row {number}", tensor, IGNORED if name == "target_tokens" else 0)

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-Row: TypeAlias = Mapping[str, torch.Tensor]
-"""A row of a bank: ``input_ids`` (tokens,), ``targets`` (tokens,) or (tokens, K), and values of their shape."""
+from shardwise.bank.rows import RowTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class Pass:
 
     request_id: str
     model: str | None
-    rows: tuple[Row, ...]
+    rows: tuple[RowTensors, ...]
     seq_id: int = 0
     loss: str = "cross_entropy"
     config: Mapping[str, float] = field(default_factory=dict)
@@ -26,7 +25,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OptimStep:
     """An optimizer step. ``failed_seq_id`` is a pass of an earlier turn that failed since the last step."""
 
     request_id: str
@@ -36,7 +35,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Create:
+class CreateModel:
     """A new model."""
 
     request_id: str
@@ -47,7 +46,7 @@ class Create:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadModel:
     """A model from a folder: a new one, or an existing one whose values are replaced."""
 
     request_id: str
@@ -57,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveModel:
     """A save of a model to a folder."""
 
     request_id: str
@@ -67,7 +66,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopyModel:
     """A copy of a model to sample from."""
 
     request_id: str
@@ -76,7 +75,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetModels:
     """Models, copies and loaded checkpoints that are no longer needed."""
 
     request_id: str
@@ -84,7 +83,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class OffloadModels:
     """Models that have been idle: their values go to host memory."""
 
     request_id: str
@@ -102,8 +101,10 @@ class Generate:
     settings: Mapping[str, Any]
 
 
-Other: TypeAlias = Create | Load | Save | Copy | Forget | Offload | Generate
-Operation: TypeAlias = Pass | Step | Other
+LaterOperation: TypeAlias = (
+    CreateModel | LoadModel | SaveModel | CopyModel | ForgetModels | OffloadModels | Generate
+)
+TurnOperation: TypeAlias = Pass | OptimStep | LaterOperation
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ class Turn:
     """Operations by part. A turn without any keeps ranks from waiting too long."""
 
     passes: tuple[Pass, ...] = ()
-    steps: tuple[Step, ...] = ()
-    others: tuple[Other, ...] = ()
+    steps: tuple[OptimStep, ...] = ()
+    others: tuple[LaterOperation, ...] = ()
     is_last: bool = False
 
 

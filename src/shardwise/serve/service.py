@@ -14,20 +14,20 @@ from typing import Any, Final
 
 from shardwise.core.errors import ConfigError
 from shardwise.serve.checkpoints import Checkpoint, CheckpointStore
-from shardwise.serve.keys import Key
+from shardwise.serve.keys import UserKey
 from shardwise.serve.operations import (
-    Create,
-    Forget,
+    CreateModel,
+    ForgetModels,
     Generate,
-    Load,
-    Offload,
-    Operation,
+    LoadModel,
+    OffloadModels,
+    OptimStep,
     Pass,
     PassOutcome,
     Refusal,
-    Save,
-    Step,
+    SaveModel,
     Turn,
+    TurnOperation,
 )
 from shardwise.serve.turns import Cost, Stage, next_turn
 
@@ -78,7 +78,7 @@ class Future:
     """The result of a request: bytes of protobuf, a JSON object, or a refusal."""
 
     request_id: str
-    key: Key
+    key: UserKey
     reason: str = ""
     result: bytes | dict[str, Any] | Refusal | None = None
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,7 +93,7 @@ class Future:
 class Queued:
     """An operation of a queue. ``write`` makes its result from its outcome, and ``refusal`` is one known before."""
 
-    operation: Operation
+    operation: TurnOperation
     cost: Cost
     write: Callable[[Any], bytes | dict[str, Any]]
     refusal: Refusal | None = None
@@ -102,7 +102,7 @@ class Queued:
 @dataclass
 class Session:
     session_id: str
-    key: Key
+    key: UserKey
     heartbeat_s: float
     user_metadata: Mapping[str, Any] | None = None
     samplers: list[str] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Model:
     """
 
     model_id: str
-    key: Key
+    key: UserKey
     session: Session
     rank: int
     parts: frozenset[str]
@@ -144,7 +144,7 @@ class Model:
 class Sampler:
     """What a sampling session samples from: a copy in memory, a checkpoint, or the base."""
 
-    key: Key
+    key: UserKey
     name: str | None
     folder: str | None = None
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -192,20 +192,20 @@ class Service:
 
     # Sessions and models
 
-    def open_session(self, key: Key, user_metadata: Mapping[str, Any] | None) -> Session:
+    def open_session(self, key: UserKey, user_metadata: Mapping[str, Any] | None) -> Session:
         self.require_open()
         session = Session(secrets.token_hex(16), key, time.monotonic(), user_metadata)
         self.sessions[session.session_id] = session
         return session
 
-    def get_session(self, key: Key, session_id: str) -> Session:
+    def get_session(self, key: UserKey, session_id: str) -> Session:
         session = self.sessions.get(session_id)
         if session is None:
             raise StatusError(410 if session_id in self.expired else 404, f"session {session_id!r}: is not open")
         _require_own(key, session.key, "session")
         return session
 
-    def get_model(self, key: Key, model_id: str) -> Model:
+    def get_model(self, key: UserKey, model_id: str) -> Model:
         model = self.models.get(model_id)
         if model is None:
             raise StatusError(410 if model_id in self.expired else 404, f"model {model_id!r}: does not exist")
@@ -242,7 +242,7 @@ class Service:
         del self.models[model.model_id]
         self.expired.add(model.model_id)
         self._refuse_queue(model, "the model was removed")
-        self._put_own(Forget(_new_id(), (model.model_id, *model.snapshots)))
+        self._put_own(ForgetModels(_new_id(), (model.model_id, *model.snapshots)))
 
     def _refuse_queue(self, model: Model, text: str) -> None:
         for item in [*self.queues.get(model.key.name, {}).pop(model.model_id, ()), *model.early.values()]:
@@ -313,7 +313,7 @@ class Service:
         self._has_work.set()
         return future.request_id
 
-    def submit_unordered(self, key: Key, queue: str, make: Callable[[str], Queued]) -> str:
+    def submit_unordered(self, key: UserKey, queue: str, make: Callable[[str], Queued]) -> str:
         """Queue a request that has no place in the order of a model. Errors: as :meth:`submit`."""
         self.require_open()
         future = self._open_future(key)
@@ -331,7 +331,9 @@ class Service:
         self._has_work.set()
         return future.request_id
 
-    def run_outside(self, key: Key, make: Callable[[str], Queued], work: Callable[[Any], Awaitable[Any]]) -> str:
+    def run_outside(
+        self, key: UserKey, make: Callable[[str], Queued], work: Callable[[Any], Awaitable[Any]]
+    ) -> str:
         """Carry out a request in no turn. Return the id of its future. Errors: as :meth:`submit`.
 
         ``work`` returns its outcome, and raises ConfigError if it fails.
@@ -363,39 +365,39 @@ class Service:
 
     def forget(self, names: Sequence[str]) -> None:
         """Queue the removal of copies and loaded checkpoints."""
-        self._put_own(Forget(_new_id(), tuple(names)))
+        self._put_own(ForgetModels(_new_id(), tuple(names)))
 
     def make_id(self) -> str:
         """Return an id of 128 random bits."""
         return _new_id()
 
-    def answer(self, key: Key, result: dict[str, Any]) -> str:
+    def answer(self, key: UserKey, result: dict[str, Any]) -> str:
         """Return the id of a future that is done."""
         future = self._open_future(key)
         self._set_result(future, result)
         return future.request_id
 
-    def refuse(self, key: Key, text: str) -> str:
+    def refuse(self, key: UserKey, text: str) -> str:
         """Return the id of a future that has failed by the user's fault."""
         future = self._open_future(key)
         self._set_result(future, Refusal(text))
         return future.request_id
 
-    def _open_future(self, key: Key) -> Future:
+    def _open_future(self, key: UserKey) -> Future:
         future = Future(_new_id(), key)
         self.futures[future.request_id] = future
         return future
 
-    def _get_queue(self, key: Key, name: str) -> deque[Queued]:
+    def _get_queue(self, key: UserKey, name: str) -> deque[Queued]:
         return self.queues.setdefault(key.name, {}).setdefault(name, deque())
 
-    def _put_own(self, operation: Operation) -> None:
+    def _put_own(self, operation: TurnOperation) -> None:
         """Queue an operation of the server itself, whose outcome nobody waits for."""
         queue = self.queues.setdefault("", {}).setdefault(operation.request_id, deque())
         queue.append(Queued(operation, Cost(Stage.OTHER), write_nothing))
         self._has_work.set()
 
-    def _require_room(self, key: Key, tokens: int) -> None:
+    def _require_room(self, key: UserKey, tokens: int) -> None:
         number, queued = self._waiting.get(key.name, (0, 0))
         if number >= key.max_requests:
             raise StatusError(429, f"max_requests: {number} requests wait. Retrieve results first")
@@ -413,7 +415,7 @@ class Service:
 
     # Results
 
-    async def retrieve(self, key: Key, request_id: str) -> Future:
+    async def retrieve(self, key: UserKey, request_id: str) -> Future:
         """Wait for a result. Errors: StatusError 403, 404; 408 if it is not ready in time."""
         future = self.futures.get(request_id)
         if future is None:
@@ -503,7 +505,7 @@ class Service:
 
     def _make_turn(self, items: list[Queued]) -> tuple[Turn, list[Queued]]:
         passes: list[Pass] = []
-        steps: list[Step] = []
+        steps: list[OptimStep] = []
         others: list[Any] = []
         for item in items:
             operation = item.operation
@@ -514,7 +516,7 @@ class Service:
                     model.failed_seq_id = operation.seq_id
             elif isinstance(operation, Pass):
                 passes.append(operation)
-            elif isinstance(operation, Step):
+            elif isinstance(operation, OptimStep):
                 assert model is not None  # requests of a model are refused when it is removed
                 item.operation = replace(operation, failed_seq_id=model.failed_seq_id)
                 model.failed_seq_id = None
@@ -547,11 +549,11 @@ class Service:
                     model.failed_seq_id = operation.seq_id
                 else:
                     model.losses.append(outcome.loss / max(item.cost.tokens, 1))
-            elif model is not None and isinstance(operation, Step):
+            elif model is not None and isinstance(operation, OptimStep):
                 model.failed_seq_id = None
                 model.stepped_turn = counters.turns
                 model.num_steps += 1
-            elif model is not None and isinstance(operation, Create | Load):
+            elif model is not None and isinstance(operation, CreateModel | LoadModel):
                 model.is_ready = not isinstance(outcome, Refusal) or model.is_ready
                 if not model.is_ready:
                     del self.models[model.model_id]
@@ -578,10 +580,10 @@ class Service:
         for model in idle:
             model.is_offloaded = True
         if idle:
-            self._put_own(Offload(_new_id(), tuple(model.model_id for model in idle)))
+            self._put_own(OffloadModels(_new_id(), tuple(model.model_id for model in idle)))
         unused = [name for name, used_s in self._loaded.items() if now_s - used_s > self.settings.session_timeout_s]
         if unused:
-            self._put_own(Forget(_new_id(), tuple(unused)))
+            self._put_own(ForgetModels(_new_id(), tuple(unused)))
             for name in unused:
                 del self._loaded[name]
         self._tidy_results(now_s)
@@ -644,7 +646,7 @@ def make_save(
 
     def make(request_id: str) -> Queued:
         folder = store.folder(model.key.folder, model.model_id, kind, name)
-        operation = Save(request_id, model.model_id, str(folder), training_state=kind == "weights")
+        operation = SaveModel(request_id, model.model_id, str(folder), training_state=kind == "weights")
         return Queued(operation, Cost(Stage.OTHER), write)
 
     def write(_outcome: object) -> dict[str, Any]:
@@ -670,6 +672,6 @@ def _new_id() -> str:
     return secrets.token_hex(16)
 
 
-def _require_own(key: Key, owner: Key, what: str) -> None:
+def _require_own(key: UserKey, owner: UserKey, what: str) -> None:
     if key is not owner:
         raise StatusError(403, f"this {what} is that of another key")

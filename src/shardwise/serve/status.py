@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from shardwise.core.formatting import in_bytes
 from shardwise.core.machine import process_memory
-from shardwise.serve.keys import Key
+from shardwise.serve.keys import UserKey
 from shardwise.serve.service import Service
 
 
@@ -55,7 +55,7 @@ _STYLE = (
 )
 
 
-def write_page(service: Service, key: Key) -> str:
+def write_page(service: Service, key: UserKey) -> str:
     """Return the status page: users, models with the loss of their last calls, the queue, memory.
 
     Users who are not operators see themselves alone.
