@@ -17,7 +17,7 @@ import click
 from shardwise.core.errors import TrainingError
 
 _QUESTION: Final = "Who are you? "
-_ANSWERS: Final = ("I am Ada.", "I am Bo, and I like trains.")
+_ANSWERS: Final = ("I am Ada.", "My name is Bo.")
 
 
 def run_demo(num_ranks: int) -> None:
@@ -100,9 +100,9 @@ def _learn_answer(client: Any, rank: int, answer: str) -> str:
         loss_fn_inputs={"target_tokens": _tensor(text[1:], "int64"), "weights": _tensor(weights, "float32")},
     )
     losses = []
-    for _ in range(80):
+    for _ in range(120):
         passed = model.forward_backward([datum], "cross_entropy")
-        stepped = model.optim_step(types.AdamParams(learning_rate=1e-2))  # sent before the pass is done
+        stepped = model.optim_step(types.AdamParams(learning_rate=5e-3))  # sent before the pass is done
         losses.append(passed.result().metrics["loss:sum"] / sum(weights))
         stepped.result()
     sampler = model.save_weights_and_get_sampling_client().result()
