@@ -263,6 +263,25 @@ def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
     ada.post("unload_model", model_id=model)
 
 
+def test_a_snapshot_that_is_gone_fails_its_own_score_alone(ada: User) -> None:
+    model = ada.create()
+    samplers = []
+    for seq_id in range(1, 7):  # of which the last four are kept
+        copy = ada.post("save_weights_for_sampler", model_id=model, seq_id=seq_id, sampling_session_seq_id=seq_id)
+        samplers.append(ada.retrieve(copy)["sampling_session_id"])
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    body = {"prompt": prompt, "prompt_logprobs": True, "sampling_params": {"max_tokens": 1}}
+    # The pass waits for its turn behind the gap, so that it is in one turn with the score.
+    passed = ada.send(make_message(model, 8)).json()
+    gone = ada.post("asample", sampling_session_id=samplers[0], seq_id=0, **body)
+    first = ada.send(make_message(model, 7)).json()
+    assert "is gone" in ada.retrieve(gone)["error"]
+    assert isinstance(ada.retrieve(first), bytes)
+    assert isinstance(ada.retrieve(passed), bytes)
+    assert isinstance(ada.retrieve(ada.post("asample", sampling_session_id=samplers[5], seq_id=0, **body)), bytes)
+    ada.post("unload_model", model_id=model)
+
+
 def test_limits_are_refused_before_their_place_counts(served: Served) -> None:
     user = User(served, "cy")
     model = user.create()

@@ -35,7 +35,7 @@ from shardwise.serve.operations import (
     PassOutcome,
     Refusal,
 )
-from shardwise.serve.service import Model, Queued, Sampler, Service, StatusError, digest_of, make_save
+from shardwise.serve.service import Model, Queued, Sampler, Service, StatusError, digest_of, make_save, new_id
 from shardwise.serve.status import write_metrics, write_page
 from shardwise.serve.turns import Cost, Stage
 from shardwise.serve.vllm import VllmClient
@@ -194,7 +194,11 @@ class App:
 
     def _create(self, model: Model, make: Callable[[str], Queued]) -> str:
         """Queue what creates a model. A request that is sent again has the same future, as number 0."""
-        request_id = self._service.submit_unordered(model.key, model.model_id, make)
+        try:
+            request_id = self._service.submit_unordered(model.key, model.model_id, make)
+        except StatusError:
+            del self._service.models[model.model_id]
+            raise
         model.seen[0] = "", request_id
         return request_id
 
@@ -480,7 +484,7 @@ class App:
         return Sampler(key, None)
 
     def _add_sampler(self, session_id: str, sampler: Sampler) -> str:
-        sampler_id = self._service.make_id()
+        sampler_id = new_id()
         self._service.samplers[sampler_id] = sampler
         if (session := self._service.sessions.get(session_id)) is not None:
             session.samplers.append(sampler_id)

@@ -48,6 +48,8 @@ class Engine:
         self._world = world
         self._bank = bank
         self._parts = find_parts(model)
+        self._failed: set[str] = set()
+        """Models whose step failed. The bank refuses them until they are loaded again."""
 
     def run(self, turn: Turn) -> Outcomes:
         """Carry out a turn. The outcomes on the first rank count. Collective: yes.
@@ -56,14 +58,21 @@ class Engine:
             RankLostError: a rank is lost. The server has ended.
         """
         outcomes: Outcomes = {}
-        if turn.passes:
-            self._run_passes(turn.passes, outcomes)
+        # A call of the bank with one model that it does not take is refused as a whole, so such models come first.
+        operations: list[Pass | OptimStep] = [*turn.passes, *turn.steps]
+        for each in operations:
+            if each.model is not None and (each.model not in self._bank.names or each.model in self._failed):
+                outcomes[each.request_id] = Refusal(
+                    "the model or snapshot is gone, or its last step failed. Load a checkpoint, or save it again"
+                )
+        if passes := [one for one in turn.passes if one.request_id not in outcomes]:
+            self._run_passes(passes, outcomes)
         failed = {
-            each.model: each.seq_id
-            for each in turn.passes
-            if each.backward and isinstance(outcomes[each.request_id], Refusal)
+            one.model: one.seq_id
+            for one in turn.passes
+            if one.backward and isinstance(outcomes[one.request_id], Refusal)
         }
-        self._run_steps(turn.steps, failed, outcomes)
+        self._run_steps([one for one in turn.steps if one.request_id not in outcomes], failed, outcomes)
         generates = []
         for operation in turn.others:
             if isinstance(operation, Generate):
@@ -74,7 +83,7 @@ class Engine:
             except RankLostError:
                 raise
             except ShardwiseError as error:  # the same on all ranks
-                outcomes[operation.request_id] = refuse(error)
+                outcomes[operation.request_id] = refuse(error, getattr(operation, "folder", None))
         self._run_generates(generates, outcomes)
         return outcomes
 
@@ -137,6 +146,11 @@ class Engine:
             raise
         except ShardwiseError as error:
             _log.error("a step of %d models failed: %s", len(due), error)
+            for name in due:
+                try:
+                    self._bank.zero_grad(name)
+                except ConfigError:  # this model's values are not certain; the others took their step
+                    self._failed.add(name)
             refusal = Refusal("the step failed on the server, whose log has the reason", is_users=False)
             outcomes |= {step.request_id: refusal for step in due.values()}
             return
@@ -172,6 +186,7 @@ class Engine:
     def _load(self, load: LoadModel) -> None:
         is_new = load.model not in self._bank.names
         start = self._bank.load(load.model, load.folder, training_state=load.training_state, reduction="sum")
+        self._failed.discard(load.model)
         if load.training_state and start.reason:
             if is_new:
                 self._bank.delete_adapter(load.model)
@@ -206,7 +221,7 @@ class Engine:
             except RankLostError:
                 raise
             except ShardwiseError as error:
-                outcomes[each.request_id] = refuse(error)
+                outcomes[each.request_id] = refuse(error, each.folder)
         missing = [each for each in loaded if each.model is not None and each.model not in self._bank.names]
         for each in missing:
             outcomes[each.request_id] = Refusal("the model or snapshot to sample from is gone. Save it again")
@@ -246,9 +261,12 @@ class Engine:
             self._bank.delete_adapter(whole)
 
 
-def refuse(error: ShardwiseError) -> Refusal:
-    """Return the outcome of an operation on one model that raised."""
-    return Refusal(str(error), is_users=isinstance(error, ConfigError))
+def refuse(error: ShardwiseError, folder: str | None) -> Refusal:
+    """Return the outcome of an operation on one model that raised. Clients see no paths of the server."""
+    if isinstance(error, ConfigError):
+        return Refusal(str(error).replace(folder, "the checkpoint") if folder else str(error))
+    _log.error("an operation failed: %s", error)
+    return Refusal(f"{type(error).__name__} on the server, whose log has the reason", is_users=False)
 
 
 def sum_loss(each: Pass, logprobs: Sequence[torch.Tensor]) -> float:

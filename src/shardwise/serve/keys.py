@@ -71,6 +71,8 @@ def read_keys(file: Path) -> dict[str, UserKey]:
     keys: dict[str, UserKey] = {}
     for name, entry in (values if isinstance(values, dict) else {}).items():
         where = f"{file}: {name}"
+        if not name:
+            raise ConfigError(f"{where}: is an entry without a name. Write the user's name")
         digest = entry.pop("sha256", None) if isinstance(entry, dict) else None
         if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
             raise ConfigError(f"{where}: has no sha256 of a key. Run shardwise serve --new-key {name}")

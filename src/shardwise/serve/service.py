@@ -242,7 +242,7 @@ class Service:
         del self.models[model.model_id]
         self.expired.add(model.model_id)
         self._refuse_queue(model, "the model was removed")
-        self._put_own(ForgetModels(_new_id(), (model.model_id, *model.snapshots)))
+        self._put_own(ForgetModels(new_id(), (model.model_id, *model.snapshots)))
 
     def _refuse_queue(self, model: Model, text: str) -> None:
         for item in [*self.queues.get(model.key.name, {}).pop(model.model_id, ()), *model.early.values()]:
@@ -315,20 +315,10 @@ class Service:
 
     def submit_unordered(self, key: UserKey, queue: str, make: Callable[[str], Queued]) -> str:
         """Queue a request that has no place in the order of a model. Errors: as :meth:`submit`."""
-        self.require_open()
-        future = self._open_future(key)
-        try:
-            item = make(future.request_id)
-            self._require_room(key, item.cost.tokens)
-        except ConfigError as error:
-            self._set_result(future, Refusal(str(error)))
-            return future.request_id
-        except StatusError:
-            del self.futures[future.request_id]
-            raise
-        self._note_queued(future, item)
-        self._get_queue(key, queue).append(item)
-        self._has_work.set()
+        future, item = self._admit(key, make)
+        if item is not None:
+            self._get_queue(key, queue).append(item)
+            self._has_work.set()
         return future.request_id
 
     def run_outside(
@@ -338,18 +328,9 @@ class Service:
 
         ``work`` returns its outcome, and raises ConfigError if it fails.
         """
-        self.require_open()
-        future = self._open_future(key)
-        try:
-            item = make(future.request_id)
-            self._require_room(key, item.cost.tokens)
-        except ConfigError as error:
-            self._set_result(future, Refusal(str(error)))
+        future, item = self._admit(key, make)
+        if item is None:
             return future.request_id
-        except StatusError:
-            del self.futures[future.request_id]
-            raise
-        self._note_queued(future, item)
 
         async def run() -> None:
             try:
@@ -363,13 +344,25 @@ class Service:
         task.add_done_callback(self._outside.discard)
         return future.request_id
 
+    def _admit(self, key: UserKey, make: Callable[[str], Queued]) -> tuple[Future, Queued | None]:
+        """Return the future of a request, and its operation, or None if it has failed already."""
+        self.require_open()
+        future = self._open_future(key)
+        try:
+            item = make(future.request_id)
+            self._require_room(key, item.cost.tokens)
+        except ConfigError as error:
+            self._set_result(future, Refusal(str(error)))
+            return future, None
+        except StatusError:
+            del self.futures[future.request_id]
+            raise
+        self._note_queued(future, item)
+        return future, item
+
     def forget(self, names: Sequence[str]) -> None:
         """Queue the removal of copies and loaded checkpoints."""
-        self._put_own(ForgetModels(_new_id(), tuple(names)))
-
-    def make_id(self) -> str:
-        """Return an id of 128 random bits."""
-        return _new_id()
+        self._put_own(ForgetModels(new_id(), tuple(names)))
 
     def answer(self, key: UserKey, result: dict[str, Any]) -> str:
         """Return the id of a future that is done."""
@@ -384,7 +377,7 @@ class Service:
         return future.request_id
 
     def _open_future(self, key: UserKey) -> Future:
-        future = Future(_new_id(), key)
+        future = Future(new_id(), key)
         self.futures[future.request_id] = future
         return future
 
@@ -419,7 +412,7 @@ class Service:
         """Wait for a result. Errors: StatusError 403, 404; 408 if it is not ready in time."""
         future = self.futures.get(request_id)
         if future is None:
-            raise StatusError(404 if len(request_id) != len(_new_id()) else 410, "the result is gone, or never was")
+            raise StatusError(404 if len(request_id) != len(new_id()) else 410, "the result is gone, or never was")
         _require_own(key, future.key, "future")
         if future.result is None:
             try:
@@ -580,10 +573,10 @@ class Service:
         for model in idle:
             model.is_offloaded = True
         if idle:
-            self._put_own(OffloadModels(_new_id(), tuple(model.model_id for model in idle)))
+            self._put_own(OffloadModels(new_id(), tuple(model.model_id for model in idle)))
         unused = [name for name, used_s in self._loaded.items() if now_s - used_s > self.settings.session_timeout_s]
         if unused:
-            self._put_own(ForgetModels(_new_id(), tuple(unused)))
+            self._put_own(ForgetModels(new_id(), tuple(unused)))
             for name in unused:
                 del self._loaded[name]
         self._tidy_results(now_s)
@@ -617,7 +610,7 @@ class Service:
     def save_own(self, model: Model, name: str) -> None:
         """Queue a save of a model that its user has not asked for."""
         assert self.store is not None
-        item = make_save(self.store, model, "weights", name, None, None)(_new_id())
+        item = make_save(self.store, model, "weights", name, None, None)(new_id())
         self.queues.setdefault("", {}).setdefault(item.operation.request_id, deque()).append(item)
         self._has_work.set()
 
@@ -630,7 +623,7 @@ class Service:
             model.early.clear()
             if self.store is not None and model.is_ready:
                 queue = self._get_queue(model.key, model.model_id)  # after what the model has in the queue
-                queue.append(make_save(self.store, model, "weights", "shutdown", None, None)(_new_id()))
+                queue.append(make_save(self.store, model, "weights", "shutdown", None, None)(new_id()))
         self._has_work.set()
 
 
@@ -668,7 +661,8 @@ def digest_of(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """Return an id of 128 random bits."""
     return secrets.token_hex(16)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from typing import Any, Final
 
 import httpx
@@ -18,6 +19,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.serve.operations import Generate
 
 _TIMEOUT_S: Final = 600.0
+
+_log = logging.getLogger(__name__)
 
 
 class VllmClient:
@@ -82,7 +85,9 @@ class VllmClient:
         except httpx.HTTPError as error:
             raise ConfigError(f"vLLM at {self._http.base_url}: {type(error).__name__}. Is it running?") from error
         if response.status_code != 200:
-            raise ConfigError(f"vLLM: {path} answered {response.status_code}, {response.text[:300]}")
+            # Its text may have the path of a folder, so it is in the log alone.
+            _log.error("vLLM: %s answered %d, %s", path, response.status_code, response.text)
+            raise ConfigError(f"vLLM: {path} answered {response.status_code}. The server's log has its reason")
         return response.json() if path == "/v1/completions" else None
 
 
