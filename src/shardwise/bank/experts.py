@@ -6,7 +6,7 @@ with the adapters two, with a group for each pair of expert and adapter. Groups 
 product leaves rows after the last group as they were in memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -123,13 +123,12 @@ def _compute_adapted(
 def _multiply_base(module: Any, parameter: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows, sorted by expert, with the weights of the base: (pairs, out)."""
     if layers.are_experts_in_four_bits(module) and parameter in module.packings:
-
-        def multiply(of_expert: Tensor, expert: int) -> Tensor:
+        products = []
+        for expert, of_expert in _split_groups(rows, ends):
             # Not a tensor, but what products with the weights of one expert dequantize, also in the backward pass.
             weight = layers.get_expert_weight(module, parameter, expert)
-            return of_expert @ weight if module.is_transposed else F.linear(of_expert, weight)
-
-        product = _multiply_one_by_one(rows, multiply, ends)
+            products.append(of_expert @ weight if module.is_transposed else F.linear(of_expert, weight))
+        product = torch.cat(products)
     else:
         weights = getattr(module, parameter)  # (experts, out, in), or transposed
         product = multiply_groups(rows, weights if module.is_transposed else weights.mT, ends)
@@ -147,17 +146,16 @@ def multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     size = rows.element_size()
     if rows.dtype != torch.float64 and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
         return F.grouped_mm(rows, weights.to(rows.dtype), offs=ends)
-    return _multiply_one_by_one(rows, lambda of_group, group: of_group @ weights[group].to(rows.dtype), ends)
+    return torch.cat([of_group @ weights[group].to(rows.dtype) for group, of_group in _split_groups(rows, ends)])
 
 
-def _multiply_one_by_one(rows: Tensor, multiply: Callable[[Tensor, int], Tensor], ends: Tensor) -> Tensor:
-    """Call a function with each group of rows that has any, and its number."""
-    products, start = [], 0
+def _split_groups(rows: Tensor, ends: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number and the rows of each group that has any."""
+    start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
-            products.append(multiply(rows[start:end], group))
+            yield group, rows[start:end]
         start = end
-    return torch.cat(products)
 
 
 class _StackedMatrices(torch.autograd.Function):
