@@ -208,7 +208,7 @@ def test_saved_models_resume_and_open_in_peft(served: Served, clients: dict[str,
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     key = find_key(served.server._keys, served.keys["ada"])
     assert key is not None
-    folder = CheckpointStore(served.state).folder(key.folder, *parse_path(path))
+    folder = CheckpointStore(served.state).folder(key.folder, parse_path(path))
     assert folder.is_relative_to(served.state)
     peft_model = PeftModel.from_pretrained(make_base(), folder)
     row = make_rows(5, [9])[0]

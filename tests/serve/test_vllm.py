@@ -70,7 +70,7 @@ def vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stand
         threading.Thread(target=server.serve_forever, daemon=True).start()
         StandIn.requests.clear()
         client = VllmClient(f"http://127.0.0.1:{server.server_port}", "base")
-        monkeypatch.setattr(served.server._app, "_vllm", client)
+        monkeypatch.setattr(served.server._service, "vllm", client)
         yield StandIn
         server.shutdown()
 

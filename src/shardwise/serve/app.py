@@ -1,54 +1,52 @@
-"""The protocol of the ``tinker`` client over HTTP. See docs/serve.md for the calls that are served."""
+"""The protocol of the ``tinker`` client over HTTP. See docs/serve.md for the calls that are served.
+
+Whatever is wrong with a request in the order of a model, after its ``model_id`` and ``seq_id`` were read, is a
+failed future: the client counts the place as used, and would wait forever for an answer to the next one.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
+from importlib.metadata import version
+from typing import Any, Final
 
-import pydantic
-import torch
 from packaging.version import InvalidVersion, Version
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
-from shardwise.bank.sampling import SampleOutput
 from shardwise.core.errors import ConfigError
 from shardwise.serve import messages
 from shardwise.serve.checkpoints import KINDS, Checkpoint
 from shardwise.serve.keys import UserKey, find_key
-from shardwise.serve.operations import (
-    CopyModel,
-    CreateModel,
-    Generate,
-    LoadModel,
-    OptimStep,
-    Pass,
-    PassOutcome,
-    Refusal,
+from shardwise.serve.messages import StatusError
+from shardwise.serve.operations import CopyModel, CreateModel, LoadModel, Refusal, SampleAnswer, SaveModel
+from shardwise.serve.requests import Body, ServedBase, parse, read_sample, read_step
+from shardwise.serve.service import (
+    Model,
+    QueuedRequest,
+    Sampler,
+    Service,
+    digest_of,
+    name_model,
 )
-from shardwise.serve.service import Model, Queued, Sampler, Service, StatusError, digest_of, make_save, new_id
 from shardwise.serve.status import write_metrics, write_page
-from shardwise.serve.turns import Cost, Stage
-from shardwise.serve.vllm import VllmClient
 
 _log = logging.getLogger(__name__)
 
-_ORDER: Final = ("attn", "mlp", "unembed")
+_PARTS: Final = ("attn", "mlp", "unembed")
 
-BaseCapabilities = Mapping[str, Any]
-"""``vocab_size``, ``max_length`` and ``arch`` of the base."""
+_TTL_S: Final = range(3600, 10 * 365 * 86400 + 1)
 
-Body = TypeVar("Body", bound=pydantic.BaseModel)
-Handler = Callable[[Request], Awaitable[Response]]
+_UNLOGGED: Final = ("/api/v1/session_heartbeat", "/api/v1/telemetry", "/status", "/metrics")
+
+Call = Callable[[Request, UserKey], Awaitable[Response]]
 
 
 class App:
@@ -57,28 +55,18 @@ class App:
     Args:
         service: its state.
         keys: users by the digest of their key. None for everybody.
-        base: ``vocab_size``, ``max_length`` and ``arch`` of the base.
-        tokenizer: of the base, or None. For stops that are texts.
-        vllm: samples instead of the bank, if there is one.
+        base: the base.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        keys: Mapping[str, UserKey] | None,
-        base: BaseCapabilities,
-        tokenizer: Any,
-        vllm: VllmClient | None = None,
-    ) -> None:
+    def __init__(self, service: Service, keys: Mapping[str, UserKey] | None, base: ServedBase) -> None:
         self._service = service
         self._keys = keys
         self._base = base
-        self._tokenizer = tokenizer
-        self._vllm = vllm
 
     def routes(self) -> Starlette:
         """Return the application."""
-        calls: list[tuple[str, str, Callable[[Request, UserKey], Awaitable[Response]]]] = [
+        run = "/api/v1/training_runs/{model_id}"
+        calls: list[tuple[str, str, Call]] = [
             ("POST", "/api/v1/client/config", self._client_config),
             ("POST", "/api/v1/create_session", self._create_session),
             ("POST", "/api/v1/session_heartbeat", self._heartbeat),
@@ -98,39 +86,41 @@ class App:
             ("GET", "/api/v1/get_server_capabilities", self._capabilities),
             ("POST", "/api/v1/weights_info", self._weights_info),
             ("GET", "/api/v1/checkpoints", self._list_checkpoints),
-            ("GET", "/api/v1/training_runs", self._list_runs),
-            ("GET", "/api/v1/training_runs/{model_id}", self._get_run),
-            ("GET", "/api/v1/training_runs/{model_id}/checkpoints", self._list_checkpoints),
-            ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}", self._delete_checkpoint),
+            ("GET", run, self._get_run),
+            ("GET", run + "/checkpoints", self._list_checkpoints),
+            ("DELETE", run + "/checkpoints/{kind}/{name}", self._delete_checkpoint),
             ("POST", "/api/v1/telemetry", self._telemetry),
             ("GET", "/metrics", self._metrics),
             ("GET", "/status", self._status),
         ]
         routes = [Route(path, self._with_key(call), methods=[method]) for method, path, call in calls]
-        routes.append(Route("/healthz", self._health, methods=["GET"]))
-        routes.append(Route("/api/v1/healthz", self._health, methods=["GET"]))
-        handlers: Any = {
-            StatusError: _answer_status,
-            HTTPException: _answer_http,
-            messages.UndecodableError: _answer_undecodable,
-            messages.TooLargeError: _answer_too_large,
-            pydantic.ValidationError: _answer_invalid,
-            ConfigError: _answer_undecodable,
-        }
-        return Starlette(routes=routes, exception_handlers=handlers)
+        for path in ("/healthz", "/api/v1/healthz"):
+            routes.append(Route(path, self._health, methods=["GET"]))
+        return Starlette(routes=routes)
 
-    def _with_key(self, call: Callable[[Request, UserKey], Awaitable[Response]]) -> Handler:
-        """Return a handler that finds the user of the key first."""
+    def _with_key(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a call: finds the user of the key, answers errors, and writes the log."""
 
         async def handle(request: Request) -> Response:
-            begin_s = time.monotonic()
-            key = find_key(self._keys, request.headers.get("x-api-key", ""))
-            if key is None:
-                raise StatusError(401, "X-API-Key: is not a key of this server")
-            response = await call(request, key)
-            if _log.isEnabledFor(logging.DEBUG):
-                entry = {"user": key.name, "path": request.url.path, "status": response.status_code}
-                _log.debug(json.dumps({**entry, "seconds": round(time.monotonic() - begin_s, 4)}))
+            begin_s, key = time.time(), None
+            try:
+                key = find_key(self._keys, request.headers.get("x-api-key", ""))
+                if key is None:
+                    raise StatusError(401, "X-API-Key: is not a key of this server")
+                response = await call(request, key)
+            except (StatusError, ConfigError) as error:
+                response = _answer_error(error)
+            path = request.url.path
+            if response.status_code != 408 and path not in _UNLOGGED:
+                entry = {
+                    "time": _time(begin_s),
+                    "user": None if key is None else key.name,
+                    "path": path,
+                    "status": response.status_code,
+                    "seconds": round(time.time() - begin_s, 4),
+                    "request_id": response.headers.get("x-request-id"),
+                }
+                _log.info(json.dumps(entry))
             return response
 
         return handle
@@ -160,8 +150,7 @@ class App:
 
     async def _heartbeat(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.SessionHeartbeatRequest)
-        session = self._service.get_session(key, body.session_id)
-        session.heartbeat_s = time.monotonic()
+        self._service.get_session(key, body.session_id).heartbeat_s = time.monotonic()
         return JSONResponse({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: Request, key: UserKey) -> Response:
@@ -176,59 +165,39 @@ class App:
         session = self._service.get_session(key, body.session_id)
         lora = body.lora_config or types.LoraConfig(rank=32)
         chosen = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-        parts = frozenset(part for part in _ORDER if chosen[part])
-        if fault := self._find_model_fault(key, body.base_model, body.optimizer_config.type, lora.rank, parts):
-            return _promise(self._service.refuse(key, fault))
-        seed = (lora.seed or 0) % (1 << 62)
-        model, is_new = self._service.add_model(session, body.model_seq_id, lora.rank, parts, body.user_metadata)
-        if not is_new:
-            return _promise(model.seen[0][1] if 0 in model.seen else self._service.refuse(key, "exists already"))
+        parts = frozenset(part for part in _PARTS if chosen[part])
+        number, optimizer = body.model_seq_id, body.optimizer_config.type
+        with self._service.open_model(session, number, lora.rank, parts, body.user_metadata) as queued:
+            if queued.is_new:
+                self._check_model(key, body.base_model, optimizer, lora.rank, parts)
+                model_id, seed = name_model(session, number), (lora.seed or 0) % (1 << 62)
+                queued.operation = CreateModel(queued.request_id, model_id, lora.rank, seed, parts)
+                queued.answer = {"type": "create_model", "model_id": model_id}
+        return _promise(queued.request_id)
 
-        def make(request_id: str) -> Queued:
-            operation = CreateModel(request_id, model.model_id, lora.rank, seed, parts)
-            return Queued(
-                operation, Cost(Stage.OTHER), lambda _: {"type": "create_model", "model_id": model.model_id}
-            )
-
-        return _promise(self._create(model, make))
-
-    def _create(self, model: Model, make: Callable[[str], Queued]) -> str:
-        """Queue what creates a model. A request that is sent again has the same future, as number 0."""
-        try:
-            request_id = self._service.submit_unordered(model.key, model.model_id, make)
-        except StatusError:
-            del self._service.models[model.model_id]
-            raise
-        model.seen[0] = "", request_id
-        return request_id
-
-    def _find_model_fault(
+    def _check_model(
         self, key: UserKey, base_model: str | None, optimizer: str, rank: int, parts: frozenset[str]
-    ) -> str | None:
+    ) -> None:
+        """Raise ConfigError if there cannot be such a model."""
         name = self._service.settings.name
         if base_model not in (None, name):
-            return f"base_model={base_model!r}: this server has {name!r}"
+            raise ConfigError(f"base_model={base_model!r}: this server has {name!r}")
         if optimizer != "adamw":
-            return f"optimizer_config: {optimizer!r} is not served. Use adamw"
+            raise ConfigError(f"optimizer_config: {optimizer!r} is not served. Use adamw")
         if not 1 <= rank <= key.max_rank:
-            return f"lora_config.rank={rank}: your key allows 1 to {key.max_rank}"
+            raise ConfigError(f"lora_config.rank={rank}: your key allows 1 to {key.max_rank}")
         if not parts:
-            return "lora_config: trains nothing. Set train_attn, train_mlp or train_unembed"
-        return None
+            raise ConfigError("lora_config: trains nothing. Set train_attn, train_mlp or train_unembed")
 
     async def _unload_model(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.UnloadModelRequest)
-        model = self._service.get_model(key, body.model_id)
-        self._service.remove_model(model)
-        return JSONResponse(
-            {"request_id": self._service.answer(key, {"type": "unload_model", "model_id": body.model_id})}
-        )
+        self._service.remove_model(self._service.get_model(key, body.model_id))
+        return _promise(self._service.answer(key, {"type": "unload_model", "model_id": body.model_id}))
 
     async def _get_info(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.GetInfoRequest)
-        model = self._service.get_model(key, body.model_id)
-        settings = self._service.settings
-        data = {"arch": self._base["arch"], "model_name": settings.name, "tokenizer_id": settings.tokenizer}
+        model, settings = self._service.get_model(key, body.model_id), self._service.settings
+        data = {"arch": self._base.arch, "model_name": settings.name, "tokenizer_id": settings.tokenizer}
         return JSONResponse(
             {
                 "type": "get_info",
@@ -247,29 +216,20 @@ class App:
         data = await _read_bytes(request)
         message = messages.parse_pass(data)
         model = self._service.get_model(key, message.model_id)
-
-        def make(request_id: str) -> Queued:
-            each = messages.read_pass(
-                request_id, message, vocab_size=self._base["vocab_size"], longest=self._base["max_length"]
-            )
-            return Queued(each, Cost(Stage.PASS, count_tokens(each)), messages.write_pass)
-
-        is_pass = not message.forward_only
-        return _promise(self._service.submit(model, message.seq_id, digest_of(data), make, is_pass=is_pass))
+        with self._service.place(model, message.seq_id, data, is_backward=not message.forward_only) as queued:
+            if queued.is_new:
+                queued.operation = messages.read_pass(
+                    queued.request_id, message, vocab_size=self._base.vocab_size, longest=self._base.max_length
+                )
+        return _promise(queued.request_id)
 
     async def _optim_step(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         model, seq_id = self._find_place(key, values)
-
-        def make(request_id: str) -> Queued:
-            body = _parse(types.OptimStepRequest, values)
-            params = body.optim_params
-            if not isinstance(params, types.AdamParams):
-                raise ConfigError(f"optim_params: {params.type!r} is not served. Use AdamParams")
-            operation = OptimStep(request_id, model.model_id, _read_adam(params))
-            return Queued(operation, Cost(Stage.STEP), lambda metrics: {"metrics": metrics})
-
-        return _promise(self._service.submit(model, seq_id, digest_of(data), make))
+        with self._service.place(model, seq_id, data) as queued:
+            if queued.is_new:
+                queued.operation = read_step(queued.request_id, values)
+        return _promise(queued.request_id)
 
     def _find_place(self, key: UserKey, values: Mapping[str, Any]) -> tuple[Model, int]:
         """Return model and seq_id of a JSON request, which come before anything else is checked."""
@@ -281,122 +241,99 @@ class App:
     async def _retrieve(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.FutureRetrieveRequest)
         try:
-            future = await self._service.retrieve(key, body.request_id)
+            result = (await self._service.retrieve(key, body.request_id)).result
         except StatusError as error:
             if error.status != 408:
                 raise
             answer = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse({**answer, "queue_state_reason": str(error)}, status_code=408)
-        result = future.result
-        if isinstance(result, Refusal):
-            category = "user" if result.is_users else "server"
-            return JSONResponse({"error": result.text, "category": category})
+        headers = {"x-request-id": body.request_id}
         if isinstance(result, bytes):
-            return Response(result, media_type=messages.PROTOBUF)
-        return JSONResponse(result)
+            return Response(result, media_type=messages.PROTOBUF, headers=headers)
+        if isinstance(result, Refusal):
+            result = {"error": result.text, "category": "user" if result.is_users else "server"}
+        return JSONResponse(result, headers=headers)
 
     # Checkpoints
 
     async def _save_weights(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         model, seq_id = self._find_place(key, values)
-
-        def make(request_id: str) -> Queued:
-            body = _parse(types.SaveWeightsRequest, values)
-            name = body.path or f"step-{model.num_steps}-{seq_id}"
-            return self._make_save(model, "weights", name, body, overwrite=body.overwrite)(request_id)
-
-        return _promise(self._service.submit(model, seq_id, digest_of(data), make))
-
-    def _make_save(
-        self, model: Model, kind: str, name: str, body: Any, *, overwrite: bool
-    ) -> Callable[[str], Queued]:
-        store = self._service.store
-        if store is None:
-            raise ConfigError("path: this server has no folder for checkpoints. Start it with --state")
-        if body.ttl_seconds is not None and not 3600 <= body.ttl_seconds <= 10 * 365 * 86400:
-            raise ConfigError(f"ttl_seconds={body.ttl_seconds}: is not 3600 to {10 * 365 * 86400}")
-        path = Checkpoint(model.model_id, kind, name).path
-        if not overwrite and store.find(model.key.folder, path) is not None:
-            raise ConfigError(f"path {name!r}: exists already. Pass overwrite=True, or another name")
-        return make_save(store, model, kind, name, body.ttl_seconds, body.user_metadata)
+        with self._service.place(model, seq_id, data) as queued:
+            if queued.is_new:
+                body = parse(types.SaveWeightsRequest, values)
+                name = body.path or f"step-{model.num_steps}-{seq_id}"
+                checkpoint = self._set_save(queued, model, "weights", name, body)
+                store = self._service.store
+                if store is not None and not body.overwrite and store.find(key.folder, checkpoint.path):
+                    raise ConfigError(f"path {name!r}: exists already. Pass overwrite=True, or another name")
+        return _promise(queued.request_id)
 
     async def _save_for_sampler(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         model, seq_id = self._find_place(key, values)
+        session_id = model.session.session_id
+        with self._service.place(model, seq_id, data) as queued:
+            if queued.is_new:
+                body = parse(types.SaveWeightsForSamplerRequest, values)
+                if body.sampling_session_seq_id is None:
+                    name = body.path or f"sample-{model.num_steps}-{seq_id}"
+                    self._set_save(queued, model, "sampler_weights", name, body)
+                elif self._service.vllm is None:
+                    copy = f"{model.model_id}/{seq_id}"
+                    queued.operation = CopyModel(queued.request_id, model.model_id, copy)
+                    queued.sampler = Sampler(key, session_id, copy)
+                else:  # vLLM loads the snapshot from a folder
+                    body = body.model_copy(update={"ttl_seconds": _TTL_S.start})
+                    name = f"snapshot-{seq_id}"
+                    self._set_save(queued, model, "sampler_weights", name, body)
+                    assert isinstance(queued.operation, SaveModel)
+                    queued.sampler = Sampler(key, session_id, name, queued.operation.folder)
+                if queued.sampler is not None:
+                    queued.answer = {"type": "save_weights_for_sampler", "path": None}
+        return _promise(queued.request_id)
 
-        def make(request_id: str) -> Queued:
-            body = _parse(types.SaveWeightsForSamplerRequest, values)
-            if body.sampling_session_seq_id is None:
-                name = body.path or f"sample-{model.num_steps}-{seq_id}"
-                return self._make_save(model, "sampler_weights", name, body, overwrite=True)(request_id)
-            if self._vllm is not None:
-                return self._save_snapshot(model, seq_id, request_id)
-            new = f"{model.model_id}/{seq_id}"
-
-            def write(_outcome: object) -> dict[str, Any]:
-                self._keep_snapshot(model, new)
-                sampler_id = self._add_sampler(model.session.session_id, Sampler(key, new))
-                return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
-
-            return Queued(CopyModel(request_id, model.model_id, new), Cost(Stage.OTHER), write)
-
-        return _promise(self._service.submit(model, seq_id, digest_of(data), make))
-
-    def _save_snapshot(self, model: Model, seq_id: int, request_id: str) -> Queued:
-        """Return what saves a snapshot to a folder, from which vLLM loads it."""
-        if self._service.store is None:
-            raise ConfigError("snapshots for vLLM need a folder for checkpoints. Start the server with --state")
-        name = f"snapshot-{seq_id}"
-        item = make_save(self._service.store, model, "sampler_weights", name, 3600, None)(request_id)
-        folder = self._service.store.folder(model.key.folder, model.model_id, "sampler_weights", name)
-
-        def write(outcome: object) -> dict[str, Any]:
-            item.write(outcome)
-            sampler_id = self._add_sampler(model.session.session_id, Sampler(model.key, name, str(folder)))
-            return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
-
-        return Queued(item.operation, item.cost, write)
-
-    def _keep_snapshot(self, model: Model, new: str) -> None:
-        """Note a snapshot, and forget the oldest above the user's limit."""
-        model.snapshots.append(new)
-        old = model.snapshots[: -model.key.max_snapshots]
-        if old:
-            del model.snapshots[: len(old)]
-            self._service.forget(old)
+    def _set_save(self, queued: QueuedRequest, model: Model, kind: str, name: str, body: Any) -> Checkpoint:
+        """Set the operation of a request to the save of a model. Return the checkpoint."""
+        if body.ttl_seconds is not None and body.ttl_seconds not in _TTL_S:
+            raise ConfigError(f"ttl_seconds={body.ttl_seconds}: is not {_TTL_S.start} to {_TTL_S.stop - 1}")
+        checkpoint = Checkpoint(
+            model.model_id,
+            kind,
+            name,
+            expires_s=None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
+            rank=model.rank,
+            parts=sorted(model.parts),
+            user_metadata=body.user_metadata,
+        )
+        queued.operation = self._service.make_save(queued.request_id, model, checkpoint)
+        queued.checkpoint, queued.answer = checkpoint, {"path": checkpoint.path}
+        return checkpoint
 
     async def _load_weights(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         body = await _read(request, types.LoadWeightsRequest)
         if body.model_id is not None:
             model, seq_id = self._find_place(key, values)
-            checkpoint, folder = self._find_checkpoint(key, body.path)
-
-            def make(request_id: str) -> Queued:
-                operation = LoadModel(request_id, model.model_id, folder, body.optimizer)
-                return Queued(operation, Cost(Stage.OTHER), lambda _: _loaded(model, body.path))
-
-            return _promise(self._service.submit(model, seq_id, digest_of(data), make))
+            _, folder = self._find_checkpoint(key, body.path)
+            with self._service.place(model, seq_id, data) as queued:
+                if queued.is_new:
+                    queued.operation = LoadModel(queued.request_id, model.model_id, folder, body.optimizer)
+                    queued.answer = _loaded(model.model_id, body.path)
+            return _promise(queued.request_id)
         if body.session_id is None or body.model_seq_id is None:
             raise StatusError(400, "session_id and model_seq_id, or model_id and seq_id: are missing")
-        session = self._service.get_session(key, body.session_id)
+        session, number = self._service.get_session(key, body.session_id), body.model_seq_id
         checkpoint, folder = self._find_checkpoint(key, body.path)
-        parts = frozenset(checkpoint.parts)
+        rank, parts = checkpoint.rank, frozenset(checkpoint.parts)
         optimizer = "adamw" if body.optimizer_config is None else body.optimizer_config.type
-        if fault := self._find_model_fault(key, body.base_model, optimizer, checkpoint.rank, parts):
-            return _promise(self._service.refuse(key, fault))
-        new, is_new = self._service.add_model(
-            session, body.model_seq_id, checkpoint.rank, parts, body.user_metadata
-        )
-        if not is_new:
-            return _promise(new.seen[0][1] if 0 in new.seen else self._service.refuse(key, "exists already"))
-
-        def make_new(request_id: str) -> Queued:
-            operation = LoadModel(request_id, new.model_id, folder, body.optimizer)
-            return Queued(operation, Cost(Stage.OTHER), lambda _: _loaded(new, body.path))
-
-        return _promise(self._create(new, make_new))
+        with self._service.open_model(session, number, rank, parts, body.user_metadata) as queued:
+            if queued.is_new:
+                self._check_model(key, body.base_model, optimizer, rank, parts)
+                model_id = name_model(session, number)
+                queued.operation = LoadModel(queued.request_id, model_id, folder, body.optimizer)
+                queued.answer = _loaded(model_id, body.path)
+        return _promise(queued.request_id)
 
     def _find_checkpoint(self, key: UserKey, path: str) -> tuple[Checkpoint, str]:
         """Return a user's checkpoint and its folder.
@@ -406,32 +343,53 @@ class App:
         """
         store = self._service.store
         try:
-            checkpoint = None if store is None else store.find(key.folder, path)
-            if store is None or checkpoint is None:
-                is_foreign = store is not None and store.is_of_other(key.folder, path)
-                raise StatusError(403 if is_foreign else 404, f"path {path!r}: is not a checkpoint of yours")
+            if store is not None and (checkpoint := store.find(key.folder, path)) is not None:
+                return checkpoint, str(store.folder(key.folder, checkpoint))
+            is_foreign = store is not None and store.is_of_other(key.folder, path)
         except ConfigError as error:
             raise StatusError(404, str(error)) from error
-        return checkpoint, str(store.folder(key.folder, checkpoint.model, checkpoint.kind, checkpoint.name))
+        raise StatusError(403 if is_foreign else 404, f"path {path!r}: is not a checkpoint of yours")
 
     async def _weights_info(self, request: Request, key: UserKey) -> Response:
         _, values = await _read_object(request)
         checkpoint, _ = self._find_checkpoint(key, str(values.get("tinker_path")))
+        trained = {f"train_{part}": part in checkpoint.parts for part in _PARTS}
+        name = self._service.settings.name
+        return JSONResponse({"base_model": name, "is_lora": True, "lora_rank": checkpoint.rank, **trained})
+
+    async def _get_run(self, request: Request, key: UserKey) -> Response:
+        """Describe a model, or one that is gone by its last checkpoint."""
+        model_id, store = request.path_params["model_id"], self._service.store
+        try:
+            model = self._service.get_model(key, model_id)
+            rank, time_s, metadata = model.rank, time.time(), model.user_metadata
+        except StatusError as error:
+            checkpoints = [] if store is None or error.status == 403 else list(store.list(key.folder, model_id))
+            if not checkpoints:
+                raise
+            last = max(checkpoints, key=lambda each: each.time_s)
+            rank, time_s, metadata = last.rank, last.time_s, last.user_metadata
         return JSONResponse(
             {
+                "training_run_id": model_id,
                 "base_model": self._service.settings.name,
+                "model_owner": key.name,
                 "is_lora": True,
-                "lora_rank": checkpoint.rank,
-                **{f"train_{part}": part in checkpoint.parts for part in _ORDER},
+                "lora_rank": rank,
+                "last_request_time": _time(time_s),
+                "user_metadata": {name: str(value) for name, value in (metadata or {}).items()} or None,
             }
         )
 
     async def _list_checkpoints(self, request: Request, key: UserKey) -> Response:
         store, model_id = self._service.store, request.path_params.get("model_id")
-        found = [] if store is None else [_describe(each) for each in store.list(key.folder, model_id)]
-        limit, offset = _read_page(request)
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return JSONResponse({"checkpoints": found[offset : offset + limit], "cursor": cursor})
+        listed = [] if store is None else [_describe(each) for each in store.list(key.folder, model_id)]
+        limit, offset = (request.query_params.get(*item) for item in (("limit", "100"), ("offset", "0")))
+        if not (limit.isdecimal() and offset.isdecimal() and len(limit + offset) < 12):
+            raise StatusError(400, "limit or offset: is not a number")
+        begin, end = int(offset), int(offset) + int(limit)
+        cursor = {"offset": begin, "limit": int(limit), "total_count": len(listed)}
+        return JSONResponse({"checkpoints": listed[begin:end], "cursor": cursor})
 
     async def _delete_checkpoint(self, request: Request, key: UserKey) -> Response:
         place = request.path_params
@@ -441,77 +399,39 @@ class App:
         self._service.store.delete(key.folder, checkpoint)
         return Response(status_code=204)
 
-    async def _list_runs(self, request: Request, key: UserKey) -> Response:
-        runs = [self._describe_run(model) for model in self._service.models.values() if model.key is key]
-        limit, offset = _read_page(request)
-        cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
-        return JSONResponse({"training_runs": runs[offset : offset + limit], "cursor": cursor})
-
-    async def _get_run(self, request: Request, key: UserKey) -> Response:
-        return JSONResponse(self._describe_run(self._service.get_model(key, request.path_params["model_id"])))
-
-    def _describe_run(self, model: Model) -> dict[str, Any]:
-        age_s = time.monotonic() - model.request_s
-        metadata = {str(name): str(value) for name, value in (model.user_metadata or {}).items()}
-        return {
-            "training_run_id": model.model_id,
-            "base_model": self._service.settings.name,
-            "model_owner": model.key.name,
-            "is_lora": True,
-            "lora_rank": model.rank,
-            "last_request_time": _time(time.time() - age_s),
-            "user_metadata": metadata or None,
-        }
-
     # Samples
 
     async def _create_sampler(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.CreateSamplingSessionRequest)
         self._service.require_open()
         session = self._service.get_session(key, body.session_id)
-        sampler_id = self._add_sampler(
-            session.session_id, self._open_sampler(key, body.model_path, body.base_model)
-        )
+        sampler = self._make_sampler(key, session.session_id, body.model_path, body.base_model)
+        sampler_id = self._service.open_sampler(sampler)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
-    def _open_sampler(self, key: UserKey, path: str | None, base_model: str | None) -> Sampler:
+    def _make_sampler(self, key: UserKey, session_id: str, path: str | None, base_model: str | None) -> Sampler:
         name = self._service.settings.name
         if path is not None:
             _, folder = self._find_checkpoint(key, path)
-            return Sampler(key, f"sampler {digest_of(folder.encode())[:40]}", folder)
+            return Sampler(key, session_id, f"sampler {digest_of(folder.encode())[:40]}", folder)
         if base_model != name:
             raise StatusError(404, f"base_model={base_model!r}: this server has {name!r}")
-        return Sampler(key, None)
-
-    def _add_sampler(self, session_id: str, sampler: Sampler) -> str:
-        sampler_id = new_id()
-        self._service.samplers[sampler_id] = sampler
-        if (session := self._service.sessions.get(session_id)) is not None:
-            session.samplers.append(sampler_id)
-        return sampler_id
-
-    def _get_own_sampler(self, key: UserKey, sampler_id: str) -> Sampler:
-        sampler = self._service.samplers.get(sampler_id)
-        if sampler is None:
-            raise StatusError(404, f"sampling session {sampler_id!r}: does not exist")
-        if sampler.key is not key:
-            raise StatusError(403, "this sampling session is that of another key")
-        return sampler
+        return Sampler(key, session_id)
 
     async def _get_sampler(self, request: Request, key: UserKey) -> Response:
         sampler_id = request.path_params["sampler_id"]
-        self._get_own_sampler(key, sampler_id)
-        return JSONResponse(
-            {"sampler_id": sampler_id, "base_model": self._service.settings.name, "model_path": None}
-        )
+        self._service.get_sampler(key, sampler_id)
+        name = self._service.settings.name
+        return JSONResponse({"sampler_id": sampler_id, "base_model": name, "model_path": None})
 
     async def _sample(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
         sampler_id, seq_id = values.get("sampling_session_id"), values.get("seq_id")
         if isinstance(sampler_id, str):
-            sampler = self._get_own_sampler(key, sampler_id)
+            sampler = self._service.get_sampler(key, sampler_id)
         else:
-            sampler = self._open_sampler(key, values.get("model_path"), values.get("base_model"))
+            path = values.get("model_path")
+            sampler = self._make_sampler(key, "", None if path is None else str(path), values.get("base_model"))
         number = values.get("num_samples", 1)
         number = number if type(number) is int and 0 < number <= 1024 else 1
         if type(seq_id) is int and seq_id in sampler.seen:
@@ -519,82 +439,18 @@ class App:
             if digest != digest_of(data):
                 request_id = self._service.refuse(key, f"seq_id={seq_id}: had another body before")
             return _promise(request_id, number)
-
-        def make(request_id: str) -> Queued:
-            return self._make_sample(request_id, sampler, _parse(types.SampleRequest, values))
-
-        if self._vllm is not None:
-            request_id = self._service.run_outside(key, make, self._vllm.sample)
-        else:
-            request_id = self._service.submit_unordered(key, f"samples of {key.name}", make)
+        with self._service.admit(key, f"samples of {key.name}") as queued:
+            read_sample(queued, sampler, values, self._base, has_vllm=self._service.vllm is not None)
+            if isinstance(queued.answer, SampleAnswer) and queued.answer.stops and self._service.tokenizer is None:
+                raise ConfigError("stop: this server has no tokenizer for texts. Pass ids of tokens")
         if type(seq_id) is int:
-            sampler.seen[seq_id] = digest_of(data), request_id
-        return _promise(request_id, number)
-
-    def _make_sample(self, request_id: str, sampler: Sampler, body: types.SampleRequest) -> Queued:
-        """Return the operation of a sample. One that is scored alone runs with the passes of models."""
-        for name in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
-            if getattr(body, name):
-                raise ConfigError(f"{name}: is not served. Leave it out")
-        params = body.sampling_params
-        prompt = tuple(_read_prompt(body.prompt))
-        vocab_size, longest = self._base["vocab_size"], self._base["max_length"]
-        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ConfigError(f"prompt: is empty, or has tokens outside of the model's {vocab_size}")
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(longest - len(prompt), 0)
-        if not 1 <= body.num_samples <= 1024 or max_tokens < 0 or len(prompt) + max_tokens > longest:
-            raise ConfigError(
-                f"prompt of {len(prompt)} tokens and max_tokens={max_tokens}: the model has {longest}"
-            )
-        if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= -1):
-            raise ConfigError("sampling_params: temperature is at least 0, top_k at least -1, and 0 < top_p <= 1")
-        if not 0 <= body.topk_prompt_logprobs <= min(vocab_size, 100):
-            raise ConfigError(
-                f"topk_prompt_logprobs={body.topk_prompt_logprobs}: is not 0 to {min(vocab_size, 100)}"
-            )
-        last_n = body.prompt_logprobs_last_n
-        if last_n is not None and not 1 <= last_n < len(prompt):
-            raise ConfigError(f"prompt_logprobs_last_n={last_n}: the prompt has {len(prompt)} tokens")
-        settings = {"prompt_logprobs": bool(body.prompt_logprobs), "last_n": last_n}
-        is_scored = max_tokens <= 1 and body.prompt_logprobs and not body.topk_prompt_logprobs
-        if is_scored and sampler.folder is None and self._vllm is None:
-            ids = torch.tensor(prompt)
-            row = {"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([-100])])}
-            score = Pass(request_id, sampler.name, (row,))
-
-            def write_score(outcome: PassOutcome) -> bytes:
-                return messages.write_sample(make_score(outcome, body.num_samples), settings)
-
-            return Queued(score, Cost(Stage.PASS, len(prompt)), write_score)
-        stop = [params.stop] if isinstance(params.stop, str) else params.stop
-        texts = [each for each in stop or () if isinstance(each, str)]
-        if texts and self._tokenizer is None:
-            raise ConfigError("stop: this server has no tokenizer for texts. Pass ids of tokens")
-        sample = {
-            "n": body.num_samples,
-            "max_tokens": max_tokens,
-            "temperature": params.temperature,
-            "top_k": max(params.top_k, 0),
-            "top_p": params.top_p,
-            "stop": None if stop is None else [each for each in stop if not isinstance(each, str)],
-            "seed": None if params.seed is None else params.seed % (1 << 62),
-            "prompt_logprobs": settings["prompt_logprobs"],
-            "top_prompt_logprobs": body.topk_prompt_logprobs,
-        }
-
-        def write(output: SampleOutput) -> bytes:
-            if texts:
-                messages.cut_at_stops(self._tokenizer, output, texts)
-            return messages.write_sample(output, settings)
-
-        tokens = len(prompt) + max_tokens * body.num_samples
-        operation = Generate(request_id, sampler.name, sampler.folder, prompt, {"sample": sample})
-        return Queued(operation, Cost(Stage.OTHER, tokens), write)
+            sampler.seen[seq_id] = digest_of(data), queued.request_id
+        return _promise(queued.request_id, number)
 
     # The server
 
     async def _capabilities(self, _request: Request, _key: UserKey) -> Response:
-        name, length = self._service.settings.name, self._base["max_length"]
+        name, length = self._service.settings.name, self._base.max_length
         model = {"model_name": name, "max_context_length": length, "trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [model]})
 
@@ -603,12 +459,16 @@ class App:
 
     async def _health(self, _request: Request) -> Response:
         service = self._service
-        status = "stopping" if service.is_stopping else "ok"
         return JSONResponse(
             {
-                "status": status,
+                "status": "stopping" if service.is_stopping else "ok",
                 "models": len(service.models),
-                "queue": service.num_queued,
+                "queue": service.num_waiting,
+                "capacity": {
+                    "max_tokens_per_turn": service.settings.max_tokens_per_turn,
+                    "max_context_length": self._base.max_length,
+                },
+                "versions": {name: version(name) for name in ("shardwise", "torch", "transformers")},
                 "clients": str(messages.CLIENTS),
                 "durable": "what save_weights has acknowledged, and nothing else",
             },
@@ -624,42 +484,8 @@ class App:
         return HTMLResponse(write_page(self._service, key))
 
 
-def count_tokens(each: Pass) -> int:
-    return sum(len(row["input_ids"]) for row in each.rows)
-
-
-def make_score(outcome: PassOutcome, num_samples: int) -> SampleOutput:
-    """Return the output of a sample that was scored alone, with no tokens."""
-    from shardwise.bank.sampling import SampledSequence
-
-    return SampleOutput([SampledSequence() for _ in range(num_samples)], outcome.logprobs[0][:-1])
-
-
-def _read_prompt(prompt: Any) -> list[int]:
-    tokens: list[int] = []
-    for chunk in prompt.chunks:
-        if not isinstance(chunk, types.EncodedTextChunk):
-            raise ConfigError("prompt: has an image or sound. This server has models of text alone")
-        tokens += chunk.tokens
-    return tokens
-
-
-def _read_adam(params: types.AdamParams) -> dict[str, Any]:
-    """Return settings of AdamW for one step. Raise ConfigError if they are invalid."""
-    values = {"learning_rate": params.learning_rate, "eps": params.eps, "weight_decay": params.weight_decay}
-    values["grad_clip_norm"] = params.grad_clip_norm
-    for name, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={value}: is not a finite number of 0 or more")
-    betas = params.beta1, params.beta2
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"beta1, beta2: {betas} are not at least 0 and below 1")
-    step = {"lr": params.learning_rate, "betas": betas, "eps": params.eps, "weight_decay": params.weight_decay}
-    return {**step, "max_grad_norm": params.grad_clip_norm}
-
-
-def _loaded(model: Model, path: str) -> dict[str, Any]:
-    return {"type": "load_weights", "model_id": model.model_id, "path": path}
+def _loaded(model_id: str, path: str) -> dict[str, str]:
+    return {"type": "load_weights", "model_id": model_id, "path": path}
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -681,7 +507,7 @@ def _promise(request_id: str, num_samples: int | None = None) -> Response:
     answer: dict[str, Any] = {"request_id": request_id}
     if num_samples is not None:
         answer["sample_sequence_ids"] = [f"{request_id}:{number}" for number in range(num_samples)]
-    return JSONResponse(answer)
+    return JSONResponse(answer, headers={"x-request-id": request_id})
 
 
 async def _read_bytes(request: Request) -> bytes:
@@ -690,7 +516,7 @@ async def _read_bytes(request: Request) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > messages.MAX_BODY_BYTES:
-            raise messages.TooLargeError(f"the body has more than {messages.MAX_BODY_BYTES} bytes")
+            raise StatusError(413, f"the body has more than {messages.MAX_BODY_BYTES} bytes")
         parts.append(part)
     return messages.decompress(b"".join(parts), request.headers.get("content-encoding", ""))
 
@@ -702,77 +528,27 @@ async def _read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise messages.UndecodableError(f"the body is not JSON: {error}") from error
+        raise StatusError(400, f"the body is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise messages.UndecodableError("the body is not a JSON object")
+        raise StatusError(400, "the body is not a JSON object")
     return data, values
 
 
 async def _read(request: Request, kind: type[Body]) -> Body:
     _, values = await _read_object(request)
-    return kind.model_validate(values)
+    return parse(kind, values)
 
 
-def _parse(kind: type[Body], values: Mapping[str, Any]) -> Body:
-    """Return a request whose place in the order is known. Raise ConfigError if it is invalid."""
+def _require_client(text: str) -> None:
     try:
-        return kind.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise ConfigError(_describe_invalid(error)) from error
-
-
-def _describe_invalid(error: pydantic.ValidationError) -> str:
-    faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
-    return "; ".join(faults)
-
-
-def _read_page(request: Request) -> tuple[int, int]:
-    limit, offset = (
-        request.query_params.get(name, default) for name, default in (("limit", "100"), ("offset", "0"))
-    )
-    if not (limit.isdecimal() and offset.isdecimal() and len(limit + offset) < 12):
-        raise StatusError(400, "limit or offset: is not a number")
-    return int(limit), int(offset)
-
-
-def _require_client(version: str) -> None:
-    try:
-        is_served = Version(version) in messages.CLIENTS
+        is_served = Version(text) in messages.CLIENTS
     except InvalidVersion:
         is_served = False
     if not is_served:
-        raise StatusError(426, f"tinker {version[:40]}: is not served. Run pip install 'tinker{messages.CLIENTS}'")
+        raise StatusError(426, f"tinker {text[:40]}: is not served. Run pip install 'tinker{messages.CLIENTS}'")
 
 
-async def _answer_status(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, StatusError)
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse({"error": str(error)}, status_code=error.status, headers=headers)
-
-
-async def _answer_http(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, status_code=error.status_code)
-
-
-async def _answer_undecodable(_request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=400)
-
-
-async def _answer_too_large(_request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=413)
-
-
-async def _answer_invalid(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, pydantic.ValidationError)
-    return JSONResponse({"error": _describe_invalid(error)}, status_code=400)
-
-
-async def tidy_regularly(service: Service, interval_s: float = 5.0) -> None:
-    """Remove what is over, until the task is cancelled."""
-    while True:
-        await asyncio.sleep(interval_s)
-        try:
-            service.tidy()
-        except OSError:
-            _log.exception("checkpoints that are over cannot be removed")
+def _answer_error(error: Exception) -> Response:
+    status = error.status if isinstance(error, StatusError) else 400
+    headers = {"retry-after": "1"} if status in (429, 503) else None
+    return JSONResponse({"error": str(error)}, status_code=status, headers=headers)

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -46,12 +46,12 @@ class Checkpoint:
         return f"{_SCHEME}{self.model}/{self.kind}/{quote(self.name, safe='')}"
 
 
-def parse_path(path: str) -> tuple[str, str, str]:
-    """Return model, kind and name of a path of the protocol. Raise ConfigError if it is none."""
+def parse_path(path: str) -> Checkpoint:
+    """Return the checkpoint that a path of the protocol names. Raise ConfigError if it names none."""
     model, kind, name = (*path.removeprefix(_SCHEME).split("/"), "", "", "")[:3]
     if not path.startswith(_SCHEME) or path.count("/") != 4 or kind not in KINDS or not model or not name:
         raise ConfigError(f"path {path!r}: is not tinker://MODEL/{'|'.join(KINDS)}/NAME")
-    return model, kind, unquote(name)
+    return Checkpoint(model, kind, unquote(name))
 
 
 class CheckpointStore:
@@ -60,22 +60,23 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def folder(self, user: str, model: str, kind: str, name: str) -> Path:
+    def folder(self, user: str, checkpoint: Checkpoint) -> Path:
         """Return the folder of a checkpoint, which need not exist.
 
         Raises:
             ConfigError: the name is empty, too long, or has control characters.
         """
+        name = checkpoint.name
         if not 1 <= len(name) <= 128 or not name.isprintable():
             raise ConfigError(f"path {name!r}: is not a name of 1 to 128 printable characters")
-        return self._root / folder_name(user) / folder_name(model) / kind / folder_name(name)
+        return self._root / folder_name(user) / folder_name(checkpoint.model) / checkpoint.kind / folder_name(name)
 
-    def record(self, user: str, checkpoint: Checkpoint) -> None:
+    def record(self, folder: str, checkpoint: Checkpoint) -> None:
         """Acknowledge a checkpoint whose folder has been committed. Durable when it returns."""
-        file = _metadata_file(self.folder(user, checkpoint.model, checkpoint.kind, checkpoint.name))
+        file = _metadata_file(Path(folder))
         new = file.with_name(file.name + ".new")
         with new.open("w") as stream:
-            json.dump(asdict(checkpoint), stream)
+            json.dump(asdict(replace(checkpoint, time_s=time.time())), stream)
             stream.flush()
             os.fsync(stream.fileno())
         new.replace(file)
@@ -87,14 +88,13 @@ class CheckpointStore:
 
     def find(self, user: str, path: str) -> Checkpoint | None:
         """Return a user's checkpoint, or None. Raise ConfigError if the path is invalid."""
-        model, kind, name = parse_path(path)
-        return _read(_metadata_file(self.folder(user, model, kind, name)))
+        return _read(_metadata_file(self.folder(user, parse_path(path))))
 
     def is_of_other(self, user: str, path: str) -> bool:
         """Return whether another user has this checkpoint."""
-        model, kind, name = parse_path(path)
         others = (each.name for each in self._root.iterdir() if each.is_dir() and each.name != folder_name(user))
-        return any(_metadata_file(self.folder(unquote(other), model, kind, name)).is_file() for other in others)
+        checkpoint = parse_path(path)
+        return any(_metadata_file(self.folder(unquote(other), checkpoint)).is_file() for other in others)
 
     def list(self, user: str, model: str | None = None) -> Iterator[Checkpoint]:
         """Yield a user's checkpoints, of one model or of all."""
@@ -105,7 +105,7 @@ class CheckpointStore:
 
     def delete(self, user: str, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint: first its metadata, so that a kill leaves none that is damaged."""
-        folder = self.folder(user, checkpoint.model, checkpoint.kind, checkpoint.name)
+        folder = self.folder(user, checkpoint)
         _metadata_file(folder).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 

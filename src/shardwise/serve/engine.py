@@ -228,13 +228,10 @@ class Engine:
         loaded = [each for each in loaded if each not in missing]
         if not loaded:
             return
-        shares = deal_rows(
-            [[len(each.prompt) + each.settings["sample"]["max_tokens"]] for each in loaded], self._world.size
-        )
+        shares = deal_rows([[len(each.prompt) + each.settings["max_tokens"]] for each in loaded], self._world.size)
         numbers = [number for number, share in enumerate(shares) if share[self._world.rank]]
         samples = [
-            Sample(loaded[number].model, loaded[number].prompt, **loaded[number].settings["sample"])
-            for number in numbers
+            Sample(loaded[number].model, loaded[number].prompt, **loaded[number].settings) for number in numbers
         ]
         try:
             outputs = self._bank.generate(samples)

@@ -6,7 +6,7 @@ JSON bodies are checked by the client package's own classes (``tinker.types``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -18,9 +18,9 @@ from tinker.proto import tinker_public_pb2 as protobuf
 
 from shardwise.bank.losses import LOSSES, complete_config
 from shardwise.bank.rows import FLOAT_KEYS, IGNORED, RowTensors, parse_rows
-from shardwise.bank.sampling import SampleOutput
+from shardwise.bank.sampling import SampledSequence, SampleOutput
 from shardwise.core.errors import ConfigError
-from shardwise.serve.operations import Pass, PassOutcome
+from shardwise.serve.operations import Pass, PassOutcome, SampleAnswer
 
 CLIENTS: Final = SpecifierSet(">=0.38,<0.40")
 """Versions of the ``tinker`` package that are served. The tests run the oldest of them."""
@@ -36,19 +36,19 @@ PROTOBUF: Final = "application/x-protobuf"
 _DTYPES: Final = {protobuf.DTYPE_FLOAT32: torch.float32, protobuf.DTYPE_INT64: torch.int64}
 
 
-class TooLargeError(Exception):
-    """A body is larger than MAX_BODY_BYTES."""
+class StatusError(Exception):
+    """An answer with an HTTP status other than 200."""
 
-
-class UndecodableError(Exception):
-    """A body is not a message of the protocol."""
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def decompress(body: bytes, encoding: str) -> bytes:
     """Return a body without its content encoding.
 
     Raises:
-        TooLargeError, UndecodableError: the body cannot be used.
+        StatusError: 400 or 413, the body cannot be used.
     """
     if encoding in ("", "identity"):
         data = body
@@ -57,21 +57,21 @@ def decompress(body: bytes, encoding: str) -> bytes:
             with zstandard.ZstdDecompressor().stream_reader(body) as reader:
                 data = reader.read(MAX_BODY_BYTES + 1)  # no more, whatever the frame says
         except zstandard.ZstdError as error:
-            raise UndecodableError(f"the body is not zstd: {error}") from error
+            raise StatusError(400, f"the body is not zstd: {error}") from error
     else:
-        raise UndecodableError(f"the body has the encoding {encoding!r}. Use zstd, or none")
+        raise StatusError(400, f"the body has the encoding {encoding!r}. Use zstd, or none")
     if len(data) > MAX_BODY_BYTES:
-        raise TooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes. Send fewer rows at once")
+        raise StatusError(413, f"the body has more than {MAX_BODY_BYTES} bytes. Send fewer rows at once")
     return data
 
 
 def parse_pass(data: bytes) -> Any:
-    """Return a ``ForwardBackwardRequest``. Raise UndecodableError if the data is none."""
+    """Return a ``ForwardBackwardRequest``. Raise StatusError if the data is none."""
     message = protobuf.ForwardBackwardRequest()
     try:
         message.ParseFromString(data)
     except (DecodeError, UnicodeDecodeError) as error:
-        raise UndecodableError(f"the body is no ForwardBackwardRequest: {error}") from error
+        raise StatusError(400, f"the body is no ForwardBackwardRequest: {error}") from error
     return message
 
 
@@ -187,7 +187,13 @@ def write_pass(outcome: PassOutcome) -> bytes:
     return data
 
 
-def write_sample(output: SampleOutput, settings: Mapping[str, Any]) -> bytes:
+def write_score(outcome: PassOutcome, answer: SampleAnswer) -> bytes:
+    """Return the ``SampleResponse`` of a prompt that was scored, with no tokens."""
+    sequences = [SampledSequence() for _ in range(answer.num_samples)]
+    return write_sample(SampleOutput(sequences, outcome.logprobs[0][:-1]), answer)
+
+
+def write_sample(output: SampleOutput, answer: SampleAnswer) -> bytes:
     """Return a ``SampleResponse``. The first token of a prompt has no log probability: NaN."""
     message = protobuf.SampleResponse()
     for sequence in output.sequences:
@@ -198,11 +204,11 @@ def write_sample(output: SampleOutput, settings: Mapping[str, Any]) -> bytes:
             tokens=_to_bytes(torch.tensor(sequence.tokens, dtype=torch.int32)),
             logprobs=_to_bytes(torch.tensor(sequence.logprobs, dtype=torch.float32)),
         )
-    if output.prompt_logprobs is not None and settings["prompt_logprobs"]:
+    if output.prompt_logprobs is not None and answer.prompt_logprobs:
         undefined = torch.full((1,), math.nan)
         values = torch.cat([undefined, output.prompt_logprobs.float().cpu()])
-        if (last := settings["last_n"]) is not None:
-            values[: len(values) - last] = math.nan
+        if answer.last_n is not None:
+            values[: len(values) - answer.last_n] = math.nan
         message.prompt_logprobs = _to_bytes(values)
     if output.top_prompt_logprobs is not None:
         ids, logprobs = (each.cpu() for each in output.top_prompt_logprobs)  # (tokens - 1, k)
@@ -216,7 +222,7 @@ def write_sample(output: SampleOutput, settings: Mapping[str, Any]) -> bytes:
 
 def cut_at_stops(tokenizer: Any, output: SampleOutput, stops: Sequence[str]) -> SampleOutput:
     """End each sequence with the first token that completes one of the texts ``stops``."""
-    for sequence in output.sequences:
+    for sequence in output.sequences if stops else ():
         text = tokenizer.decode(sequence.tokens)
         if not any(stop in text for stop in stops):
             continue

@@ -99,6 +99,7 @@ class Generate:
     folder: str | None
     prompt: tuple[int, ...]
     settings: Mapping[str, Any]
+    """Arguments of a bank's ``Sample``."""
 
 
 LaterOperation: TypeAlias = (
@@ -131,3 +132,13 @@ class PassOutcome:
 
     loss: float
     logprobs: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAnswer:
+    """What the client wants to know of a sample, and texts that end it."""
+
+    num_samples: int
+    prompt_logprobs: bool
+    last_n: int | None = None
+    stops: tuple[str, ...] = ()

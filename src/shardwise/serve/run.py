@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +26,24 @@ from shardwise.loading.from_pretrained import from_pretrained
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
 from shardwise.ranks.world import World
 from shardwise.saving.locked_folder import lock_here
-from shardwise.serve.app import App, tidy_regularly
+from shardwise.serve.app import App
 from shardwise.serve.checkpoints import CheckpointStore
 from shardwise.serve.engine import Engine
-from shardwise.serve.keys import read_keys
+from shardwise.serve.keys import UserKey, read_keys
 from shardwise.serve.operations import Turn
-from shardwise.serve.service import Queued, Service, Settings
+from shardwise.serve.requests import ServedBase
+from shardwise.serve.service import QueuedRequest, Service, Settings
 from shardwise.serve.vllm import VllmClient
 
 _IDLE_TURN_S: Final = 4.0
 """Seconds after which there is a turn without operations: other ranks wait for it, and report longer waits."""
 
+_TIDY_S: Final = 5.0
+
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ def serve(options: ServeOptions) -> None:
         RankLostError: a rank is lost.
     """
     with ExitStack() as stack:
-        request = stack.enter_context(stopping_on_signals())
+        stop = stack.enter_context(stopping_on_signals())
         world = stack.enter_context(World.current(call="serve"))
         with world.collective("open the server"):
             server = _open(options, stack) if world.rank == 0 else None
@@ -71,23 +78,24 @@ def serve(options: ServeOptions) -> None:
         bank = AdapterBank(model, max_tokens_per_pass=options.max_tokens_per_pass)
         engine = Engine(world, bank, model)
         if server is not None:
+            _write_log()
             server.start(_describe(model, bank, options.max_tokens_per_pass), _load_tokenizer(options.model))
             stack.callback(server.stop)
-        run_turns(world, engine, server, request)
+        run_turns(world, engine, server, stop)
 
 
-def run_turns(world: World, engine: Engine, server: Server | None, request: StopRequest) -> None:
+def run_turns(world: World, engine: Engine, server: Server | None, stop: StopRequest) -> None:
     """Carry out turns until the last one. Collective: yes."""
     while True:
-        items: list[Queued] = []
+        requests: list[QueuedRequest] = []
         with world.broadcast("take a turn") as exchange:
             if server is not None:
-                exchange.local, items = server.take_turn(request)
+                exchange.local, requests = server.take_turn(stop)
         turn: Turn = exchange.result
         begin_s = time.monotonic()
         outcomes = engine.run(turn)
         if server is not None:
-            server.finish_turn(items, outcomes, time.monotonic() - begin_s)
+            server.finish_turn(requests, outcomes, time.monotonic() - begin_s)
         if turn.is_last:
             return
 
@@ -98,10 +106,17 @@ class Server:
     Args:
         options: of the command.
         service: state of the server.
+        keys: users by the digest of their key. None for everybody.
         listener: the socket.
     """
 
-    def __init__(self, options: ServeOptions, service: Service, keys: Any, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        service: Service,
+        keys: Mapping[str, UserKey] | None,
+        listener: socket.socket,
+    ) -> None:
         self._options = options
         self._service = service
         self._keys = keys
@@ -109,65 +124,60 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="shardwise-serve", daemon=True)
         self._http: uvicorn.Server | None = None
-        self._app: App | None = None
         self._has_begun_stop = False
 
-    def start(self, base: dict[str, Any], tokenizer: Any) -> None:
+    def start(self, base: ServedBase, tokenizer: Any) -> None:
         """Begin to listen."""
-        vllm = None if self._options.vllm is None else VllmClient(self._options.vllm, self._service.settings.name)
-        self._app = App(self._service, self._keys, base, tokenizer, vllm)
+        service = self._service
+        service.tokenizer = tokenizer
+        if self._options.vllm is not None:
+            service.vllm = VllmClient(self._options.vllm, service.settings.name)
         config = uvicorn.Config(
-            self._app.routes(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75
+            App(service, self._keys, base).routes(),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
         )
         self._http = uvicorn.Server(config)
         self._thread.start()
         host, port = self._listener.getsockname()[:2]
-        click.echo(f"serving {self._service.settings.name} on http://{host}:{port}")
+        click.echo(f"serving {service.settings.name} on http://{host}:{port}")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         assert self._http is not None
-        tidying = self._loop.create_task(tidy_regularly(self._service))
+        tidying = self._loop.create_task(_tidy_regularly(self._service))
         self._loop.run_until_complete(self._http.serve(sockets=[self._listener]))
         tidying.cancel()
         self._loop.run_until_complete(asyncio.gather(tidying, return_exceptions=True))
 
-    def take_turn(self, request: StopRequest) -> tuple[Turn, list[Queued]]:
+    def take_turn(self, stop: StopRequest) -> tuple[Turn, list[QueuedRequest]]:
         """Return the next turn. It may be empty. After a stop request, the last one is that with an empty queue."""
-        if request.is_made and not self._has_begun_stop:
-            self._has_begun_stop = True
-            self._call(self._service.begin_stop)
+        is_stopping = self._begin_stop_if(stop)
         taking = asyncio.run_coroutine_threadsafe(
-            self._service.take_turn(0.05 if self._has_begun_stop else _IDLE_TURN_S), self._loop
+            self._service.take_turn(0.05 if is_stopping else _IDLE_TURN_S), self._loop
         )
-        turn, items = self._wait(taking, request)
-        if self._has_begun_stop and not items:
+        while not wait([taking], timeout=0.25).done:  # in short steps, between which signals are handled
+            if not self._thread.is_alive():
+                raise TrainingError("the thread with the connections has ended. Its messages are above")
+            self._begin_stop_if(stop)
+        turn, requests = taking.result()
+        if is_stopping and not requests:
             return Turn(is_last=True), []
-        return turn, items
+        return turn, requests
 
-    def _wait(self, taking: Future[Any], request: StopRequest) -> Any:
-        """Wait for a turn in short steps, in which signals are handled."""
-        while True:
-            try:
-                return taking.result(0.25)
-            except TimeoutError:
-                if not self._thread.is_alive():
-                    raise TrainingError(
-                        "the thread with the connections has ended. Its messages are above"
-                    ) from None
-                if request.is_made and not self._has_begun_stop:
-                    self._has_begun_stop = True
-                    self._call(self._service.begin_stop)
+    def _begin_stop_if(self, stop: StopRequest) -> bool:
+        """Return whether the server is stopping. Begin to, if it was asked to."""
+        if stop.is_made and not self._has_begun_stop:
+            self._has_begun_stop = True
+            asyncio.run_coroutine_threadsafe(self._service.begin_stop(), self._loop).result()
+        return self._has_begun_stop
 
-    def finish_turn(self, items: list[Queued], outcomes: dict[str, Any], duration_s: float) -> None:
+    def finish_turn(self, requests: list[QueuedRequest], outcomes: dict[str, Any], duration_s: float) -> None:
         """Give the outcomes of a turn to those who wait for them."""
-        self._call(lambda: self._service.finish_turn(items, outcomes, duration_s))
-
-    def _call(self, function: Callable[[], None]) -> None:
-        async def run() -> None:
-            function()
-
-        asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+        finishing = self._service.finish_turn(requests, outcomes, duration_s)
+        asyncio.run_coroutine_threadsafe(finishing, self._loop).result()
 
     def stop(self) -> None:
         """Answer what waits for a result, and close connections."""
@@ -180,11 +190,23 @@ class Server:
         self._loop.close()
 
 
+async def _tidy_regularly(service: Service) -> None:
+    """Remove what is over, until the task is cancelled."""
+    while True:
+        await asyncio.sleep(_TIDY_S)
+        try:
+            await service.tidy()
+        except OSError:
+            _log.exception("checkpoints that are over cannot be removed")
+
+
 def _open(options: ServeOptions, stack: ExitStack) -> Server:
     """Check what the first rank needs before the base is loaded: keys, the folder, the port."""
     keys = None if options.keys is None else read_keys(options.keys)
     if keys is None and options.host not in _LOOPBACK:
         raise ConfigError(f"--host {options.host}: without --keys, anyone could use it. Pass --keys, or 127.0.0.1")
+    if options.vllm is not None and options.state is None:
+        raise ConfigError("--vllm: loads adapters from a folder. Pass --state, which both servers see")
     store = None
     if options.state is not None:
         try:
@@ -206,15 +228,19 @@ def _open(options: ServeOptions, stack: ExitStack) -> Server:
     return Server(options, Service(options.settings, store), keys, listener)
 
 
-def _describe(model: nn.Module, bank: AdapterBank, max_tokens_per_pass: int) -> dict[str, Any]:
-    head: Any = model.get_input_embeddings()  # type: ignore[operator]
+def _describe(model: nn.Module, bank: AdapterBank, max_tokens_per_pass: int) -> ServedBase:
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     # A row that is padded to a multiple still fits into a pass.
     longest_in_pass = max_tokens_per_pass // LENGTH_MULTIPLE * LENGTH_MULTIPLE
-    return {
-        "vocab_size": head.num_embeddings,
-        "max_length": min(bank.max_length, longest_in_pass),
-        "arch": type(model).__name__,
-    }
+    return ServedBase(embedding.num_embeddings, min(bank.max_length, longest_in_pass), type(model).__name__)
+
+
+def _write_log() -> None:
+    """Write the log of requests to stderr, a JSON object a line, unless the program has a handler for it."""
+    log = logging.getLogger("shardwise.serve")
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
 
 
 def _load_tokenizer(model: str) -> Any:

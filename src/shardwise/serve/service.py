@@ -1,4 +1,16 @@
-"""State of a server: sessions, models, queues and futures. All of it belongs to one event loop."""
+"""State of a server: sessions, models, queues and futures. All of it belongs to one event loop.
+
+[Note: A request] A call of a client opens a request in a ``with`` block, whose body sets the operation. When the
+block ends, the request is in its queue; if the body raised ConfigError, its future has failed instead::
+
+    with service.place(model, seq_id, body) as request:
+        if request.is_new:
+            request.operation = OptimStep(request.request_id, ...)
+    return request.request_id  # of the future, which the client retrieves
+
+A turn takes operations from the queues (:meth:`Service.take_turn`), ranks carry them out, and
+:meth:`Service.finish_turn` makes the results of the futures.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +20,18 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from shardwise.core.errors import ConfigError
+from shardwise.serve import messages
 from shardwise.serve.checkpoints import Checkpoint, CheckpointStore
 from shardwise.serve.keys import UserKey
+from shardwise.serve.messages import StatusError
 from shardwise.serve.operations import (
+    CopyModel,
     CreateModel,
     ForgetModels,
     Generate,
@@ -25,11 +41,13 @@ from shardwise.serve.operations import (
     Pass,
     PassOutcome,
     Refusal,
+    SampleAnswer,
     SaveModel,
     Turn,
     TurnOperation,
 )
 from shardwise.serve.turns import Cost, Stage, next_turn
+from shardwise.serve.vllm import VllmClient
 
 _KEPT_S: Final = 600.0
 """Seconds for which a result is kept after it was retrieved."""
@@ -39,15 +57,10 @@ _IDLE_S: Final = 60.0
 
 _MAX_FUSE_WAIT_S: Final = 0.1
 
+_NUM_GONE: Final = 4096
+"""Ids of sessions and models that are gone and get 410. Older ones get 404."""
+
 _log = logging.getLogger(__name__)
-
-
-class StatusError(Exception):
-    """An answer with an HTTP status other than 200."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +93,7 @@ class Future:
     request_id: str
     key: UserKey
     reason: str = ""
-    result: bytes | dict[str, Any] | Refusal | None = None
+    result: bytes | Mapping[str, Any] | Refusal | None = None
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
     retrieved_s: float | None = None
 
@@ -90,13 +103,41 @@ class Future:
 
 
 @dataclass(slots=True)
-class Queued:
-    """An operation of a queue. ``write`` makes its result from its outcome, and ``refusal`` is one known before."""
+class QueuedRequest:
+    """A request, from its submission to its result. See [Note: A request].
 
-    operation: TurnOperation
-    cost: Cost
-    write: Callable[[Any], bytes | dict[str, Any]]
+    Attributes:
+        request_id: of its future. The server's own requests have none.
+        key: the user, None for the server's own requests.
+        is_new: False for one that was sent before. It has its future, and the rest is not used.
+        operation: what ranks carry out.
+        answer: what the result needs beside the operation's outcome, or all of the result.
+        checkpoint: is recorded when the operation is done.
+        sampler: is opened when the operation is done.
+        refusal: why it has failed before it runs.
+        submitted_s: when it was queued.
+    """
+
+    request_id: str
+    key: UserKey | None = None
+    is_new: bool = True
+    operation: TurnOperation | None = None
+    answer: Mapping[str, Any] | SampleAnswer = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    sampler: Sampler | None = None
     refusal: Refusal | None = None
+    submitted_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def cost(self) -> Cost:
+        match self.operation:
+            case Pass(rows=rows):
+                return Cost(Stage.PASS, sum(len(row["input_ids"]) for row in rows))
+            case OptimStep():
+                return Cost(Stage.STEP)
+            case Generate(prompt=prompt, settings=settings):
+                return Cost(Stage.OTHER, len(prompt) + settings["max_tokens"] * settings["n"])
+        return Cost(Stage.OTHER)
 
 
 @dataclass
@@ -105,7 +146,6 @@ class Session:
     key: UserKey
     heartbeat_s: float
     user_metadata: Mapping[str, Any] | None = None
-    samplers: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -113,6 +153,7 @@ class Model:
     """A model of a user.
 
     Attributes:
+        creation_id: request that created it.
         next_seq_id: that of the request that runs next.
         early: requests that wait for an earlier one, by seq_id.
         seen: digest and future of each request, by seq_id, so that a repeated one is answered again.
@@ -122,13 +163,13 @@ class Model:
     """
 
     model_id: str
-    key: UserKey
     session: Session
+    creation_id: str
     rank: int
     parts: frozenset[str]
     user_metadata: Mapping[str, Any] | None = None
     next_seq_id: int = 1
-    early: dict[int, Queued] = field(default_factory=dict)
+    early: dict[int, QueuedRequest] = field(default_factory=dict)
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
     failed_seq_id: int | None = None
     snapshots: list[str] = field(default_factory=list)
@@ -139,13 +180,18 @@ class Model:
     is_ready: bool = False
     is_offloaded: bool = False
 
+    @property
+    def key(self) -> UserKey:
+        return self.session.key
+
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """What a sampling session samples from: a copy in memory, a checkpoint, or the base."""
 
     key: UserKey
-    name: str | None
+    session_id: str
+    name: str | None = None
     folder: str | None = None
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
 
@@ -167,87 +213,100 @@ class Service:
     Args:
         settings: of the server.
         store: of checkpoints, or None without a folder for them.
+
+    Attributes:
+        vllm: samples instead of the bank, if there is one.
+        tokenizer: of the base, or None. For stops that are texts.
     """
 
     def __init__(self, settings: Settings, store: CheckpointStore | None) -> None:
         self.settings = settings
         self.store = store
+        self.vllm: VllmClient | None = None
+        self.tokenizer: Any = None
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
-        self.expired: set[str] = set()
         self.samplers: dict[str, Sampler] = {}
         self.futures: dict[str, Future] = {}
         self.counters = Counters()
         self.is_stopping = False
-        self.queues: dict[str, dict[str, deque[Queued]]] = {}
-        self._queued: dict[str, tuple[Queued, float]] = {}
-        self._waiting: dict[str, tuple[int, int]] = {}
-        """Number of requests that wait, and their tokens, by user."""
+        self._gone: deque[str] = deque(maxlen=_NUM_GONE)
+        self._queues: dict[str, dict[str, deque[QueuedRequest]]] = {}
+        """By key and name: a model, the samples of a key, or a request of the server itself, whose key is ""."""
+        self._waiting: dict[str, dict[str, int]] = {}
+        """Tokens of the requests that wait, by key and id."""
         self._credits: dict[str, int] = {}
         self._order: tuple[str, ...] = ()
         self._has_work = asyncio.Event()
+        self._has_arrived = asyncio.Event()
         self._last_turn_s = 0.0
-        self._outside: set[asyncio.Task[None]] = set()
+        self._sampling: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, float] = {}
+        """When checkpoints that were loaded to sample from were used last."""
 
-    # Sessions and models
+    # Sessions, models and samplers
 
     def open_session(self, key: UserKey, user_metadata: Mapping[str, Any] | None) -> Session:
         self.require_open()
-        session = Session(secrets.token_hex(16), key, time.monotonic(), user_metadata)
+        session = Session(new_id(), key, time.monotonic(), user_metadata)
         self.sessions[session.session_id] = session
         return session
 
     def get_session(self, key: UserKey, session_id: str) -> Session:
         session = self.sessions.get(session_id)
         if session is None:
-            raise StatusError(410 if session_id in self.expired else 404, f"session {session_id!r}: is not open")
+            raise self._missing("session", session_id)
         _require_own(key, session.key, "session")
         return session
 
     def get_model(self, key: UserKey, model_id: str) -> Model:
         model = self.models.get(model_id)
         if model is None:
-            raise StatusError(410 if model_id in self.expired else 404, f"model {model_id!r}: does not exist")
+            raise self._missing("model", model_id)
         _require_own(key, model.key, "model")
         model.request_s = time.monotonic()
         model.session.heartbeat_s = model.request_s
         return model
 
-    def add_model(
-        self,
-        session: Session,
-        model_seq_id: int,
-        rank: int,
-        parts: frozenset[str],
-        metadata: Mapping[str, Any] | None,
-    ) -> tuple[Model, bool]:
-        """Return the model of a session with a number, and whether it is new.
+    def get_sampler(self, key: UserKey, sampler_id: str) -> Sampler:
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None:
+            raise self._missing("sampling session", sampler_id)
+        _require_own(key, sampler.key, "sampling session")
+        return sampler
 
-        Raises:
-            StatusError: 429 if the user has too many.
-        """
-        model_id = f"{session.session_id}:train:{model_seq_id}"  # clients derive it, too
-        if model_id in self.models:
-            return self.models[model_id], False
-        number = sum(model.key is session.key for model in self.models.values())
-        if number >= session.key.max_models:
-            raise StatusError(429, f"max_models: you have {number} models. Unload one")
-        model = Model(model_id, session.key, session, rank, parts, metadata)
-        self.models[model_id] = model
-        return model, True
+    def _missing(self, kind: str, name: str) -> StatusError:
+        if name in self._gone:
+            return StatusError(410, f"{kind} {name!r}: is gone")
+        return StatusError(404, f"{kind} {name!r}: does not exist")
+
+    def open_sampler(self, sampler: Sampler) -> str:
+        sampler_id = new_id()
+        self.samplers[sampler_id] = sampler
+        return sampler_id
 
     def remove_model(self, model: Model) -> None:
         """Remove a model at the end of the next turn, with its snapshots and requests."""
-        del self.models[model.model_id]
-        self.expired.add(model.model_id)
-        self._refuse_queue(model, "the model was removed")
+        self._drop_model(model, "the model was removed")
+        self._gone.append(model.model_id)
         self._put_own(ForgetModels(new_id(), (model.model_id, *model.snapshots)))
 
-    def _refuse_queue(self, model: Model, text: str) -> None:
-        for item in [*self.queues.get(model.key.name, {}).pop(model.model_id, ()), *model.early.values()]:
-            self._finish(item, Refusal(text))
+    def _drop_model(self, model: Model, text: str) -> None:
+        del self.models[model.model_id]
+        for request in [*self._queues.get(model.key.name, {}).pop(model.model_id, ()), *model.early.values()]:
+            self._finish(request, Refusal(text))
         model.early.clear()
+
+    def close_session(self, session: Session, name: str) -> None:
+        """Save the models of a session under a name, and remove them and its samplers."""
+        del self.sessions[session.session_id]
+        self._gone.append(session.session_id)
+        for model in [model for model in self.models.values() if model.session is session]:
+            if self.store is not None and model.is_ready:
+                self._put_save(model, name, "", new_id())
+            self.remove_model(model)
+        for sampler_id in [key for key, each in self.samplers.items() if each.session_id == session.session_id]:
+            del self.samplers[sampler_id]
 
     # Requests
 
@@ -255,158 +314,161 @@ class Service:
         if self.is_stopping:
             raise StatusError(503, "the server is stopping")
 
-    def submit(
+    @contextmanager
+    def open_model(
         self,
-        model: Model,
-        seq_id: int,
-        digest: str,
-        make: Callable[[str], Queued],
-        *,
-        is_pass: bool = False,
-    ) -> str:
-        """Queue a request of a model in its place. Return the id of its future.
+        session: Session,
+        number: int,
+        rank: int,
+        parts: frozenset[str],
+        user_metadata: Mapping[str, Any] | None,
+    ) -> Iterator[QueuedRequest]:
+        """Queue the creation of a session's model. One that was asked for before has the same future.
+
+        Raises:
+            StatusError: 429 if the user has too many models, and as :meth:`place`.
+        """
+        model_id = name_model(session, number)
+        if model_id in self.models:
+            yield QueuedRequest(self.models[model_id].creation_id, is_new=False)
+            return
+        with self.admit(session.key, model_id) as request:
+            yield request
+            num_models = sum(model.key is session.key for model in self.models.values())
+            if num_models >= session.key.max_models:
+                raise StatusError(429, f"max_models: you have {num_models} models. Unload one")
+        if request.refusal is None:
+            self.models[model_id] = Model(model_id, session, request.request_id, rank, parts, user_metadata)
+
+    @contextmanager
+    def place(
+        self, model: Model, seq_id: int, body: bytes, *, is_backward: bool = False
+    ) -> Iterator[QueuedRequest]:
+        """Queue a request in its place in the order of a model. See [Note: A request].
+
+        If the block raises ConfigError the request has failed, and its place is taken all the same.
 
         Args:
             model: the model.
             seq_id: place of the request, from 1.
-            digest: of its body, so that a request that was sent again is not carried out twice.
-            make: makes the operation from the id of the request. If it raises ConfigError, the request has failed,
-                and its place is taken all the same.
-            is_pass: whether it is a part of a batch, without which the next step must not be taken.
+            body: what was sent. A request that is sent again is not carried out twice.
+            is_backward: whether it is a part of a batch, without which the next step must not be taken.
 
         Raises:
             StatusError: 400 for an invalid place, 429 for too many requests, 503 if the server is stopping.
         """
         if seq_id < 1:
             raise StatusError(400, f"seq_id={seq_id}: begins with 1")
-        if seq_id in model.seen:
-            known, request_id = model.seen[seq_id]
-            return (
-                request_id
-                if known == digest
-                else self.refuse(model.key, f"seq_id={seq_id}: had another body before")
-            )
-        if seq_id < model.next_seq_id:
-            return self.refuse(model.key, f"seq_id={seq_id}: was answered before, and its result is gone")
-        self.require_open()
-        future = self._open_future(model.key)
-        try:
-            item = make(future.request_id)
-            self._require_room(model.key, item.cost.tokens)
-        except ConfigError as error:
-            # It keeps its place in the order, also because a step after it must not be taken.
-            failed = Pass(future.request_id, model.model_id, (), seq_id, backward=is_pass)
-            refusal = Refusal(str(error))
-            item = Queued(failed, Cost(Stage.PASS), write_nothing, refusal)
-            self._set_result(future, refusal)
-        except StatusError:
-            del self.futures[future.request_id]
-            raise
-        model.seen[seq_id] = digest, future.request_id
-        model.early[seq_id] = item
-        self._note_queued(future, item)
+        digest = digest_of(body)
+        if seq_id in model.seen or seq_id < model.next_seq_id:
+            yield QueuedRequest(self._find_again(model, seq_id, digest), is_new=False)
+            return
+        with self._open_request(model.key) as request:
+            yield request
+        if request.refusal is not None:  # it keeps its place, also because a step after it must not be taken
+            request.operation = Pass(request.request_id, model.model_id, (), seq_id, backward=is_backward)
+        model.seen[seq_id] = digest, request.request_id
+        model.early[seq_id] = request
         queue = self._get_queue(model.key, model.model_id)
         while (ready := model.early.pop(model.next_seq_id, None)) is not None:
             queue.append(ready)
             model.next_seq_id += 1
-        self._describe_waits(model)
-        self._has_work.set()
-        return future.request_id
+        for early in model.early.values():
+            self.futures[early.request_id].reason = f"waiting for seq_id {model.next_seq_id}"
+        self._note_arrival(model.key, request)
 
-    def submit_unordered(self, key: UserKey, queue: str, make: Callable[[str], Queued]) -> str:
-        """Queue a request that has no place in the order of a model. Errors: as :meth:`submit`."""
-        future, item = self._admit(key, make)
-        if item is not None:
-            self._get_queue(key, queue).append(item)
-            self._has_work.set()
-        return future.request_id
+    def _find_again(self, model: Model, seq_id: int, digest: str) -> str:
+        """Return the future of a request that was sent before."""
+        known, request_id = model.seen.get(seq_id, ("", ""))
+        if known == digest:
+            return request_id
+        text = "had another body before" if known else "was answered before, and its result is gone"
+        return self.refuse(model.key, f"seq_id={seq_id}: {text}")
 
-    def run_outside(
-        self, key: UserKey, make: Callable[[str], Queued], work: Callable[[Any], Awaitable[Any]]
-    ) -> str:
-        """Carry out a request in no turn. Return the id of its future. Errors: as :meth:`submit`.
+    @contextmanager
+    def admit(self, key: UserKey, queue: str) -> Iterator[QueuedRequest]:
+        """Queue a request that has no place in the order of a model. Otherwise as :meth:`place`."""
+        with self._open_request(key) as request:
+            yield request
+        if request.refusal is not None:
+            return
+        if self.vllm is not None and isinstance(request.operation, Generate):
+            task = asyncio.get_running_loop().create_task(self._sample_by_vllm(request))
+            self._sampling.add(task)
+            task.add_done_callback(self._sampling.discard)
+        else:
+            self._get_queue(key, queue).append(request)
+        self._note_arrival(key, request)
 
-        ``work`` returns its outcome, and raises ConfigError if it fails.
-        """
-        future, item = self._admit(key, make)
-        if item is None:
-            return future.request_id
-
-        async def run() -> None:
-            try:
-                outcome = await work(item.operation)
-            except ConfigError as error:
-                outcome = Refusal(str(error), is_users=False)
-            self._finish(item, outcome)
-
-        task = asyncio.get_running_loop().create_task(run())
-        self._outside.add(task)
-        task.add_done_callback(self._outside.discard)
-        return future.request_id
-
-    def _admit(self, key: UserKey, make: Callable[[str], Queued]) -> tuple[Future, Queued | None]:
-        """Return the future of a request, and its operation, or None if it has failed already."""
+    @contextmanager
+    def _open_request(self, key: UserKey) -> Iterator[QueuedRequest]:
+        """Open a request and its future. If the block raises ConfigError it has failed; otherwise it never was."""
         self.require_open()
         future = self._open_future(key)
+        request = QueuedRequest(future.request_id, key)
         try:
-            item = make(future.request_id)
-            self._require_room(key, item.cost.tokens)
+            yield request
+            self._require_room(key, request.cost.tokens)
         except ConfigError as error:
-            self._set_result(future, Refusal(str(error)))
-            return future, None
-        except StatusError:
+            request.refusal = Refusal(str(error))
+            self._set_result(future, request.refusal)
+        except BaseException:
             del self.futures[future.request_id]
             raise
-        self._note_queued(future, item)
-        return future, item
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Queue the removal of copies and loaded checkpoints."""
-        self._put_own(ForgetModels(new_id(), tuple(names)))
+    async def _sample_by_vllm(self, request: QueuedRequest) -> None:
+        assert self.vllm is not None
+        assert isinstance(request.operation, Generate)
+        try:
+            outcome: Any = await self.vllm.sample(request.operation)
+        except ConfigError as error:
+            outcome = Refusal(str(error), is_users=False)
+        self._finish(request, outcome)
 
-    def answer(self, key: UserKey, result: dict[str, Any]) -> str:
-        """Return the id of a future that is done."""
-        future = self._open_future(key)
-        self._set_result(future, result)
-        return future.request_id
+    def _require_room(self, key: UserKey, tokens: int) -> None:
+        waiting = self._waiting.get(key.name, {})
+        if len(waiting) >= key.max_requests:
+            raise StatusError(429, f"max_requests: {len(waiting)} requests wait. Retrieve results first")
+        if waiting and sum(waiting.values()) + tokens > key.max_tokens:
+            raise StatusError(429, f"max_tokens: {sum(waiting.values())} tokens wait. Retrieve results first")
+
+    def _note_arrival(self, key: UserKey, request: QueuedRequest) -> None:
+        self._waiting.setdefault(key.name, {})[request.request_id] = request.cost.tokens
+        self._has_work.set()
+        self._has_arrived.set()
+
+    def _get_queue(self, key: UserKey, name: str) -> deque[QueuedRequest]:
+        return self._queues.setdefault(key.name, {}).setdefault(name, deque())
+
+    def _put_own(self, operation: TurnOperation, checkpoint: Checkpoint | None = None) -> None:
+        """Queue an operation of the server itself, whose outcome nobody waits for."""
+        request = QueuedRequest(operation.request_id, operation=operation, checkpoint=checkpoint)
+        self._queues.setdefault("", {}).setdefault(operation.request_id, deque()).append(request)
+        self._has_work.set()
+
+    def make_save(self, request_id: str, model: Model, checkpoint: Checkpoint) -> SaveModel:
+        """Return the save of a model. Raise ConfigError if the name cannot be that of a folder."""
+        if self.store is None:
+            raise ConfigError("path: this server has no folder for checkpoints. Start it with --state")
+        folder = self.store.folder(model.key.folder, checkpoint)
+        return SaveModel(request_id, model.model_id, str(folder), training_state=checkpoint.kind == "weights")
+
+    # Results
 
     def refuse(self, key: UserKey, text: str) -> str:
         """Return the id of a future that has failed by the user's fault."""
+        return self.answer(key, Refusal(text))
+
+    def answer(self, key: UserKey, result: Mapping[str, Any] | Refusal) -> str:
+        """Return the id of a future that is done."""
         future = self._open_future(key)
-        self._set_result(future, Refusal(text))
+        self._set_result(future, result)
         return future.request_id
 
     def _open_future(self, key: UserKey) -> Future:
         future = Future(new_id(), key)
         self.futures[future.request_id] = future
         return future
-
-    def _get_queue(self, key: UserKey, name: str) -> deque[Queued]:
-        return self.queues.setdefault(key.name, {}).setdefault(name, deque())
-
-    def _put_own(self, operation: TurnOperation) -> None:
-        """Queue an operation of the server itself, whose outcome nobody waits for."""
-        queue = self.queues.setdefault("", {}).setdefault(operation.request_id, deque())
-        queue.append(Queued(operation, Cost(Stage.OTHER), write_nothing))
-        self._has_work.set()
-
-    def _require_room(self, key: UserKey, tokens: int) -> None:
-        number, queued = self._waiting.get(key.name, (0, 0))
-        if number >= key.max_requests:
-            raise StatusError(429, f"max_requests: {number} requests wait. Retrieve results first")
-        if number and queued + tokens > key.max_tokens:
-            raise StatusError(429, f"max_tokens: {queued} tokens wait. Retrieve results first")
-
-    def _note_queued(self, future: Future, item: Queued) -> None:
-        self._queued[future.request_id] = item, time.monotonic()
-        number, tokens = self._waiting.get(future.key.name, (0, 0))
-        self._waiting[future.key.name] = number + 1, tokens + item.cost.tokens
-
-    def _describe_waits(self, model: Model) -> None:
-        for item in model.early.values():
-            self.futures[item.operation.request_id].reason = f"waiting for seq_id {model.next_seq_id}"
-
-    # Results
 
     async def retrieve(self, key: UserKey, request_id: str) -> Future:
         """Wait for a result. Errors: StatusError 403, 404; 408 if it is not ready in time."""
@@ -418,92 +480,120 @@ class Service:
             try:
                 await asyncio.wait_for(future.is_done.wait(), self.settings.retrieval_s)
             except TimeoutError:
-                raise StatusError(408, future.reason or f"{self.num_queued} requests are in the queue") from None
+                raise StatusError(408, future.reason or f"{self.num_waiting} requests are in the queue") from None
         future.retrieved_s = time.monotonic()
         return future
 
-    def _set_result(self, future: Future, result: bytes | dict[str, Any] | Refusal | None) -> None:
+    def _set_result(self, future: Future, result: bytes | Mapping[str, Any] | Refusal) -> None:
         future.result = result
         future.is_done.set()
         if isinstance(result, Refusal):
             name = future.key.name
             self.counters.failures[name] = self.counters.failures.get(name, 0) + 1
 
-    def _finish(self, item: Queued, outcome: object) -> None:
-        """Set the result of an operation."""
-        result: Any = outcome
-        if not isinstance(outcome, Refusal):
+    def _finish(self, request: QueuedRequest, outcome: object) -> None:
+        """Set the result of a request."""
+        if isinstance(outcome, Refusal):
+            result: bytes | Mapping[str, Any] | Refusal = outcome
+        else:
             try:
-                result = item.write(outcome)  # also of the server's own saves, whose metadata it writes
+                result = self._make_result(request, outcome)  # also of own saves, which are recorded here
             except (OSError, ConfigError) as error:
-                result = Refusal(str(error), is_users=False)
-        entry = self._queued.pop(item.operation.request_id, None)
-        future = self.futures.get(item.operation.request_id)
-        if entry is None or future is None:
+                _log.error("the checkpoint of a save cannot be recorded: %s", error)
+                result = Refusal("the server cannot write to its folder of checkpoints", is_users=False)
+        if request.key is None:
             if isinstance(result, Refusal):
                 _log.error("an operation of the server failed: %s", result.text)
             return
-        name = future.key.name
-        number, tokens = self._waiting[name]
-        self._waiting[name] = number - 1, tokens - item.cost.tokens
-        self.counters.waits_s[name] = self.counters.waits_s.get(name, 0.0) + time.monotonic() - entry[1]
-        if future.result is None:  # a request that failed before it was queued has one
+        name = request.key.name
+        del self._waiting[name][request.request_id]
+        waits_s = self.counters.waits_s
+        waits_s[name] = waits_s.get(name, 0.0) + time.monotonic() - request.submitted_s
+        future = self.futures.get(request.request_id)
+        if future is not None and future.result is None:  # one that failed before it was queued has a result
             self._set_result(future, result)
 
+    def _make_result(self, request: QueuedRequest, outcome: Any) -> bytes | Mapping[str, Any]:
+        operation, answer = request.operation, request.answer
+        if isinstance(operation, Pass):
+            if isinstance(answer, SampleAnswer):
+                return messages.write_score(outcome, answer)
+            return messages.write_pass(outcome)
+        if isinstance(answer, SampleAnswer):
+            return messages.write_sample(messages.cut_at_stops(self.tokenizer, outcome, answer.stops), answer)
+        if isinstance(operation, OptimStep):
+            return {"metrics": outcome}
+        if request.checkpoint is not None:
+            assert isinstance(operation, SaveModel)
+            assert self.store is not None
+            self.store.record(operation.folder, request.checkpoint)
+        if isinstance(operation, CopyModel) and (model := self.models.get(operation.model)) is not None:
+            model.snapshots.append(operation.new)
+            old = model.snapshots[: -model.key.max_snapshots]
+            del model.snapshots[: len(old)]
+            if old:
+                self._put_own(ForgetModels(new_id(), tuple(old)))
+        if request.sampler is not None:
+            return {**answer, "sampling_session_id": self.open_sampler(request.sampler)}
+        return answer
+
     @property
-    def num_queued(self) -> int:
-        return len(self._queued)
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
     # Turns
 
-    async def take_turn(self, timeout_s: float) -> tuple[Turn, list[Queued]]:
-        """Return the next turn, and its items in the order of their parts. After ``timeout_s`` it may be empty."""
+    async def take_turn(self, timeout_s: float) -> tuple[Turn, list[QueuedRequest]]:
+        """Return the next turn, and its requests by part. After ``timeout_s`` it may be empty."""
         try:
             await asyncio.wait_for(self._has_work.wait(), timeout_s)
         except TimeoutError:
             return Turn(), []
         await self._wait_for_others()
         costs = {
-            # Queues that were served least lately come first, so that models of a key take turns, too.
-            key: {name: [item.cost for item in queue] for name, queue in queues.items()}
-            for key, queues in self.queues.items()
+            key: {name: [request.cost for request in queue] for name, queue in queues.items()}
+            for key, queues in self._queues.items()
         }
         budget = self.settings.max_tokens_per_turn
         plan = next_turn(costs, self._credits, self._order, budget=budget, quantum=max(budget // 4, 1))
         self._credits, self._order = plan.credits, plan.order
-        items: list[Queued] = []
-        for queues in self.queues.values():
+        requests: list[QueuedRequest] = []
+        for queues in self._queues.values():
             for name in [name for name in queues if name in plan.num_requests]:
                 queue = queues.pop(name)
-                items += [queue.popleft() for _ in range(plan.num_requests[name])]
+                requests += [queue.popleft() for _ in range(plan.num_requests[name])]
                 if queue:
-                    queues[name] = queue  # at the end
-        if not any(any(queues.values()) for queues in self.queues.values()):
+                    queues[name] = queue  # at the end, so that models of a key take turns, too
+        if not any(any(queues.values()) for queues in self._queues.values()):
             self._has_work.clear()
-        self.queues = {key: queues for key, queues in self.queues.items() if queues}
-        return self._make_turn(items)
+        self._queues = {key: queues for key, queues in self._queues.items() if queues}
+        # Passes come first: a step of the same turn has seen their failures.
+        requests.sort(key=lambda request: request.cost.stage)
+        return self._make_turn(requests), requests
 
     async def _wait_for_others(self) -> None:
         """Wait for models that stepped within the last two turns and are about to send their next request."""
         turn = self.counters.turns
         recent = {name for name, model in self.models.items() if turn - model.stepped_turn <= 2}
-        ready = {name for queues in self.queues.values() for name in queues}
         wait_s = self.settings.fuse_wait_s
         if wait_s is None:
             wait_s = min(self._last_turn_s / 2, _MAX_FUSE_WAIT_S)
         deadline_s = time.monotonic() + wait_s
-        while not recent <= ready and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.001)
-            ready = {name for queues in self.queues.values() for name in queues}
+        while not recent <= {name for queues in self._queues.values() for name in queues}:
+            self._has_arrived.clear()
+            try:
+                await asyncio.wait_for(self._has_arrived.wait(), deadline_s - time.monotonic())
+            except TimeoutError:
+                return
 
-    def _make_turn(self, items: list[Queued]) -> tuple[Turn, list[Queued]]:
+    def _make_turn(self, requests: Sequence[QueuedRequest]) -> Turn:
         passes: list[Pass] = []
         steps: list[OptimStep] = []
         others: list[Any] = []
-        for item in items:
-            operation = item.operation
-            model = self.models.get(getattr(operation, "model", None) or "")
-            if item.refusal is not None:
+        for request in requests:
+            operation = request.operation
+            model = self._model_of(operation)
+            if request.refusal is not None:
                 assert isinstance(operation, Pass)
                 if model is not None and operation.backward:
                     model.failed_seq_id = operation.seq_id
@@ -511,55 +601,57 @@ class Service:
                 passes.append(operation)
             elif isinstance(operation, OptimStep):
                 assert model is not None  # requests of a model are refused when it is removed
-                item.operation = replace(operation, failed_seq_id=model.failed_seq_id)
+                request.operation = replace(operation, failed_seq_id=model.failed_seq_id)
                 model.failed_seq_id = None
-                steps.append(item.operation)
+                steps.append(request.operation)
             else:
                 others.append(operation)
-        return Turn(tuple(passes), tuple(steps), tuple(others)), items
+        return Turn(tuple(passes), tuple(steps), tuple(others))
 
-    def finish_turn(self, items: list[Queued], outcomes: Mapping[str, Any], duration_s: float) -> None:
+    def _model_of(self, operation: TurnOperation | None) -> Model | None:
+        return self.models.get(getattr(operation, "model", None) or "")
+
+    async def finish_turn(
+        self, requests: Sequence[QueuedRequest], outcomes: Mapping[str, Any], duration_s: float
+    ) -> None:
         """Set the results of a turn, and note what they tell about models."""
         self._last_turn_s = duration_s
-        if not items:
+        if not requests:
             return
         counters = self.counters
         counters.turns += 1
         trained = set()
-        # Passes come first: a step of the same turn has seen their failures.
-        for item in sorted(items, key=lambda item: item.cost.stage):
-            operation = item.operation
-            outcome = item.refusal or outcomes.get(operation.request_id)
-            model = self.models.get(getattr(operation, "model", None) or "")
-            future = self.futures.get(operation.request_id)
-            if future is not None:
-                tokens = counters.tokens
-                tokens[future.key.name] = tokens.get(future.key.name, 0) + item.cost.tokens
+        for request in requests:
+            operation = request.operation
+            outcome = request.refusal or outcomes.get(request.request_id)
+            model = self._model_of(operation)
+            if request.key is not None:
+                name = request.key.name
+                counters.tokens[name] = counters.tokens.get(name, 0) + request.cost.tokens
             if model is not None and isinstance(operation, Pass) and operation.backward:
                 trained.add(model.model_id)
                 model.is_offloaded = False
-                if not isinstance(outcome, PassOutcome):
-                    model.failed_seq_id = operation.seq_id
+                if isinstance(outcome, PassOutcome):
+                    model.losses.append(outcome.loss / max(request.cost.tokens, 1))
                 else:
-                    model.losses.append(outcome.loss / max(item.cost.tokens, 1))
+                    model.failed_seq_id = operation.seq_id
             elif model is not None and isinstance(operation, OptimStep):
                 model.failed_seq_id = None
                 model.stepped_turn = counters.turns
                 model.num_steps += 1
             elif model is not None and isinstance(operation, CreateModel | LoadModel):
-                model.is_ready = not isinstance(outcome, Refusal) or model.is_ready
+                model.is_ready = model.is_ready or not isinstance(outcome, Refusal)
                 if not model.is_ready:
-                    del self.models[model.model_id]
-                    self._refuse_queue(model, "the model was not created")
+                    self._drop_model(model, "the model was not created")
             elif isinstance(operation, Generate) and operation.folder is not None and operation.model is not None:
                 self._loaded[operation.model] = time.monotonic()
-            self._finish(item, outcome)
+            self._finish(request, outcome)
         if trained:
             counters.adapters.append(len(trained))
 
     # What the server does by itself
 
-    def tidy(self) -> None:
+    async def tidy(self) -> None:
         """Remove what is over: sessions without heartbeat, results, checkpoints. Offload models that are idle."""
         now_s = time.monotonic()
         for session in list(self.sessions.values()):
@@ -596,65 +688,29 @@ class Service:
             for seq_id in [seq_id for seq_id, (_, request_id) in seen.items() if request_id not in self.futures]:
                 del seen[seq_id]
 
-    def close_session(self, session: Session, name: str) -> None:
-        """Save the models of a session under a name, and remove them and its samplers."""
-        del self.sessions[session.session_id]
-        self.expired.add(session.session_id)
-        for model in [model for model in self.models.values() if model.session is session]:
-            if self.store is not None and model.is_ready:
-                self.save_own(model, name)
-            self.remove_model(model)
-        for sampler in session.samplers:
-            self.samplers.pop(sampler, None)
-
-    def save_own(self, model: Model, name: str) -> None:
-        """Queue a save of a model that its user has not asked for."""
-        assert self.store is not None
-        item = make_save(self.store, model, "weights", name, None, None)(new_id())
-        self.queues.setdefault("", {}).setdefault(item.operation.request_id, deque()).append(item)
-        self._has_work.set()
-
-    def begin_stop(self) -> None:
+    async def begin_stop(self) -> None:
         """Take no more requests, and save all models as ``shutdown`` once those in the queue are done."""
         self.is_stopping = True
         for model in self.models.values():
-            for item in model.early.values():
-                self._finish(item, Refusal("the server is stopping", is_users=False))
+            for request in model.early.values():
+                self._finish(request, Refusal("the server is stopping", is_users=False))
             model.early.clear()
             if self.store is not None and model.is_ready:
-                queue = self._get_queue(model.key, model.model_id)  # after what the model has in the queue
-                queue.append(make_save(self.store, model, "weights", "shutdown", None, None)(new_id()))
+                self._put_save(model, "shutdown", model.key.name, model.model_id)  # after what the model has queued
+        self._has_work.set()
+
+    def _put_save(self, model: Model, name: str, key_name: str, queue: str) -> None:
+        """Queue a save of a model that its user has not asked for."""
+        checkpoint = Checkpoint(model.model_id, "weights", name, rank=model.rank, parts=sorted(model.parts))
+        request = QueuedRequest(new_id(), checkpoint=checkpoint)
+        request.operation = self.make_save(request.request_id, model, checkpoint)
+        self._queues.setdefault(key_name, {}).setdefault(queue, deque()).append(request)
         self._has_work.set()
 
 
-def make_save(
-    store: CheckpointStore,
-    model: Model,
-    kind: str,
-    name: str,
-    ttl_s: int | None,
-    user_metadata: Mapping[str, str] | None,
-) -> Callable[[str], Queued]:
-    """Return what makes the save of a model from the id of a request."""
-
-    def make(request_id: str) -> Queued:
-        folder = store.folder(model.key.folder, model.model_id, kind, name)
-        operation = SaveModel(request_id, model.model_id, str(folder), training_state=kind == "weights")
-        return Queued(operation, Cost(Stage.OTHER), write)
-
-    def write(_outcome: object) -> dict[str, Any]:
-        now_s = time.time()
-        expires_s = None if ttl_s is None else now_s + ttl_s
-        parts = sorted(model.parts)
-        checkpoint = Checkpoint(model.model_id, kind, name, now_s, expires_s, model.rank, parts, user_metadata)
-        store.record(model.key.folder, checkpoint)
-        return {"path": checkpoint.path}
-
-    return make
-
-
-def write_nothing(_outcome: object) -> dict[str, Any]:
-    return {}
+def name_model(session: Session, number: int) -> str:
+    """Return the id of a session's model. Clients derive it, too."""
+    return f"{session.session_id}:train:{number}"
 
 
 def digest_of(body: bytes) -> str:

@@ -27,7 +27,7 @@ def write_metrics(service: Service) -> bytes:
     Counter("shardwise_turns", "Turns.", registry=registry).inc(counters.turns)
     for name, help_text, number in (
         ("models", "Models.", len(service.models)),
-        ("queue", "Requests that wait.", service.num_queued),
+        ("queue", "Requests that wait.", service.num_waiting),
         (
             "adapters_per_turn",
             "Mean number of models trained in the last 1000 turns with any.",
@@ -66,7 +66,7 @@ def write_page(service: Service, key: UserKey) -> str:
         ("Base", service.settings.name),
         ("Turns", str(counters.turns)),
         ("Models in a turn, mean", f"{mean(counters.adapters):.1f}"),
-        ("Requests that wait", str(service.num_queued)),
+        ("Requests that wait", str(service.num_waiting)),
         ("Memory of the first rank", in_bytes(process_memory())),
     ]
     users = sorted({model.key.name for model in models.values()} | counters.tokens.keys())

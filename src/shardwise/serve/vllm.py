@@ -45,7 +45,7 @@ class VllmClient:
         name = self._base
         if operation.folder is not None:
             name = await self._load(operation.folder)
-        sample = operation.settings["sample"]
+        sample = operation.settings
         stop = sample["stop"]
         body = {
             "model": name,
