@@ -42,7 +42,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-real test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-bank bench-quantized bench-startup gpu wheels-for-gpu clean
+.PHONY: help demo demo-real test test-slow check format docs sweep torture test-oldest test-newest newest test-gpu fuzz dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-bank bench-serve bench-quantized bench-startup gpu wheels-for-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +114,9 @@ bench-train: $(VENV)/project ## compare steps and starts with FSDP2 by hand, the
 bench-bank: $(VENV)/project ## compare many LoRAs in one bank with switching and with separate runs; 20 minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.bank $(ARGS)
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.bank_requests $(ARGS)
+
+bench-serve: $(VENV)/project ## compare the server with the bank alone, and clients at once with one after the other; 15 minutes
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.serve $(ARGS)
 
 bench-quantized: $(VENV)/project ## compare FP8 and 4 bits with bfloat16 and with peers; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantized $(ARGS)

@@ -30,6 +30,7 @@ _PACKAGES = ("peft", "prometheus_client", "starlette", "tinker", "uvicorn", "yam
 @click.option("--fuse-wait", type=click.FloatRange(min=0), help="Seconds.  [default: half of a turn, at most 0.1]")
 @click.option("--session-timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds.")
 @click.option("--vllm", metavar="URL", help="Have a vLLM server sample, from adapters in --state.")
+@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="JSON, to stderr.")
 @click.option("--demo", is_flag=True, help="Train three LoRAs of a generated base at once, and end.")
 def serve_command(
     model: str | None,
@@ -48,6 +49,7 @@ def serve_command(
     fuse_wait: float | None,
     session_timeout: float,
     vllm: str | None,
+    log_requests: bool,
     demo: bool,
 ) -> None:
     """Serve MODEL to clients of the tinker package: each trains LoRAs, and all share the base's passes.
@@ -74,5 +76,5 @@ def serve_command(
 
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
     settings = Settings(name, tokenizer or name, max_tokens_per_turn, fuse_wait, session_timeout)
-    options = ServeOptions(model, settings, host, port, keys, state, max_tokens_per_pass, dtype, vllm)
+    options = ServeOptions(model, settings, host, port, keys, state, max_tokens_per_pass, dtype, vllm, log_requests)
     run_ranks(nproc_per_node, serve, options)

@@ -29,7 +29,7 @@ def run_demo(num_ranks: int) -> None:
     with tempfile.TemporaryDirectory(prefix="shardwise-serve-") as folder:
         base = Path(folder, "base")
         _make_base(base)
-        with serving(base, "--nproc-per-node", str(num_ranks)) as url:
+        with serving(base, "--nproc-per-node", str(num_ranks), "--no-log-requests") as url:
             import tinker
 
             client = tinker.ServiceClient(base_url=url, api_key="tml-demo")

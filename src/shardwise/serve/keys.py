@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
+
+import pydantic
 
 from shardwise.core.errors import ConfigError
 
@@ -14,13 +15,12 @@ PREFIX = "tml-"
 """The client refuses keys that begin otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class UserKey:
+class UserKey(pydantic.BaseModel):
     """A user, and what the user may have at a time.
 
     Attributes:
         name: name of the user, for logs and metrics.
-        digest: SHA-256 of the key, in hexadecimal digits. "" for everybody, without a file of keys.
+        sha256: of the key, in hexadecimal digits. "" for everybody, without a file of keys.
         is_operator: whether the user sees the models of all users in ``/status``, and ``/metrics``.
         max_models: models.
         max_rank: rank of a LoRA.
@@ -30,23 +30,25 @@ class UserKey:
         max_result_bytes: bytes of results that are kept. Older ones are forgotten.
     """
 
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
     name: str
-    digest: str = ""
+    sha256: str = pydantic.Field(default="", pattern="^[0-9a-f]{64}$")
     is_operator: bool = False
-    max_models: int = 8
-    max_rank: int = 128
-    max_snapshots: int = 4
-    max_requests: int = 4096
-    max_tokens: int = 4_000_000
-    max_result_bytes: int = 1 << 28
+    max_models: pydantic.PositiveInt = 8
+    max_rank: pydantic.PositiveInt = 128
+    max_snapshots: pydantic.PositiveInt = 4
+    max_requests: pydantic.PositiveInt = 4096
+    max_tokens: pydantic.PositiveInt = 4_000_000
+    max_result_bytes: pydantic.PositiveInt = 1 << 28
 
     @property
     def folder(self) -> str:
         """Name of the user's folder of checkpoints."""
-        return self.digest[:16] or "local"
+        return self.sha256[:16] or "local"
 
 
-LOCAL = UserKey("local", is_operator=True)
+LOCAL = UserKey(name="local", is_operator=True)
 """The only user of a server without a file of keys, who may send any key."""
 
 
@@ -67,29 +69,28 @@ def read_keys(file: Path) -> dict[str, UserKey]:
         values = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read, {error}") from error
-    limits = {each.name for each in fields(UserKey)} - {"name", "digest", "is_operator"}
     keys: dict[str, UserKey] = {}
     for name, entry in (values if isinstance(values, dict) else {}).items():
         where = f"{file}: {name}"
-        if not name:
-            raise ConfigError(f"{where}: is an entry without a name. Write the user's name")
-        digest = entry.pop("sha256", None) if isinstance(entry, dict) else None
-        if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise ConfigError(f"{where}: has no sha256 of a key. Run shardwise serve --new-key {name}")
-        is_operator = entry.pop("is_operator", False)
-        if not isinstance(is_operator, bool):
-            raise ConfigError(f"{where}: is_operator={is_operator!r} is not true or false")
-        if unknown := sorted(map(str, entry.keys() - limits)):
-            raise ConfigError(f"{where}: has no limit {', '.join(unknown)}. Use {', '.join(sorted(limits))}")
-        for limit, value in entry.items():
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{where}: {limit}={value!r} is not a number of 1 or more")
-        if digest in keys:
-            raise ConfigError(f"{where}: has the key of {keys[digest].name}. Make another one")
-        keys[digest] = UserKey(str(name), digest, is_operator, **entry)
+        if not name or not isinstance(entry, dict) or "sha256" not in entry or "name" in entry:
+            raise ConfigError(
+                f"{where}: is not a name with the sha256 of a key. Run shardwise serve --new-key NAME"
+            )
+        try:
+            key = UserKey(name=str(name), **entry)
+        except pydantic.ValidationError as error:
+            known = ", ".join(each for each in UserKey.model_fields if each != "name")
+            raise ConfigError(f"{where}: {describe_faults(error)}. Use {known}") from error
+        if key.sha256 in keys:
+            raise ConfigError(f"{where}: has the key of {keys[key.sha256].name}. Make another one")
+        keys[key.sha256] = key
     if not keys:
         raise ConfigError(f"{file}: has no users. Run shardwise serve --new-key NAME, and add what it prints")
     return keys
+
+
+def describe_faults(error: pydantic.ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5])
 
 
 def make_key(name: str) -> str:

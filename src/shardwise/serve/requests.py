@@ -12,6 +12,7 @@ from tinker import types
 
 from shardwise.bank.rows import IGNORED
 from shardwise.core.errors import ConfigError
+from shardwise.serve.keys import describe_faults
 from shardwise.serve.operations import Generate, OptimStep, Pass, SampleAnswer
 from shardwise.serve.service import QueuedRequest, Sampler
 
@@ -34,8 +35,7 @@ def parse(kind: type[Body], values: Mapping[str, Any]) -> Body:
     try:
         return kind.model_validate(values)
     except pydantic.ValidationError as error:
-        faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
-        raise ConfigError("; ".join(faults)) from error
+        raise ConfigError(describe_faults(error)) from error
 
 
 def read_step(request_id: str, values: Mapping[str, Any]) -> OptimStep:

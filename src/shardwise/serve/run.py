@@ -59,6 +59,7 @@ class ServeOptions:
     max_tokens_per_pass: int = 8192
     dtype: str = "auto"
     vllm: str | None = None
+    log_requests: bool = True
 
 
 def serve(options: ServeOptions) -> None:
@@ -78,7 +79,8 @@ def serve(options: ServeOptions) -> None:
         bank = AdapterBank(model, max_tokens_per_pass=options.max_tokens_per_pass)
         engine = Engine(world, bank, model)
         if server is not None:
-            _write_log()
+            if options.log_requests:
+                _write_log()
             server.start(_describe(model, bank, options.max_tokens_per_pass), _load_tokenizer(options.model))
             stack.callback(server.stop)
         run_turns(world, engine, server, stop)
@@ -236,11 +238,11 @@ def _describe(model: nn.Module, bank: AdapterBank, max_tokens_per_pass: int) -> 
 
 
 def _write_log() -> None:
-    """Write the log of requests to stderr, a JSON object a line, unless the program has a handler for it."""
+    """Write the log of requests to stderr, a JSON object a line."""
     log = logging.getLogger("shardwise.serve")
-    if not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 def _load_tokenizer(model: str) -> Any:
