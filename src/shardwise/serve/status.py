@@ -5,12 +5,15 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 from shardwise.core.formatting import in_bytes
 from shardwise.core.machine import process_memory
 from shardwise.serve.keys import UserKey
 from shardwise.serve.service import Service
+
+
+disable_created_metrics()  # a counter is new in each answer
 
 
 def write_metrics(service: Service) -> bytes:
@@ -51,7 +54,7 @@ def mean(values: Iterable[float]) -> float:
 
 _STYLE = (
     "body{font:14px system-ui;margin:2em;max-width:70em}table{border-collapse:collapse}"
-    "td,th{padding:.3em 1em;border-bottom:1px solid #ccc;text-align:left}svg{vertical-align:middle}"
+    "td,th{padding:.3em 1em;border-bottom:1px solid #ccc;text-align:left;white-space:nowrap}svg{vertical-align:middle}"
 )
 
 
