@@ -12,7 +12,6 @@ from shardwise.core.machine import process_memory
 from shardwise.serve.keys import UserKey
 from shardwise.serve.service import Service
 
-
 disable_created_metrics()  # a counter is new in each answer
 
 
@@ -54,7 +53,8 @@ def mean(values: Iterable[float]) -> float:
 
 _STYLE = (
     "body{font:14px system-ui;margin:2em;max-width:70em}table{border-collapse:collapse}"
-    "td,th{padding:.3em 1em;border-bottom:1px solid #ccc;text-align:left;white-space:nowrap}svg{vertical-align:middle}"
+    "td,th{padding:.3em 1em;border-bottom:1px solid #ccc;text-align:left;white-space:nowrap}"
+    "svg{vertical-align:middle}"
 )
 
 
