@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.training import published
+from tests.integrations.requirements import require_patched_names
+
+require_patched_names()
+
+from tests.training import published  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
