@@ -21,8 +21,8 @@ from shardwise.serve import messages
 class User:
     """A connection with a user's key."""
 
-    def __init__(self, served: Served, name: str) -> None:
-        self.http = httpx.Client(base_url=served.url, headers={"x-api-key": served.keys[name]}, timeout=20)
+    def __init__(self, url: str, key: str) -> None:
+        self.http = httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=20)
         self.session = self.post("create_session", tags=[], user_metadata=None, sdk_version="0.38.0")["session_id"]
         self.num_models = 0
 
@@ -64,7 +64,7 @@ class User:
 
 @pytest.fixture(scope="module")
 def ada(served: Served) -> Iterator[User]:
-    user = User(served, "ada")
+    user = User(served.url, served.keys["ada"])
     yield user
     user.post(f"sessions/{user.session}/finish")
     user.http.close()
@@ -72,7 +72,7 @@ def ada(served: Served) -> Iterator[User]:
 
 @pytest.fixture(scope="module")
 def bo(served: Served) -> Iterator[User]:
-    user = User(served, "bo")
+    user = User(served.url, served.keys["bo"])
     yield user
     user.http.close()
 
@@ -100,7 +100,7 @@ def test_the_page_and_metrics_of_an_operator(served: Served, ada: User, bo: User
     assert model in bo.http.get("/status").text
     assert model not in ada.http.get("/status").text
     assert ada.http.get("/metrics").status_code == 403
-    operator = User(served, "dee")
+    operator = User(served.url, served.keys["dee"])
     assert model in operator.http.get("/status").text
     assert b'shardwise_tokens_total{user="' in operator.http.get("/metrics").content
     operator.http.close()
@@ -283,7 +283,7 @@ def test_a_snapshot_that_is_gone_fails_its_own_score_alone(ada: User) -> None:
 
 
 def test_limits_are_refused_before_their_place_counts(served: Served) -> None:
-    user = User(served, "cy")
+    user = User(served.url, served.keys["cy"])
     model = user.create()
     body = {"session_id": user.session, "model_seq_id": 7, "base_model": "base", "lora_config": {"rank": 2}}
     refused = user.call("create_model", **body)
