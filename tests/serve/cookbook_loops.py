@@ -1,4 +1,4 @@
-"""Loops of tinker_cookbook, with unmodified source: ``python -m tests.serve.cookbook_loops URL FOLDER``.
+"""Loops of tinker_cookbook, with unmodified source: ``python -m tests.serve.cookbook_loops URL FOLDER LOOPS``.
 
 Replaced are the data sets, the tokenizer, and the reward, which a model with random weights never earns. FOLDER
 gets what each loop logs, and ``errors.json`` with the tracebacks of those that raised.
@@ -136,10 +136,12 @@ def distill(url: str, folder: Path) -> None:
     asyncio.run(train_off_policy.main(config))
 
 
-LOOPS: tuple[Callable[[str, Path], None], ...] = (learn, reinforce, prefer, distill)
+LOOPS: dict[str, Callable[[str, Path], None]] = {
+    each.__name__: each for each in (learn, reinforce, prefer, distill)
+}
 
 
-def main(url: str, folder: Path) -> None:
+def main(url: str, folder: Path, names: list[str]) -> None:
     use_peers(*PEERS)
     import datasets
     from tinker_cookbook.tokenizer_utils import register_tokenizer
@@ -150,13 +152,13 @@ def main(url: str, folder: Path) -> None:
     assert len(tokenizer) <= VOCAB_SIZE
     register_tokenizer(MODEL, lambda: tokenizer)
     errors = {}
-    for loop in LOOPS:
+    for name in names:
         try:
-            loop(url, folder / loop.__name__)
+            LOOPS[name](url, folder / name)
         except Exception:
-            errors[loop.__name__] = traceback.format_exc()
+            errors[name] = traceback.format_exc()
     (folder / "errors.json").write_text(json.dumps(errors))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 from tests.serve.conftest import make_base, serving
-from tests.serve.cookbook_loops import MAX_LENGTH, MODEL, PEERS, VOCAB_SIZE
+from tests.serve.cookbook_loops import LOOPS, MAX_LENGTH, MODEL, PEERS, VOCAB_SIZE
+from tests.serve.test_stops import Controls, wait_for
+from tests.support.local_ranks import LIMIT_S
 
 from shardwise.serve.service import Settings
 
@@ -42,23 +45,28 @@ class Loops:
         return [entry[name] for entry in self.read(loop) if name in entry]
 
 
+def start(url: str, key: str, folder: Path, *names: str) -> subprocess.Popen[str]:
+    """Start loops. Some packages of the cookbook warn when they are imported, so warnings are no errors there."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.serve.cookbook_loops", url, str(folder), *names],
+        env={**os.environ, "TINKER_API_KEY": key, "TINKER_TELEMETRY": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], folder: Path) -> Loops:
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
+    return Loops(folder, json.loads((folder / "errors.json").read_text()), output)
+
+
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
     folder = tmp_path_factory.mktemp("cookbook")
-    settings = Settings(MODEL, MODEL)
-    with serving(make_base(VOCAB_SIZE, MAX_LENGTH), folder, settings, {"ada": {}}) as served:
-        # Some packages of the cookbook warn when they are imported, so warnings are no errors there.
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.serve.cookbook_loops", served.url, str(folder)],
-            env={**os.environ, "TINKER_API_KEY": served.keys["ada"], "TINKER_TELEMETRY": "0"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=1000,
-        )
-    assert done.returncode == 0, done.stderr
-    errors = json.loads((folder / "errors.json").read_text())
-    return Loops(folder, errors, done.stdout + done.stderr)
+    with serving(make_base(VOCAB_SIZE, MAX_LENGTH), folder, Settings(MODEL, MODEL), {"ada": {}}) as served:
+        return finish(start(served.url, served.keys["ada"], folder, *LOOPS), folder)
 
 
 def test_supervised_learning(loops: Loops) -> None:
@@ -90,3 +98,26 @@ def test_distillation_with_several_targets_a_token(loops: Loops) -> None:
     assert len(losses) == 6
     assert losses[-1] < losses[0] * 0.7
     assert "falling back to hard targets" not in loops.output
+
+
+def test_a_loop_resumes_after_a_kill(tmp_path: Path) -> None:
+    """The server is killed while the third step runs: the loop raises, and goes on from its save when run again."""
+    base, state, folder = tmp_path / "base", tmp_path / "state", tmp_path / "logs"
+    folder.mkdir()
+    make_base(VOCAB_SIZE, MAX_LENGTH).save_pretrained(base)
+    controls, options = Controls(tmp_path / "controls"), ("--served-model-name", MODEL)
+    with controls.serving(base, state, *options) as server:
+        controls.hold("before save")
+        loop = start(server.url, "tml-any", folder, "learn")
+        controls.wait_until_held()
+        controls.hold("before optim_step")
+        controls.release("before save")
+        wait_for(folder / "learn" / "checkpoints.jsonl")
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.wait()
+    with controls.serving(base, state, *options, "--port", server.url.rpartition(":")[2]) as server:
+        assert "learn" in finish(loop, folder).errors
+        again = finish(start(server.url, "tml-any", folder, "learn"), folder)
+    assert [entry["step"] for entry in again.read("learn")] == [0, 1, 2, 3, 4, 5]
+    losses = again.series("learn", "train_mean_nll")
+    assert losses[-1] < losses[0] / 2
