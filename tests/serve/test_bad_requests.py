@@ -159,7 +159,7 @@ def test_names_stay_in_their_folder(served: Served, ada: User, name: str) -> Non
     ada.post("unload_model", model_id=model)
 
 
-@pytest.mark.parametrize("name", ["", "x" * 300, "line\nbreak", "nul\0"])
+@pytest.mark.parametrize("name", ["", "x" * 300, "line\nbreak", "nul\0", "\ud800"])
 def test_names_that_no_folder_can_have(ada: User, name: str) -> None:
     model = ada.create()
     body = {"model_id": model, "seq_id": 1, "path": name or "\t"}
@@ -230,6 +230,8 @@ def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
         sparse.col_indices = torch.tensor(columns).numpy().tobytes()
         return message
 
+    wide = change(with_sparse([0, 0], []), shape=[1, 10_000_000])  # of few bytes, and of many when dense
+
     faults = {
         "tokens of row 0 are 3 bytes": b"odd",
         "from 1 to 96. The model has 96 tokens": make_message(model, 0, (1, VOCAB_SIZE)),
@@ -242,6 +244,7 @@ def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
         "has an image or sound": with_image(),
         "its sparse indices do not fit": with_sparse([0, 1, 1, 9], [0]),
         "sparse indices do not fit into [3, 2]": with_sparse([0, 1, 1, 1], [2]),
+        "are 80000000 bytes without": wide,
         "data: has no rows": protobuf.ForwardBackwardRequest(model_id=model, loss_fn="cross_entropy"),
     }
     for seq_id, (words, message) in enumerate(faults.items(), 1):
