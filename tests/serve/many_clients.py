@@ -1,7 +1,7 @@
 """Clients as tasks of one process: ``python -m tests.serve.many_clients URL KEYS ROUNDS STOP``.
 
 KEYS are words with a comma in between. Each client trains a model of its own by ROUNDS passes and steps, and asks
-for both results. After STOP rounds of a client the process says "half", and that client waits.
+for both results. The process prints each session, and "half" when a client has had STOP rounds, which then waits.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ async def train(number: int, http: httpx.AsyncClient, num_rounds: int, stop: int
     lora = {"rank": RANKS[number % len(RANKS)], "seed": number}
     body = {"session_id": session, "model_seq_id": 1, "base_model": "base", "lora_config": lora}
     model = (await retrieve(http, await post("create_model", **body))).json()["model_id"]
+    print(session, flush=True)
     for each in range(num_rounds):
         if each == stop:
             print("half", flush=True)
