@@ -230,7 +230,7 @@ def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
         sparse.col_indices = torch.tensor(columns).numpy().tobytes()
         return message
 
-    wide = change(with_sparse([0, 0], []), shape=[1, 10_000_000])  # of few bytes, and of many when dense
+    wide = change(with_sparse([0, 0], []), shape=[1, 20_000_000])  # of few bytes, and of many when dense
 
     faults = {
         "tokens of row 0 are 3 bytes": b"odd",
@@ -244,7 +244,7 @@ def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
         "has an image or sound": with_image(),
         "its sparse indices do not fit": with_sparse([0, 1, 1, 9], [0]),
         "sparse indices do not fit into [3, 2]": with_sparse([0, 1, 1, 1], [2]),
-        "are 80000000 bytes without": wide,
+        "have 160000000 bytes when dense": wide,
         "data: has no rows": protobuf.ForwardBackwardRequest(model_id=model, loss_fn="cross_entropy"),
     }
     for seq_id, (words, message) in enumerate(faults.items(), 1):

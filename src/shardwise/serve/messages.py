@@ -94,7 +94,9 @@ def read_pass(request_id: str, message: Any, *, vocab_size: int, longest: int) -
         }
     complete = complete_config("loss_fn_config", message.loss_fn, config)
     tensors = [tensor for datum in message.data for tensor in datum.loss_fn_inputs.values()]
-    sparse = [abs(math.prod(tensor.shape)) * 8 for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr"]
+    sparse = [
+        abs(math.prod(tensor.shape)) * 8 for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr"
+    ]
     if sum(sparse) > MAX_DENSE_BYTES:
         raise ConfigError(f"data: sparse tensors have {sum(sparse)} bytes when dense, above {MAX_DENSE_BYTES}")
     rows = tuple(_read_datum(number, datum) for number, datum in enumerate(message.data))
