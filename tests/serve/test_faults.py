@@ -102,10 +102,6 @@ def test_a_loss_that_raises(served: Served, users: dict[str, User], monkeypatch:
 
 def test_a_step_that_raises(served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of the step recovers by a checkpoint, and that of another user has stepped in the same turn."""
-    ada, bo = users["ada"], users["bo"]
-    models = [user.create() for user in (ada, bo)]
-    path = ada.retrieve(ada.post("save_weights", model_id=models[0], seq_id=1, path="before"))["path"]
-    first = loss_of(bo.retrieve(bo.send(make_message(models[1], 1)).json()))
     step = torch.optim.AdamW.step
 
     def fail(optimizer: Any, *args: Any) -> Any:
@@ -113,7 +109,11 @@ def test_a_step_that_raises(served: Served, users: dict[str, User], monkeypatch:
             raise ArithmeticError("it cannot step")
         return step(optimizer, *args)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)  # before there is a schedule, which keeps what it finds
+    ada, bo = users["ada"], users["bo"]
+    models = [user.create() for user in (ada, bo)]
+    path = ada.retrieve(ada.post("save_weights", model_id=models[0], seq_id=1, path="before"))["path"]
+    first = loss_of(bo.retrieve(bo.send(make_message(models[1], 1)).json()))
     with one_turn(served, users["dee"]):
         passed = ada.send(make_message(models[0], 2)).json()
         failing = ada.post("optim_step", model_id=models[0], seq_id=3, adam_params={"learning_rate": 0.125})
@@ -148,8 +148,7 @@ def test_a_checkpoint_that_cannot_be_acknowledged(
         patch.setattr(Path, "open", fail)
         failed = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=1, path="full"))
     assert failed["category"] == "server"
-    assert "No space left" in failed["error"]
-    assert str(served.state) not in failed["error"]
+    assert "cannot write to its folder of checkpoints" in failed["error"], "and no path"
     runs = f"/api/v1/training_runs/{model}/checkpoints"
     assert ada.http.get(runs).json()["checkpoints"] == []
     saved = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=2, path="full"))
@@ -213,11 +212,11 @@ def test_a_checkpoint_that_is_not_there_keeps_its_place(served: Served, users: d
         {"path": f"tinker://{model}/weights/nothing", "optimizer": True},
         {"path": "nonsense", "optimizer": True},
         {"path": 5, "optimizer": "perhaps"},
+        {"path": path, "optimizer": True},
     )
     for seq_id, body in enumerate(bodies, 1):
         refused = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=seq_id, **body))
         assert refused["category"] == "user", body
-    assert ada.call("load_weights", model_id=model, seq_id=4, path=path, optimizer=True).status_code == 403
     assert isinstance(ada.retrieve(ada.send(make_message(model, 5)).json()), bytes)
 
 
