@@ -183,7 +183,7 @@ newest:
 		--editable ".[dev]"
 	@$(NEWEST)/bin/python -m pip check
 	@$(NEWEST)/bin/python -m pip list --format freeze \
-		| grep -iE '^(torch|transformers|accelerate|peft|safetensors|huggingface_hub)=='
+		| grep -iE '^(torch|transformers|accelerate|peft|safetensors|huggingface_hub|tinker)=='
 
 # The readers of formats need no other package.
 $(FUZZ)/made:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def use_peers(*names: str) -> None:
-    """Put bitsandbytes, or torchao, on the path of this process, for good.
+    """Put packages such as bitsandbytes on the path of this process, for good.
 
     In a worker, and first of all there. Not in the process of the tests, from which every later worker would have
     them.

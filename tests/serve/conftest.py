@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,18 @@ from shardwise.serve.service import Settings
 VOCAB_SIZE = 96
 
 
-def make_base() -> Qwen3ForCausalLM:
+def make_base(vocab_size: int = VOCAB_SIZE, max_length: int = 128) -> Qwen3ForCausalLM:
     """A small model in float32, the same in each call."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=128,
+        max_position_embeddings=max_length,
         tie_word_embeddings=False,
         eos_token_id=1,
     )
@@ -45,47 +45,58 @@ def make_base() -> Qwen3ForCausalLM:
 
 @dataclass(frozen=True)
 class Served:
-    """A server, with the keys of three users and its folder of checkpoints."""
+    """A server, with keys of its users and its folder of checkpoints."""
 
     url: str
     keys: dict[str, str]
     state: Path
     server: Any
+    engine: Engine
+    bank: AdapterBank
 
 
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve for the whole session, with three rows a request."""
-    folder = tmp_path_factory.mktemp("serve")
-    keys, entries = {}, []
-    for name in ("ada", "bo", "cy", "dee"):
+@contextmanager
+def serving(
+    model: Any, folder: Path, options: Settings, users: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Served]:
+    """Serve a model in this process, to users with their limits."""
+    keys, entries = {}, {}
+    for name, limits in users.items():
         text = make_key(name)
         keys[name] = text.splitlines()[0].split()[-1]
-        entries.append(text)
+        entries[name] = {**yaml.safe_load(text)[name], **limits}
     file = folder / "keys.yaml"
-    file.write_text("\n".join(entries) + "\n")
-    values = yaml.safe_load(file.read_text())
-    values["dee"] |= {"is_operator": True}
-    values["ada"] |= {"max_models": 100}
-    values["cy"] |= {"max_models": 1, "max_requests": 3, "max_rank": 8}
-    file.write_text(yaml.safe_dump(values))
-    settings = Settings("base", "base-tokenizer", retrieval_s=0.5, max_rows=3)
-    options = run.ServeOptions("base", settings, port=0, keys=file, state=folder / "state")
+    file.write_text(yaml.safe_dump(entries))
     request = StopRequest()
+    serve_options = run.ServeOptions(options.name, options, port=0, keys=file, state=folder / "state")
     with ExitStack() as stack:
         world = stack.enter_context(World.current(call="serve"))
-        server = run._open(options, stack)
-        model = make_base()
+        server = run._open(serve_options, stack)
         bank = AdapterBank(model)
         engine = Engine(world, bank, model)
-        server.start(run._describe(model, bank, options.max_tokens_per_pass), None)
+        server.start(run._describe(model, bank, serve_options.max_tokens_per_pass), None)
         turns = threading.Thread(target=run.run_turns, args=(world, engine, server, request), daemon=True)
         turns.start()
         host, port = server._listener.getsockname()
         try:
-            yield Served(f"http://{host}:{port}", keys, folder / "state", server)
+            yield Served(f"http://{host}:{port}", keys, folder / "state", server, engine, bank)
         finally:
             request.number = 15
             turns.join(30)
             server.stop()
             assert not turns.is_alive()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serve for the whole session, with three rows a request."""
+    users = {
+        "ada": {"max_models": 100},
+        "bo": {},
+        "cy": {"max_models": 1, "max_requests": 3, "max_rank": 8},
+        "dee": {"is_operator": True},
+        "eve": {"max_result_bytes": 2000},
+    }
+    settings = Settings("base", "base-tokenizer", retrieval_s=0.5, max_rows=3)
+    with serving(make_base(), tmp_path_factory.mktemp("serve"), settings, users) as started:
+        yield started

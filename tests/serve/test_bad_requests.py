@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 import torch
 import zstandard
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serve.conftest import VOCAB_SIZE, Served
+from tinker import types
 from tinker.proto import tinker_public_pb2 as protobuf
 
 from shardwise.serve import messages
@@ -21,8 +25,8 @@ from shardwise.serve import messages
 class User:
     """A connection with a user's key."""
 
-    def __init__(self, served: Served, name: str) -> None:
-        self.http = httpx.Client(base_url=served.url, headers={"x-api-key": served.keys[name]}, timeout=20)
+    def __init__(self, url: str, key: str) -> None:
+        self.http = httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=20)
         self.session = self.post("create_session", tags=[], user_metadata=None, sdk_version="0.38.0")["session_id"]
         self.num_models = 0
 
@@ -64,7 +68,7 @@ class User:
 
 @pytest.fixture(scope="module")
 def ada(served: Served) -> Iterator[User]:
-    user = User(served, "ada")
+    user = User(served.url, served.keys["ada"])
     yield user
     user.post(f"sessions/{user.session}/finish")
     user.http.close()
@@ -72,7 +76,7 @@ def ada(served: Served) -> Iterator[User]:
 
 @pytest.fixture(scope="module")
 def bo(served: Served) -> Iterator[User]:
-    user = User(served, "bo")
+    user = User(served.url, served.keys["bo"])
     yield user
     user.http.close()
 
@@ -100,7 +104,7 @@ def test_the_page_and_metrics_of_an_operator(served: Served, ada: User, bo: User
     assert model in bo.http.get("/status").text
     assert model not in ada.http.get("/status").text
     assert ada.http.get("/metrics").status_code == 403
-    operator = User(served, "dee")
+    operator = User(served.url, served.keys["dee"])
     assert model in operator.http.get("/status").text
     assert b'shardwise_tokens_total{user="' in operator.http.get("/metrics").content
     operator.http.close()
@@ -155,7 +159,7 @@ def test_names_stay_in_their_folder(served: Served, ada: User, name: str) -> Non
     ada.post("unload_model", model_id=model)
 
 
-@pytest.mark.parametrize("name", ["", "x" * 300, "line\nbreak", "nul\0"])
+@pytest.mark.parametrize("name", ["", "x" * 300, "line\nbreak", "nul\0", "\ud800"])
 def test_names_that_no_folder_can_have(ada: User, name: str) -> None:
     model = ada.create()
     body = {"model_id": model, "seq_id": 1, "path": name or "\t"}
@@ -226,6 +230,8 @@ def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
         sparse.col_indices = torch.tensor(columns).numpy().tobytes()
         return message
 
+    wide = change(with_sparse([0, 0], []), shape=[1, 20_000_000])  # of few bytes, and of many when dense
+
     faults = {
         "tokens of row 0 are 3 bytes": b"odd",
         "from 1 to 96. The model has 96 tokens": make_message(model, 0, (1, VOCAB_SIZE)),
@@ -238,6 +244,7 @@ def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
         "has an image or sound": with_image(),
         "its sparse indices do not fit": with_sparse([0, 1, 1, 9], [0]),
         "sparse indices do not fit into [3, 2]": with_sparse([0, 1, 1, 1], [2]),
+        "have 160000000 bytes when dense": wide,
         "data: has no rows": protobuf.ForwardBackwardRequest(model_id=model, loss_fn="cross_entropy"),
     }
     for seq_id, (words, message) in enumerate(faults.items(), 1):
@@ -283,7 +290,7 @@ def test_a_snapshot_that_is_gone_fails_its_own_score_alone(ada: User) -> None:
 
 
 def test_limits_are_refused_before_their_place_counts(served: Served) -> None:
-    user = User(served, "cy")
+    user = User(served.url, served.keys["cy"])
     model = user.create()
     body = {"session_id": user.session, "model_seq_id": 7, "base_model": "base", "lora_config": {"rank": 2}}
     refused = user.call("create_model", **body)
@@ -295,6 +302,46 @@ def test_limits_are_refused_before_their_place_counts(served: Served) -> None:
     user.http.close()
 
 
+@pytest.fixture(scope="module")
+def secrets(bo: User) -> list[str]:
+    """What no other user may learn: ids of a session, a model, a result, a checkpoint and a sampler of Bo."""
+    model = bo.create()
+    promises = [
+        bo.post("save_weights", model_id=model, seq_id=1, path="secret-name"),
+        bo.post("save_weights_for_sampler", model_id=model, seq_id=2, sampling_session_seq_id=0),
+    ]
+    path, sampler = (bo.retrieve(promise) for promise in promises)
+    ids = [promise["request_id"] for promise in promises]
+    return [bo.session, model, *ids, path["path"], sampler["sampling_session_id"]]
+
+
+def require_answer(response: httpx.Response, request: bytes, secrets: list[str]) -> None:
+    """No fault of the server, and nothing of another user that was not in the request."""
+    assert response.status_code < 500, response.text
+    for secret in secrets:
+        assert secret.encode() not in response.content or secret.encode() in request
+
+
+@dataclass
+class Place:
+    """A model, and the seq_id of its next request."""
+
+    model: str
+    seq_id: int = 1
+
+    def require_result(self, user: User, response: httpx.Response) -> None:
+        """A request in this place is a future, which is answered."""
+        assert response.status_code == 200, response.text
+        self.seq_id += 1
+        result = user.retrieve(response.json())
+        assert isinstance(result, bytes) or result.get("category") in (None, "user"), result
+
+
+@pytest.fixture(scope="module")
+def place(ada: User) -> Place:
+    return Place(ada.create())
+
+
 @given(data=st.binary(max_size=200))
 @settings(max_examples=50)
 def test_random_bytes(ada: User, data: bytes) -> None:
@@ -302,50 +349,184 @@ def test_random_bytes(ada: User, data: bytes) -> None:
     assert ada.http.post("/api/v1/asample", content=data).status_code < 500
 
 
+_NAMES = ["target_tokens", "weights", "logprobs", "advantages", "x"]
+_ARRAYS = st.binary(max_size=32) | st.lists(st.integers(-2, 100), max_size=5).map(
+    lambda values: torch.tensor(values, dtype=torch.int64).numpy().tobytes()
+)
+_KNOWN = {
+    "loss_fn": st.sampled_from(["cross_entropy", "importance_sampling", "ppo", "gspo", "custom"]),
+    "tokens": st.lists(st.integers(-1, VOCAB_SIZE), max_size=5).map(
+        lambda ids: torch.tensor(ids, dtype=torch.int32).numpy().tobytes()
+    ),
+    "shape": st.lists(st.integers(-1, 6) | st.sampled_from([1 << 30, 1 << 62]), max_size=3),
+    "dense": _ARRAYS,
+    **dict.fromkeys(("values", "crow_indices", "col_indices"), _ARRAYS),
+}
+"""Values that a part of the requests has in fields of these names, so that checks behind the first are reached."""
+
+
+def draw_field(draw: Any, field: Any) -> Any:
+    """Draw a value of a field, without regard of labels."""
+    if field.name in _KNOWN and draw(st.booleans()):
+        return draw(_KNOWN[field.name])
+    if field.message_type is not None:
+        return draw_message(draw, field.message_type)
+    if field.enum_type is not None:
+        return draw(st.sampled_from([value.number for value in field.enum_type.values]))
+    whole = {"INT32": 31, "INT64": 63, "SINT64": 63, "UINT32": 32, "UINT64": 64}
+    kind = {
+        getattr(field, f"TYPE_{name}"): name for name in (*whole, "BOOL", "STRING", "BYTES", "DOUBLE", "FLOAT")
+    }[field.type]
+    if kind in whole:
+        return draw(st.integers(0 if kind[0] == "U" else -(1 << whole[kind]), (1 << whole[kind]) - 1))
+    kinds = {"BOOL": st.booleans(), "STRING": st.text(max_size=5), "BYTES": st.binary(max_size=20)}
+    return draw(kinds.get(kind, st.floats(width=32)))
+
+
+def draw_message(draw: Any, descriptor: Any) -> Any:
+    """Draw a message of a descriptor. Of each union one field, and of others any."""
+    message = GetMessageClass(descriptor)()
+    for field in descriptor.fields:
+        if not draw(st.integers(0, 3)):
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            names, entry = st.sampled_from(_NAMES) | st.text(max_size=3), field.message_type.fields_by_name["value"]
+            for name in draw(st.lists(names, max_size=3)):
+                value = draw_field(draw, entry)
+                if entry.message_type is None:
+                    getattr(message, field.name)[name] = value
+                else:
+                    getattr(message, field.name)[name].CopyFrom(value)
+        elif field.is_repeated:
+            is_known = field.name in _KNOWN and draw(st.booleans())
+            values = (
+                draw(_KNOWN[field.name])
+                if is_known
+                else [draw_field(draw, field) for _ in range(draw(st.integers(0, 2)))]
+            )
+            getattr(message, field.name).extend(values)
+        elif field.message_type is not None:
+            getattr(message, field.name).CopyFrom(draw_field(draw, field))
+        else:
+            setattr(message, field.name, draw_field(draw, field))
+    return message
+
+
+@given(data=st.data())
+@settings(max_examples=300)
+def test_random_messages(ada: User, place: Place, secrets: list[str], data: Any) -> None:
+    """Messages of the protocol's descriptor. Those with a place in the order are answered."""
+    message = draw_message(data.draw, protobuf.ForwardBackwardRequest.DESCRIPTOR)
+    has_place = data.draw(st.integers(0, 9)) > 0
+    if has_place:
+        message.model_id, message.seq_id = place.model, place.seq_id
+    elif data.draw(st.booleans()):
+        message.model_id = data.draw(st.sampled_from(secrets))
+    response = ada.send(message)
+    require_answer(response, message.SerializeToString(), secrets)
+    if has_place:
+        place.require_result(ada, response)
+
+
+_TEXTS = st.text(st.characters(exclude_categories=()), max_size=5) | st.sampled_from(
+    ["x" * 300, "tinker://a/weights/b"]
+)
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=5), each, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | _TEXTS,
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(_TEXTS, each, max_size=3),
     max_leaves=5,
 )
-_PATHS = [
-    "client/config",
-    "create_session",
-    "session_heartbeat",
-    "create_model",
-    "get_info",
-    "optim_step",
-    "retrieve_future",
-    "save_weights",
-    "load_weights",
-    "save_weights_for_sampler",
-    "create_sampling_session",
-    "asample",
-    "weights_info",
-    "unload_model",
-]
-_FIELDS = [
-    "model_id",
-    "seq_id",
-    "session_id",
-    "model_seq_id",
-    "path",
-    "optimizer",
-    "base_model",
-    "lora_config",
-    "adam_params",
-    "prompt",
-    "sampling_params",
-    "sampling_session_id",
-    "num_samples",
-    "tinker_path",
-    "request_id",
-    "sdk_version",
-    "ttl_seconds",
-]
+_BODIES = {
+    "client/config": types.ClientConfigRequest,
+    "create_session": types.CreateSessionRequest,
+    "session_heartbeat": types.SessionHeartbeatRequest,
+    "create_model": types.CreateModelRequest,
+    "get_info": types.GetInfoRequest,
+    "optim_step": types.OptimStepRequest,
+    "retrieve_future": types.FutureRetrieveRequest,
+    "save_weights": types.SaveWeightsRequest,
+    "load_weights": types.LoadWeightsRequest,
+    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
+    "create_sampling_session": types.CreateSamplingSessionRequest,
+    "asample": types.SampleRequest,
+    "weights_info": None,
+    "unload_model": types.UnloadModelRequest,
+    "telemetry": None,
+}
+"""Paths, and the client's own classes of their bodies."""
 
 
-@given(path=st.sampled_from(_PATHS), body=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=6))
+def draw_json(draw: Any, schema: Any, whole: Any, ids: list[str]) -> Any:
+    """Draw a value of a JSON schema, of which each part may be anything else.
+
+    This server has no OpenAPI document, which schemathesis needs: the client's classes are its only schema.
+    """
+    if not draw(st.integers(0, 7)):
+        return draw(_JSON)
+    if "$ref" in schema:
+        return draw_json(draw, whole["$defs"][schema["$ref"].rpartition("/")[2]], whole, ids)
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            return draw_json(draw, draw(st.sampled_from(schema[union])), whole, ids)
+    if "const" in schema or "enum" in schema:
+        return draw(st.sampled_from(schema.get("enum", [schema.get("const")])))
+    match schema.get("type"):
+        case "object" if "properties" in schema:
+            names = [name for name in schema["properties"] if draw(st.integers(0, 3))]
+            return {name: draw_json(draw, schema["properties"][name], whole, ids) for name in names}
+        case "array":
+            items = schema.get("items", {})
+            return [draw_json(draw, items, whole, ids) for _ in range(draw(st.integers(0, 3)))]
+        case "integer":
+            return draw(st.integers(-1, 5) | st.integers())
+        case "number":
+            return draw(st.floats(0, 2) | st.floats())
+        case "boolean":
+            return draw(st.booleans())
+        case "string":
+            return draw(st.sampled_from(ids) | _TEXTS)
+    return draw(_JSON)
+
+
+_ORDERED = ("optim_step", "save_weights", "load_weights", "save_weights_for_sampler")
+
+
+@given(data=st.data())
+@settings(max_examples=600)
+def test_random_json(ada: User, place: Place, others: list[str], secrets: list[str], data: Any) -> None:
+    path = data.draw(st.sampled_from(sorted(_BODIES)))
+    kind = _BODIES[path]
+    schema = {"type": "object", "properties": {"tinker_path": {"type": "string"}}}
+    if kind is not None:
+        schema = kind.model_json_schema()
+    body = draw_json(data.draw, schema, schema, others + secrets)
+    has_place = path in _ORDERED and isinstance(body, dict) and data.draw(st.booleans())
+    if has_place:
+        body |= {"model_id": place.model, "seq_id": place.seq_id}
+    content = json.dumps(body).encode()
+    response = ada.http.post(f"/api/v1/{path}", content=content)
+    require_answer(response, content, secrets)
+    if has_place:
+        place.require_result(ada, response)
+
+
+@pytest.fixture(scope="module")
+def others(ada: User) -> list[str]:
+    """Values that requests have: of models and sessions that a request may end, and names."""
+    other = User(str(ada.http.base_url), ada.http.headers["x-api-key"])
+    return [other.session, other.create(), "base", "0.38.0"]
+
+
+@given(words=st.lists(_TEXTS, min_size=1, max_size=3))
 @settings(max_examples=100)
-def test_random_json(ada: User, path: str, body: dict[str, Any]) -> None:
-    content = json.dumps({"session_id": ada.session, **body})
-    assert ada.http.post(f"/api/v1/{path}", content=content).status_code < 500
+def test_random_paths(ada: User, secrets: list[str], words: list[str]) -> None:
+    quoted = [quote(word.encode("utf-8", "surrogatepass"), safe="") or "-" for word in [*words, "x", "x"]]
+    for method, path in (
+        ("GET", f"samplers/{quoted[0]}"),
+        ("GET", f"training_runs/{quoted[0]}"),
+        ("GET", f"training_runs/{quoted[0]}/checkpoints?limit={quoted[1]}&offset={quoted[2]}"),
+        ("DELETE", f"training_runs/{quoted[0]}/checkpoints/{quoted[1]}/{quoted[2]}"),
+        ("DELETE", f"training_runs/{quoted[0]}/checkpoints/weights/{quoted[1]}"),
+        ("POST", f"sessions/{quoted[0]}/finish"),
+    ):
+        require_answer(ada.http.request(method, f"/api/v1/{path}"), path.encode(), secrets)

@@ -38,8 +38,8 @@ def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 class Process:
     """A server's process, its URL and what it writes to stderr."""
 
-    def __init__(self, base: Path, state: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "shardwise", "serve", str(base), "--port", "0", "--state", str(state)]
+    def __init__(self, base: Path, state: Path, *options: str, program: tuple[str, ...] = ("shardwise",)) -> None:
+        command = [sys.executable, "-m", *program, "serve", str(base), "--port", "0", "--state", str(state)]
         self.process = subprocess.Popen(
             [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -63,12 +63,11 @@ class Process:
 
 
 @contextmanager
-def serving(base: Path, state: Path, *options: str) -> Iterator[Process]:
-    process = Process(base, state, *options)
+def serving(base: Path, state: Path, *options: str, **keywords: Any) -> Iterator[Process]:
+    process = Process(base, state, *options, **keywords)
     try:
         if not process.url:
-            process.wait()
-            raise RuntimeError("".join(process.errors))
+            raise RuntimeError(f"exit code {process.wait()}: {''.join(process.errors)}")
         yield process
     finally:
         if process.process.poll() is None:
@@ -129,7 +128,7 @@ def test_what_was_acknowledged_survives_a_kill(base: Path, tmp_path: Path) -> No
         train(model, 0)
         path = model.save_state("kept").result().path
         expected = train(model, 0, 1)
-        with pytest.raises(RuntimeError, match="another server has it"), serving(base, state):
+        with pytest.raises(RuntimeError, match=r"exit code 2: .*another server has it"), serving(base, state):
             pass
         os.killpg(server.process.pid, signal.SIGKILL)
         assert server.wait() == -signal.SIGKILL

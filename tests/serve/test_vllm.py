@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tinker
 from tests.serve.conftest import Served
+from tests.support.local_ranks import LIMIT_S
 from tinker import types
 
 from shardwise.serve.vllm import VllmClient
@@ -53,8 +54,8 @@ class StandIn(BaseHTTPRequestHandler):
                 choice["prompt_logprobs"] = [None, *entries]
             self.answer(200, {"choices": [choice] * body["n"]})
 
-    def answer(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+    def answer(self, status: int, body: dict[str, Any] | bytes) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -103,6 +104,10 @@ def test_an_error_of_vllm_is_one_of_the_request(
     monkeypatch.setitem(FIELDS, "/v1/completions", {"model"})
     client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
     sampler = client.create_sampling_client(base_model="base").result()
+    prompt, params = types.ModelInput.from_ints([3]), types.SamplingParams(max_tokens=1)
     with pytest.raises(tinker.RequestFailedError, match="vLLM: /v1/completions answered 400"):
-        sampler.sample(types.ModelInput.from_ints([3]), 1, types.SamplingParams(max_tokens=1)).result()
+        sampler.sample(prompt, 1, params).result()
     assert vllm.requests
+    monkeypatch.setattr(StandIn, "do_POST", lambda each: each.answer(200, b"<html>of a proxy"))
+    with pytest.raises(tinker.RequestFailedError, match="vLLM"):
+        sampler.sample(prompt, 1, params).result(LIMIT_S)

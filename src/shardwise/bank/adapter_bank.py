@@ -282,7 +282,8 @@ class AdapterBank:
                 different settings (for example, from different schedules) or step counts. No step is taken.
             RankLostError: a rank is lost. The bank has ended.
             ShardwiseError: the optimizer or the schedule of an adapter fails on a rank. It, and adapters of the
-                call with equal optimizer settings, must be restored or deleted. The others took their steps.
+                call with equal optimizer settings, must be restored or deleted. The others took their steps, whose
+                outcomes are the ``output`` of the error.
         """
         by_name = {steps: changes} if isinstance(steps, str) else steps
         with comparing_arguments(self._world) as exchange:

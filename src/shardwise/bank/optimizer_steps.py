@@ -45,14 +45,15 @@ def step_together(
 
     Raises:
         ShardwiseError: the same on every rank. Adapters whose step failed on any rank are marked, since ranks have
-            other values of them.
+            other values of them. ``output`` of the error has the outcomes of the others.
     """
     has_summed = False
+    outcomes: dict[str, AdapterStep] = {}
     try:
         with world.collective("step the optimizers"):
             sum_all(world, [adapter.gradient for adapter, _ in adapters])
             has_summed = True
-            return _step(adapters)
+            _step(adapters, outcomes)
     except RankLostError:
         raise
     except ShardwiseError as raised:
@@ -64,15 +65,17 @@ def step_together(
         failed = {name for _, names_of_rank in reports for name in names_of_rank}
         for adapter, _ in adapters:
             adapter.failure = raised if adapter.name in failed or not failed else None
+        raised.output = {name: outcome for name, outcome in outcomes.items() if failed and name not in failed}
         if not reports or not all(has_summed for has_summed, _ in reports):
             # Sums may be in flight, which the next collective would meet.
             text = f"{raised}. Ranks have left one another in a step, so the bank has ended"
             world.end(RankLostError(f"{text}. Start all ranks again, and resume from the last save"))
         raise
+    return outcomes
 
 
-def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]]) -> dict[str, AdapterStep]:
-    """Scale summed gradients, step adapters whose gradient norm is finite, and clear the gradients.
+def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]], outcomes: dict[str, AdapterStep]) -> None:
+    """Scale summed gradients, step adapters whose gradient norm is finite, and clear the gradients. Set outcomes.
 
     Bitwise equal to stepping one after the other. The host waits for the device once. Collective: no.
 
@@ -81,13 +84,12 @@ def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]]) -> dict[str
             have it as their ``failure``.
     """
     if not adapters:
-        return {}
+        return
     for adapter, _ in adapters:
         if adapter.gradient_scale != 1.0:
             adapter.gradient.mul_(adapter.gradient_scale)
     # Norms are of the whole gradients: after the sum over the ranks, before clipping. One transfer has all of them.
     norms = torch.stack([torch.linalg.vector_norm(adapter.gradient) for adapter, _ in adapters])
-    outcomes: dict[str, AdapterStep] = {}
     stepping = []
     with ExitStack() as settings:
         for (adapter, changes), norm in zip(adapters, norms.tolist(), strict=True):
@@ -110,7 +112,6 @@ def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]]) -> dict[str
             adapter.failure = adapter.failure or error
     if failures := [adapter.failure for adapter in stepping if adapter.failure is not None]:
         raise failures[0]
-    return outcomes
 
 
 def _step_optimizers(adapters: Sequence[BankAdapter]) -> None:

@@ -34,10 +34,12 @@ class ShardwiseError(Exception):
     """Base class of shardwise's errors.
 
     ``phase`` is the call and the phase in which the ranks were, as in "load, read", if a collective raised the
-    error on behalf of a rank.
+    error on behalf of a rank. ``output`` is the outcome of a call of ``AdapterBank.forward_backward`` in which some
+    losses raised, or of ``optim_step``, of the adapters that have stepped.
     """
 
     phase: str = ""
+    output: Any = None
 
     def __str__(self) -> str:
         return escape_controls(super().__str__())
@@ -72,13 +74,7 @@ class RankLostError(CheckpointError):
 
 
 class TrainingError(ShardwiseError):
-    """A training cannot continue: its loss or gradient is not finite, or a rank is out of memory.
-
-    ``output`` is the outcome of a call of ``AdapterBank.forward_backward`` in which losses raised, and others did
-    not.
-    """
-
-    output: Any = None
+    """A training cannot continue: its loss or gradient is not finite, or a rank is out of memory."""
 
 
 class ConfigError(ShardwiseError):

@@ -312,15 +312,19 @@ class App:
 
     async def _load_weights(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
-        body = await _read(request, types.LoadWeightsRequest)
-        if body.model_id is not None:
+        if values.get("model_id") is not None:
             model, seq_id = self._find_place(key, values)
-            _, folder = self._find_checkpoint(key, body.path)
             with self._service.place(model, seq_id, data) as queued:
                 if queued.is_new:
+                    body = parse(types.LoadWeightsRequest, values)
+                    try:
+                        _, folder = self._find_checkpoint(key, body.path)
+                    except StatusError as error:  # without its place, the client's next request would wait forever
+                        raise ConfigError(str(error)) from error
                     queued.operation = LoadModel(queued.request_id, model.model_id, folder, body.optimizer)
                     queued.answer = _loaded(model.model_id, body.path)
             return _promise(queued.request_id)
+        body = parse(types.LoadWeightsRequest, values)
         if body.session_id is None or body.model_seq_id is None:
             raise StatusError(400, "session_id and model_seq_id, or model_id and seq_id: are missing")
         session, number = self._service.get_session(key, body.session_id), body.model_seq_id

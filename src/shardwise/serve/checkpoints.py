@@ -49,7 +49,8 @@ class Checkpoint:
 def parse_path(path: str) -> Checkpoint:
     """Return the checkpoint that a path of the protocol names. Raise ConfigError if it names none."""
     model, kind, name = (*path.removeprefix(_SCHEME).split("/"), "", "", "")[:3]
-    if not path.startswith(_SCHEME) or path.count("/") != 4 or kind not in KINDS or not model or not name:
+    is_whole = path.startswith(_SCHEME) and path.count("/") == 4 and bool(model and name)
+    if not is_whole or kind not in KINDS or not path.isascii():  # names are percent-encoded
         raise ConfigError(f"path {path!r}: is not tinker://MODEL/{'|'.join(KINDS)}/NAME")
     return Checkpoint(model, kind, unquote(name))
 

@@ -146,14 +146,14 @@ class Engine:
             raise
         except ShardwiseError as error:
             _log.error("a step of %d models failed: %s", len(due), error)
-            for name in due:
+            results = error.output or {}  # of those that took their step
+            refusal = Refusal("the step failed on the server, whose log has the reason", is_users=False)
+            for name in due.keys() - results.keys():
+                outcomes[due[name].request_id] = refusal
                 try:
                     self._bank.zero_grad(name)
-                except ConfigError:  # this model's values are not certain; the others took their step
+                except ConfigError:  # this model's values are not certain
                     self._failed.add(name)
-            refusal = Refusal("the step failed on the server, whose log has the reason", is_users=False)
-            outcomes |= {step.request_id: refusal for step in due.values()}
-            return
         for name, result in results.items():
             if not result.is_taken:  # and so the gradient is dropped
                 self._bank.zero_grad(name)

@@ -31,6 +31,9 @@ MAX_CHUNK_BYTES: Final = 5_000_000
 MAX_BODY_BYTES: Final = 2 * MAX_CHUNK_BYTES
 """Bytes of a body, after decompression."""
 
+MAX_DENSE_BYTES: Final = 8 * MAX_BODY_BYTES
+"""Bytes of all sparse tensors of a request, when they are dense. The empty parts of sparse ones are not sent."""
+
 PROTOBUF: Final = "application/x-protobuf"
 
 _DTYPES: Final = {protobuf.DTYPE_FLOAT32: torch.float32, protobuf.DTYPE_INT64: torch.int64}
@@ -90,6 +93,12 @@ def read_pass(request_id: str, message: Any, *, vocab_size: int, longest: int) -
             for key, value in message.loss_fn_config_v2.items()
         }
     complete = complete_config("loss_fn_config", message.loss_fn, config)
+    tensors = [tensor for datum in message.data for tensor in datum.loss_fn_inputs.values()]
+    sparse = [
+        abs(math.prod(tensor.shape)) * 8 for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr"
+    ]
+    if sum(sparse) > MAX_DENSE_BYTES:
+        raise ConfigError(f"data: sparse tensors have {sum(sparse)} bytes when dense, above {MAX_DENSE_BYTES}")
     rows = tuple(_read_datum(number, datum) for number, datum in enumerate(message.data))
     if not rows:
         raise ConfigError("data: has no rows. Send at least one")

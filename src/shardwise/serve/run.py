@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,7 +126,7 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="shardwise-serve", daemon=True)
         self._http: uvicorn.Server | None = None
-        self._has_begun_stop = False
+        self._stop_request: StopRequest | None = None
 
     def start(self, base: ServedBase, tokenizer: Any) -> None:
         """Begin to listen."""
@@ -149,32 +149,31 @@ class Server:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         assert self._http is not None
-        tidying = self._loop.create_task(_tidy_regularly(self._service))
+        tasks = [self._loop.create_task(each) for each in (_tidy_regularly(self._service), self._watch())]
         self._loop.run_until_complete(self._http.serve(sockets=[self._listener]))
-        tidying.cancel()
-        self._loop.run_until_complete(asyncio.gather(tidying, return_exceptions=True))
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    async def _watch(self) -> None:
+        """Refuse new work as soon as a stop is requested, also while a turn runs, which may take long."""
+        while self._stop_request is None or not self._stop_request.is_made:
+            await asyncio.sleep(0.1)
+        await self._service.begin_stop()
 
     def take_turn(self, stop: StopRequest) -> tuple[Turn, list[QueuedRequest]]:
         """Return the next turn. It may be empty. After a stop request, the last one is that with an empty queue."""
-        is_stopping = self._begin_stop_if(stop)
-        taking = asyncio.run_coroutine_threadsafe(
-            self._service.take_turn(0.05 if is_stopping else _IDLE_TURN_S), self._loop
-        )
+        self._stop_request = stop
+        taking = asyncio.run_coroutine_threadsafe(self._take_turn(), self._loop)
         while not wait([taking], timeout=0.25).done:  # in short steps, between which signals are handled
             if not self._thread.is_alive():
                 raise TrainingError("the thread with the connections has ended. Its messages are above")
-            self._begin_stop_if(stop)
-        turn, requests = taking.result()
-        if is_stopping and not requests:
-            return Turn(is_last=True), []
-        return turn, requests
+        return taking.result()
 
-    def _begin_stop_if(self, stop: StopRequest) -> bool:
-        """Return whether the server is stopping. Begin to, if it was asked to."""
-        if stop.is_made and not self._has_begun_stop:
-            self._has_begun_stop = True
-            asyncio.run_coroutine_threadsafe(self._service.begin_stop(), self._loop).result()
-        return self._has_begun_stop
+    async def _take_turn(self) -> tuple[Turn, list[QueuedRequest]]:
+        turn, requests = await self._service.take_turn(0.05 if self._service.is_stopping else _IDLE_TURN_S)
+        # In one step of the event loop, so that no save of a stop is queued in between.
+        return replace(turn, is_last=self._service.is_stopping and not requests), requests
 
     def finish_turn(self, requests: list[QueuedRequest], outcomes: dict[str, Any], duration_s: float) -> None:
         """Give the outcomes of a turn to those who wait for them."""

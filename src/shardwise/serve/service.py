@@ -640,8 +640,9 @@ class Service:
                 model.stepped_turn = counters.turns
                 model.num_steps += 1
             elif model is not None and isinstance(operation, CreateModel | LoadModel):
-                model.is_ready = model.is_ready or not isinstance(outcome, Refusal)
-                if not model.is_ready:
+                if not isinstance(outcome, Refusal):
+                    model.is_ready, model.failed_seq_id = True, None  # with the window that was saved
+                elif not model.is_ready:
                     self._drop_model(model, "the model was not created")
             elif isinstance(operation, Generate) and operation.folder is not None and operation.model is not None:
                 self._loaded[operation.model] = time.monotonic()

@@ -61,8 +61,8 @@ class VllmClient:
         }
         if sample["prompt_logprobs"] or sample["top_prompt_logprobs"]:
             body["prompt_logprobs"] = sample["top_prompt_logprobs"]
-        answer = await self._post("/v1/completions", body)
         try:
+            answer = await self._post("/v1/completions", body)
             return read_answer(answer, operation.prompt, sample["top_prompt_logprobs"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"vLLM: its answer lacks {error}. Is it older than 0.11?") from error

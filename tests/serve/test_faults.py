@@ -1,0 +1,232 @@
+"""Faults of one user, in which the others go on: of a loss, of a step, of the disk, of a client that comes late."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from tests.serve.conftest import Served
+from tests.serve.test_bad_requests import User, make_message
+from tests.support.local_ranks import LIMIT_S
+from tinker.proto import tinker_public_pb2 as protobuf
+
+from shardwise.bank import losses
+
+STEP = {"adam_params": {"learning_rate": 1e-2}}
+
+
+@pytest.fixture
+def users(served: Served) -> Iterator[dict[str, User]]:
+    made = {name: User(served.url, served.keys[name]) for name in ("ada", "bo", "dee", "eve")}
+    yield made
+    for user in made.values():
+        user.post(f"sessions/{user.session}/finish")
+        user.http.close()
+
+
+@contextmanager
+def one_turn(served: Served, dee: User) -> Iterator[None]:
+    """Hold the server in a turn of another user, so that all requests of the block are in the next one."""
+    model, run = dee.create(), served.engine.run
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold(turn: Any) -> Any:
+        if turn.passes:
+            is_held.set()
+            assert may_go.wait(LIMIT_S)
+        return run(turn)
+
+    served.engine.run = hold  # type: ignore[method-assign]
+    try:
+        promise = dee.send(make_message(model, 1)).json()
+        assert is_held.wait(LIMIT_S)
+        yield
+    finally:
+        served.engine.run = run  # type: ignore[method-assign]
+        may_go.set()
+    dee.retrieve(promise)
+
+
+def loss_of(result: Any) -> float:
+    assert isinstance(result, bytes), result
+    return float(protobuf.ForwardBackwardOutput.FromString(result).metrics["loss:sum"])
+
+
+def make_dro_message(model: str, seq_id: int) -> Any:
+    message = make_message(model, seq_id)
+    message.loss_fn = "dro"
+    for name in ("logprobs", "advantages"):
+        tensor = message.data[0].loss_fn_inputs[name]
+        tensor.dtype, tensor.dense = protobuf.DTYPE_FLOAT32, torch.ones(3).numpy().tobytes()
+    return message
+
+
+def test_a_loss_that_raises(served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch) -> None:
+    ada, bo = users["ada"], users["bo"]
+    models = [user.create() for user in (ada, bo)]
+    alone = loss_of(bo.retrieve(bo.send(make_message(models[1], 1)).json()))
+    bo.retrieve(bo.post("optim_step", model_id=models[1], seq_id=2, adam_params={"learning_rate": 0.0}))
+
+    def fail(*_args: Any) -> torch.Tensor:
+        raise ArithmeticError("it has no value")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(losses.LOSSES, "dro", replace(losses.LOSSES["dro"], function=fail))
+        with one_turn(served, users["dee"]):
+            failing = ada.send(make_dro_message(models[0], 1)).json()
+            fine = bo.send(make_message(models[1], 3)).json()
+            steps = [
+                user.post("optim_step", model_id=model, seq_id=seq_id, **STEP)
+                for user, model, seq_id in ((ada, models[0], 2), (bo, models[1], 4))
+            ]
+        assert "it has no value" in ada.retrieve(failing)["error"]
+        assert loss_of(bo.retrieve(fine)) == alone
+    refused, taken = (user.retrieve(step) for user, step in zip((ada, bo), steps, strict=True))
+    assert "seq_id 1 failed since the last step" in refused["error"]
+    assert taken["metrics"]["grad_norm:mean"] > 0
+    again = ada.send(make_dro_message(models[0], 3)).json()
+    assert isinstance(ada.retrieve(again), bytes)
+    step = ada.retrieve(ada.post("optim_step", model_id=models[0], seq_id=4, **STEP))
+    assert step["metrics"]["skipped:max"] == 0.0
+
+
+def test_a_step_that_raises(served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of the step recovers by a checkpoint, and that of another user has stepped in the same turn."""
+    step = torch.optim.AdamW.step
+
+    def fail(optimizer: Any, *args: Any) -> Any:
+        if optimizer.param_groups[0]["lr"] == 0.125:
+            raise ArithmeticError("it cannot step")
+        return step(optimizer, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)  # before there is a schedule, which keeps what it finds
+    ada, bo = users["ada"], users["bo"]
+    models = [user.create() for user in (ada, bo)]
+    path = ada.retrieve(ada.post("save_weights", model_id=models[0], seq_id=1, path="before"))["path"]
+    first = loss_of(bo.retrieve(bo.send(make_message(models[1], 1)).json()))
+    with one_turn(served, users["dee"]):
+        passed = ada.send(make_message(models[0], 2)).json()
+        failing = ada.post("optim_step", model_id=models[0], seq_id=3, adam_params={"learning_rate": 0.125})
+        fine = bo.post("optim_step", model_id=models[1], seq_id=2, **STEP)
+    before = loss_of(ada.retrieve(passed))
+    failed = ada.retrieve(failing)
+    assert failed["category"] == "server"
+    assert bo.retrieve(fine)["metrics"]["skipped:max"] == 0.0
+    assert loss_of(bo.retrieve(bo.send(make_message(models[1], 3)).json())) < first
+    refused = ada.retrieve(ada.send(make_message(models[0], 4)).json())
+    assert "its last step failed. Load a checkpoint" in refused["error"]
+    loaded = ada.post("load_weights", model_id=models[0], seq_id=5, path=path, optimizer=True)
+    assert ada.retrieve(loaded)["path"] == path
+    assert loss_of(ada.retrieve(ada.send(make_message(models[0], 6)).json())) == before
+    taken = ada.retrieve(ada.post("optim_step", model_id=models[0], seq_id=7, **STEP))
+    assert taken["metrics"]["skipped:max"] == 0.0
+
+
+def test_a_checkpoint_that_cannot_be_acknowledged(
+    served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the weights are written already."""
+    ada = users["ada"]
+    model, open_file = ada.create(), Path.open
+
+    def fail(path: Path, *args: Any, **keywords: Any) -> Any:
+        if "meta.json" in path.name and (args or keywords):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return open_file(path, *args, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fail)
+        failed = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=1, path="full"))
+    assert failed["category"] == "server"
+    assert "cannot write to its folder of checkpoints" in failed["error"], "and no path"
+    runs = f"/api/v1/training_runs/{model}/checkpoints"
+    assert ada.http.get(runs).json()["checkpoints"] == []
+    saved = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=2, path="full"))
+    assert [each["tinker_path"] for each in ada.http.get(runs).json()["checkpoints"]] == [saved["path"]]
+
+
+def test_results_that_nobody_retrieves(users: dict[str, User]) -> None:
+    """Eve may keep 2000 bytes: the oldest are gone, and the last one is there."""
+    eve = users["eve"]
+    model = eve.create()
+    promises = [eve.send(make_message(model, seq_id)).json() for seq_id in range(1, 31)]
+    eve.retrieve(promises[-1])
+    status = 200
+    while status == 200:  # until the server tidies, every 5 seconds
+        time.sleep(0.1)
+        status = eve.call("retrieve_future", **promises[0]).status_code
+    assert status == 410
+    assert isinstance(eve.retrieve(promises[-1]), bytes)
+    gone = eve.retrieve(eve.send(make_message(model, 1)).json())
+    assert "its result is gone" in gone["error"]
+    assert isinstance(eve.retrieve(eve.send(make_message(model, 31)).json()), bytes)
+
+
+def test_a_model_that_finds_no_room_is_tried_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client tries on, and has its model as soon as there is room."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    first = User(served.url, served.keys["cy"])
+    model = first.create(2)
+    statuses = []
+    body = {"session_id": first.session, "model_seq_id": 2, "base_model": "base", "lora_config": {"rank": 2}}
+    statuses.append(first.call("create_model", **body).status_code)
+    client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["cy"])
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(lambda: client.create_lora_training_client("base", rank=2).result())
+        assert not waiting.done()
+        first.post("unload_model", model_id=model)
+        second = waiting.result(LIMIT_S)
+    assert second.get_info().lora_rank == 2
+    statuses.append(first.call("create_model", **body).status_code)
+    first.post("unload_model", model_id=second.model_id)
+    # The same request of the same number.
+    promise = first.post("create_model", **body)
+    assert first.retrieve(promise)["model_id"] == f"{first.session}:train:2"
+    assert first.post("create_model", **body) == promise
+    assert statuses == [429, 429]
+    # A number may be used again, too.
+    first.post("unload_model", model_id=f"{first.session}:train:2")
+    promise = first.post("create_model", **body)
+    model = first.retrieve(promise)["model_id"]
+    assert isinstance(first.retrieve(first.send(make_message(model, 1)).json()), bytes)
+    first.post(f"sessions/{first.session}/finish")
+    first.http.close()
+
+
+def test_a_checkpoint_that_is_not_there_keeps_its_place(served: Served, users: dict[str, User]) -> None:
+    """As all that is wrong once model and seq_id are known: the next request is answered."""
+    ada, bo = users["ada"], users["bo"]
+    model, foreign = ada.create(), bo.create()
+    path = bo.retrieve(bo.post("save_weights", model_id=foreign, seq_id=1, path="mine"))["path"]
+    bodies = (
+        {"path": f"tinker://{model}/weights/nothing", "optimizer": True},
+        {"path": "nonsense", "optimizer": True},
+        {"path": 5, "optimizer": "perhaps"},
+        {"path": path, "optimizer": True},
+    )
+    for seq_id, body in enumerate(bodies, 1):
+        refused = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=seq_id, **body))
+        assert refused["category"] == "user", body
+    assert isinstance(ada.retrieve(ada.send(make_message(model, 5)).json()), bytes)
+
+
+def test_the_seq_id_that_is_waited_for(users: dict[str, User]) -> None:
+    ada = users["ada"]
+    model = ada.create()
+    for seq_id in range(1, 7):
+        ada.retrieve(ada.send(make_message(model, seq_id)).json())
+    late = ada.send(make_message(model, 8)).json()
+    waiting = ada.call("retrieve_future", **late)
+    assert (waiting.status_code, waiting.json()["queue_state_reason"]) == (408, "waiting for seq_id 7")
+    ada.send(make_message(model, 7))
+    assert isinstance(ada.retrieve(late), bytes)
