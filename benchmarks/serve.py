@@ -187,6 +187,7 @@ def _open_bank(folder: str) -> Any:
     from shardwise.serve.operations import CreateModel, Turn
 
     if folder not in _banks:
+        torch.set_num_threads(1)  # as the server has, by OMP_NUM_THREADS
         model = shardwise.from_pretrained(folder)
         bank = shardwise.AdapterBank(model)
         # The targets and settings of a model that a client creates.
