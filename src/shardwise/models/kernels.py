@@ -1,9 +1,9 @@
 """Kernels of other libraries in place of functions of a model: those of Liger, and those of the hub.
 
-[Note: Kernels before sharding] Both libraries replace ``forward`` of modules, and leave their parameters alone. Liger
-finds modules by their names in the model's class. So it comes first: before PEFT's layers, before blocks are recomputed
-and compiled, and before FSDP2 makes classes of its own. transformers chooses kernels of the hub by the device of the
-parameters, again at each change between training and evaluation. So these wait until there is memory.
+[Note: Kernels before sharding] Both libraries replace ``forward`` of modules, and leave their parameters alone.
+Liger finds modules by their names in the model's class. So it comes first: before PEFT's layers, before blocks are
+recomputed and compiled, and before FSDP2 makes classes of its own. transformers chooses kernels of the hub by the
+device of the parameters, again at each change between training and evaluation. So these wait until there is memory.
 """
 
 from collections.abc import Mapping
