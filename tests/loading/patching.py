@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import shardwise
-from shardwise.fsdp.torch_private import is_compiled_in_place
 from shardwise.models import kernels
 
 NORMS = ("Qwen3RMSNorm", "LlamaRMSNorm")
@@ -59,7 +58,7 @@ def liger(calls: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def with_liger(folder: str, recomputes: bool) -> dict[str, Any]:
-    """What Liger's function has found, how often its norms have run, and gradients that differ from those without."""
+    """What Liger's function has found, how often its norms have run, and gradients that are others without."""
     calls: list[dict[str, Any]] = []
     keywords: dict[str, Any] = {
         "dtype": "float32",
@@ -98,13 +97,13 @@ def compiled(folder: str, keywords: dict[str, Any], recomputes: bool, own: bool)
     """Losses of steps on other lengths with compiled blocks and without, and names of tensors."""
     losses: dict[str, list[float]] = {}
     names: dict[str, list[str]] = {}
-    for compile in (False, {"backend": "aot_eager"}):
-        sharding = shardwise.Sharding(activation_checkpointing=recomputes, compile=compile)
+    for kind in (False, {"backend": "aot_eager"}):
+        sharding = shardwise.Sharding(activation_checkpointing=recomputes, compile=kind)
         model = shardwise.from_pretrained(folder, dtype="float32", sharding=sharding, **keywords)
         if own:
             model.gradient_checkpointing_enable()
-        losses[str(bool(compile))] = [*_steps(model.train())]
-        names[str(bool(compile))] = [*model.state_dict()]
+        losses[str(bool(kind))] = [*_steps(model.train())]
+        names[str(bool(kind))] = [*model.state_dict()]
     torch._dynamo.reset()
     return {"losses": losses, "names": names}
 

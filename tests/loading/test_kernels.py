@@ -3,10 +3,10 @@
 import pytest
 from peft import LoraConfig
 from tests.loading import patching
-from tests.support.world import attempt
 
 import shardwise
 from shardwise import ConfigError
+from shardwise.fsdp.torch_private import is_compiled_in_place
 from shardwise.models import kernels
 
 
@@ -68,7 +68,7 @@ def test_kernels_of_the_hub_are_refused(qwen3, monkeypatch, keywords, is_install
 
 def test_blocks_are_compiled_in_place_and_nothing_else(qwen3):
     model = shardwise.from_pretrained(qwen3, sharding=shardwise.Sharding(compile={"backend": "aot_eager"}))
-    compiled = [name for name, module in model.named_modules() if patching.is_compiled_in_place(module)]
+    compiled = [name for name, module in model.named_modules() if is_compiled_in_place(module)]
     assert compiled == ["model.layers.0", "model.layers.1"]
     assert [*model.state_dict()] == [*shardwise.from_pretrained(qwen3).state_dict()]
 
@@ -107,7 +107,5 @@ def test_attention_of_every_kind_is_passed_on(qwen3, attention):
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn2"])
 def test_attention_whose_package_is_missing_is_named(qwen3, attention):
-    kind, text = attempt(shardwise.from_pretrained, qwen3)
-    assert not kind, text
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM cannot be built from Qwen3Config: ImportError"):
         shardwise.from_pretrained(qwen3, attn_implementation=attention)

@@ -297,7 +297,7 @@ def train_with(values: dict[str, Any], callback: TrainerCallback) -> TrlOutcome:
 
 def train_compiled(values: dict[str, Any]) -> dict[str, Any]:
     """Train on this rank; the losses, which modules were compiled in place, what else was, and warnings."""
-    compile, others = torch.compile, list[str]()
+    original, blocks, others = torch.compile, list[str](), list[str]()
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -309,9 +309,8 @@ def train_compiled(values: dict[str, Any]) -> dict[str, Any]:
     def note(function: Any = None, *positional: Any, **keywords: Any) -> Any:
         if isinstance(function, torch.nn.Module):
             others.append(type(function).__name__)
-        return compile(function, *positional, **keywords)
+        return original(function, *positional, **keywords)
 
-    blocks: list[str] = []
     logging.getLogger("shardwise").addHandler(handler)
     with mock.patch.object(torch, "compile", note):
         outcome = train_with(values, Looking())

@@ -372,9 +372,10 @@ def make_trainer(
             on every rank.
     """
     method, training = arguments.own.method, arguments.training
-    # Done on meta already, by from_pretrained. The Trainer would do both once more, to the sharded model.
+    # Done already, by from_pretrained. The Trainer would do both once more, to the whole sharded model, and without a
+    # backend accelerate would take that of its environment.
     training.use_liger_kernel = training.torch_compile = False
-    training.torch_compile_backend = training.torch_compile_mode = None
+    training.torch_compile_backend, training.torch_compile_mode = "no", None
     base = trl_class(method, "Trainer")
     # ShardwiseTrainer first: its methods override those of TRL and the Trainer, and call them by super().
     trainer_class = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
