@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import shardwise
 from shardwise.models import kernels
+from shardwise.models.four_bit.layers import are_fused_experts
 
 NORMS = ("Qwen3RMSNorm", "LlamaRMSNorm")
 
@@ -33,6 +34,8 @@ def liger(calls: list[dict[str, Any]]) -> Iterator[None]:
 
     def apply(model: nn.Module, **config: Any) -> None:
         patched = [name for name, module in model.named_modules() if type(module).__name__ in NORMS]
+        for module in filter(are_fused_experts, model.modules()):
+            module.forward = MethodType(scaled, module)
         for name in patched:
             norm = model.get_submodule(name)
             norm.forward = MethodType(scaled, norm)
@@ -75,9 +78,9 @@ def with_liger(folder: str, recomputes: bool) -> dict[str, Any]:
     return {"calls": calls, "differing": differing, "keys": len(expected), "runs": sorted(runs)}
 
 
-def with_hub_kernels(folder: str) -> list[Any]:
-    """The device of the weights, and whether they are sharded, when transformers is told to load kernels."""
-    found: list[Any] = []
+@contextmanager
+def hub_kernels(found: list[Any]) -> Iterator[None]:
+    """transformers' function for kernels of the hub, as if they were there: class, argument and device."""
 
     def note(model: Any, use_kernels: bool, *_: Any) -> None:
         weight = next(model.parameters())
@@ -87,6 +90,13 @@ def with_hub_kernels(folder: str) -> list[Any]:
         mock.patch.object(kernels, "is_kernels_available", return_value=True),
         mock.patch.object(transformers.PreTrainedModel, "set_use_kernels", note),
     ):
+        yield
+
+
+def with_hub_kernels(folder: str) -> list[Any]:
+    """What transformers' function is called with, without the keyword and then with it."""
+    found: list[Any] = []
+    with hub_kernels(found):
         shardwise.from_pretrained(folder, tuning=shardwise.Lora(LoraConfig(target_modules=["q_proj"], r=2)))
         before = list(found)
         shardwise.from_pretrained(folder, use_kernels=True)

@@ -8,6 +8,9 @@ import shardwise
 from shardwise import ConfigError
 from shardwise.fsdp.torch_private import is_compiled_in_place
 from shardwise.models import kernels
+from shardwise.models.four_bit.layers import are_experts_in_four_bits
+
+_LORA = {"tuning": shardwise.Lora(LoraConfig(target_modules=["q_proj"], r=2))}
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -40,7 +43,7 @@ def test_a_model_of_which_liger_knows_nothing(qwen3, caplog, monkeypatch):
 
 def test_liger_that_is_not_there_is_named(qwen3):
     """By transformers, which also knows the oldest version that it takes."""
-    message = r"use_liger_kernel: cannot be applied to Qwen3ForCausalLM, ImportError.* pip install liger-kernel"
+    message = r"use_liger_kernel: cannot be applied to Qwen3ForCausalLM, ImportError.* pip install -U liger-kernel"
     with pytest.raises(ConfigError, match=message):
         shardwise.from_pretrained(qwen3, liger_kernel_config={})
 
@@ -66,6 +69,21 @@ def test_kernels_of_the_hub_are_refused(qwen3, monkeypatch, keywords, is_install
         shardwise.from_pretrained(qwen3, use_kernels=True, **keywords)
 
 
+def test_experts_in_four_bits_keep_their_own_forward(mixtral, tmp_path):
+    """Kernels of others read stacks of weights, and would take codes for them."""
+    keywords = {"quantization": shardwise.options.Nf4(block_size=32), "tuning": _LORA["tuning"]}
+    with patching.liger([]):
+        model = shardwise.from_pretrained(mixtral, liger_kernel_config={}, **keywords)
+    experts = [module for module in model.modules() if are_experts_in_four_bits(module)]
+    assert len(experts) == 2
+    assert not any("forward" in vars(module) for module in experts)
+    with (
+        patching.hub_kernels([]),
+        pytest.raises(ConfigError, match=r"use_kernels: model\.layers\.0\.mlp\.experts is in four bits"),
+    ):
+        shardwise.from_pretrained(mixtral, use_kernels=True, **keywords)
+
+
 def test_blocks_are_compiled_in_place_and_nothing_else(qwen3):
     model = shardwise.from_pretrained(qwen3, sharding=shardwise.Sharding(compile={"backend": "aot_eager"}))
     compiled = [name for name, module in model.named_modules() if is_compiled_in_place(module)]
@@ -78,16 +96,13 @@ def test_an_unknown_compile_is_named():
         shardwise.Sharding(compile="inductor")
 
 
-_LORA = {"tuning": shardwise.Lora(LoraConfig(target_modules=["q_proj", "down_proj"], r=2))}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "keywords", "recomputes", "own"),
     [
         ("qwen3", {}, False, False),
         ("qwen3", _LORA, True, False),
-        ("qwen3", _LORA | {"quantization": shardwise.options.Nf4(block_size=16)}, False, True),
+        ("qwen3", _LORA | {"quantization": shardwise.options.Nf4(block_size=32)}, False, True),
         ("mixtral", {}, False, True),  # whose routing depends on the data
         ("mixtral", {}, True, False),
     ],

@@ -281,6 +281,7 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "datasets[0].type": "chat_template  # rows are recognized by their columns, and rendered by the "
                 "chat template of the tokenizer",
                 "plugins": "[axolotl.integrations.liger.LigerPlugin]",
+                "liger_rope": "true  # use_liger_kernel applies it",
             },
         ),
         (

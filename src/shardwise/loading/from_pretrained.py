@@ -116,6 +116,8 @@ def build_and_load(
                 tuned = meta_model.prepare_for_training(
                     built, untied, keywords, adapters=opened.adapters, casts_to=casts_to
                 )
+                if keywords.get("use_kernels", False):
+                    kernels.require_whole_experts(tuned.base)
             with world.collective("wrap blocks"):
                 wrap_blocks(tuned, sharding)
         if keywords.get("load_weights", True):

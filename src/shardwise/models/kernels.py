@@ -13,6 +13,7 @@ from transformers.integrations import apply_liger_kernel
 from transformers.utils import is_kernels_available
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.four_bit.layers import are_experts_in_four_bits
 
 
 def apply_liger(model: PreTrainedModel, config: Mapping[str, bool]) -> bool:
@@ -31,7 +32,7 @@ def apply_liger(model: PreTrainedModel, config: Mapping[str, bool]) -> bool:
     except Exception as error:  # of a library that patches modules by their names: any
         raise ConfigError(
             f"use_liger_kernel: cannot be applied to {type(model).__name__}, {type(error).__name__}: {error}. Run "
-            "pip install liger-kernel, or remove the key"
+            "pip install -U liger-kernel, or remove the key"
         ) from error
     return _count_replaced(model) > before
 
@@ -61,3 +62,14 @@ def require_hub_kernels(*, load_weights: bool, is_compiled: bool) -> None:
             "use_kernels: transformers does not choose kernels that can be compiled. Leave out use_kernels, or "
             "torch_compile and Sharding(compile=...)"
         )
+
+
+def require_whole_experts(model: PreTrainedModel) -> None:
+    """Check that no experts are in four bits, which kernels of the hub would take for numbers.
+
+    Raises:
+        ConfigError: some are.
+    """
+    packed = next((name for name, module in model.named_modules() if are_experts_in_four_bits(module)), None)
+    if packed is not None:
+        raise ConfigError(f"use_kernels: {packed} is in four bits, which no kernel of the hub reads. Leave it out")
