@@ -372,8 +372,8 @@ def make_trainer(
             on every rank.
     """
     method, training = arguments.own.method, arguments.training
-    # Done already, by from_pretrained. The Trainer would do both once more, to the whole sharded model, and accelerate
-    # would take a backend of its environment if there were none.
+    # Done already, by from_pretrained. The Trainer would do both once more, to the whole sharded model. Without a
+    # backend accelerate would take that of its environment.
     training.use_liger_kernel = training.torch_compile = False
     training.torch_compile_backend, training.torch_compile_mode = "no", None
     base = trl_class(method, "Trainer")
