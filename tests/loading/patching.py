@@ -104,7 +104,7 @@ def with_hub_kernels(folder: str) -> list[Any]:
 
 
 def compiled(folder: str, keywords: dict[str, Any], recomputes: bool, own: bool) -> dict[str, Any]:
-    """Losses of steps on other lengths with compiled blocks and without, and names of tensors."""
+    """Losses of steps on other lengths with compiled blocks and without, names of tensors, and compiled frames."""
     losses: dict[str, list[float]] = {}
     names: dict[str, list[str]] = {}
     for kind in (False, {"backend": "aot_eager"}):
@@ -114,8 +114,10 @@ def compiled(folder: str, keywords: dict[str, Any], recomputes: bool, own: bool)
             model.gradient_checkpointing_enable()
         losses[str(bool(kind))] = [*_steps(model.train())]
         names[str(bool(kind))] = [*model.state_dict()]
+    frames = torch._dynamo.utils.counters["frames"]["ok"]
     torch._dynamo.reset()
-    return {"losses": losses, "names": names}
+    torch._dynamo.utils.counters.clear()
+    return {"losses": losses, "names": names, "frames": frames}
 
 
 def _steps(model: Any) -> Iterator[float]:

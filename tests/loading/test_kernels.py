@@ -100,11 +100,9 @@ def test_an_unknown_compile_is_named():
 @pytest.mark.parametrize(
     ("model", "keywords", "recomputes", "own"),
     [
-        ("qwen3", {}, False, False),
-        ("qwen3", _LORA, True, False),
+        ("qwen3", {}, True, False),
         ("qwen3", _LORA | {"quantization": shardwise.options.Nf4(block_size=32)}, False, True),
-        ("mixtral", {}, False, True),  # whose routing depends on the data
-        ("mixtral", {}, True, False),
+        ("mixtral", {}, False, False),  # whose routing depends on the data
     ],
 )
 def test_compiled_blocks_have_the_losses_of_others(request, worlds, model, keywords, recomputes, own):
@@ -112,6 +110,7 @@ def test_compiled_blocks_have_the_losses_of_others(request, worlds, model, keywo
     for found in worlds(2).run(patching.compiled, folder, keywords, recomputes, own):
         assert found["losses"]["True"] == pytest.approx(found["losses"]["False"], abs=1e-6)
         assert found["names"]["True"] == found["names"]["False"]
+        assert found["frames"] > 0
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
