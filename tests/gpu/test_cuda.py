@@ -12,6 +12,7 @@ from tests.quantized.requirements import needs_packed_shards
 from tests.state import sharding
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
+from transformers.models.llama import modeling_llama
 
 import shardwise
 from shardwise.fsdp.named_tensors import raw_bytes
@@ -100,6 +101,36 @@ def test_it_trains(mixtral, one_rank, kind):
     found = on_ranks.loss_and_gradients(model, tokens)
     assert all(value.isfinite().all() for value in found.values())
     assert len(found) > 5
+
+
+def test_liger_has_the_losses_of_the_model_itself(one_rank, kind, tmp_path):
+    pytest.importorskip("liger_kernel")
+    if kind != "cuda":
+        pytest.skip("Liger's kernels are in Triton")
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "llama")
+    folder = zoo.save_original(zoo.build(specimen), tmp_path)
+    losses = []
+    for keywords in ({}, {"liger_kernel_config": {"fused_linear_cross_entropy": False}}):
+        with mock.patch.dict(vars(modeling_llama)):  # Liger replaces its classes and functions, too
+            model = shardwise.from_pretrained(folder, dtype="float32", **keywords).train()
+            losses.append(steps_of(model, kind))
+        patched = [name for name, module in model.named_modules() if "forward" in vars(module)]
+        assert bool(keywords) == any(name.endswith("mlp") for name in patched)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+
+
+def steps_of(model, kind):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = on_ranks.batch(model.config.vocab_size, rows=2, seed=0).to(kind)
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def test_missing_tensors_are_those_of_the_cpu(mixtral, one_rank):

@@ -20,6 +20,7 @@ import shardwise
 from shardwise import ConfigError, ExistingLora, FormatError, KeyMismatchError, Lora, merge_adapter
 from shardwise.core.errors import StorageError
 from shardwise.files.local_writer import LocalWriter
+from shardwise.saving.save import _warn_of_engines
 
 BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")
 FUSED = LoraConfig(r=2, target_modules=["q_proj", "w1", "w2", "w3"])
@@ -180,6 +181,20 @@ def test_an_adapter_of_all_linear_layers_but_some_is_taken_up_again(tied: Path, 
     change_json(tmp_path / "adapter_config.json", target_modules=[*stored, "query_key_value"])  # of another model
     again = shardwise.from_pretrained(tied, tuning=ExistingLora(tmp_path))
     require_equal(reference.values_of(again), reference.values_of(model))
+
+
+@pytest.mark.parametrize("config", [EXPERTS, FUSED], ids=["by parameter", "by module"])
+def test_engines_that_may_ignore_an_adapter_on_experts_are_named_once(
+    config: LoraConfig, experts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_engines.cache_clear()
+    for tuning in (Lora(LoraConfig(r=2, target_modules=["q_proj"])), Lora(config)):
+        model = shardwise.from_pretrained(experts, tuning=tuning)
+        for _ in range(2):
+            shardwise.save_adapter(model, tmp_path)
+    (record,) = caplog.records
+    assert "vLLM and SGLang" in record.getMessage()
+    assert "gate_up_proj" in record.getMessage()
 
 
 def test_an_adapter_of_a_classifier_is_taken_up_again(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ CONVERTED = {
     "`eval_dataset_names: [NAME]`": "`eval_dataset_name`",
     "`gamma_beta_ratio`": "`loss_type: simpo`, `cpo_alpha: 0.0`, `simpo_gamma` (times `beta`), for `cpo`",
     "`model_init_kwargs`": "`dtype`, `attn_implementation`, `model_revision`, `trust_remote_code`, "
-    "`config_overrides`",
+    "`use_kernels`, `config_overrides`",
     "`unsloth_lora_r`": "`lora_r`, with `use_peft: true`",
 }
 """Keys that ``former_keys._translate_key`` converts beside those in its tables."""

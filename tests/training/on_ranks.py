@@ -31,6 +31,7 @@ from transformers import (
 
 from shardwise.cli.train import run_on_rank, without_token
 from shardwise.core.errors import ShardwiseError
+from shardwise.fsdp.torch_private import is_compiled_in_place
 from shardwise.ranks import slow_ranks
 from shardwise.training import trl_objects as trl_setup
 from shardwise.training.run_config import read_run_config
@@ -292,6 +293,30 @@ def train_with(values: dict[str, Any], callback: TrainerCallback) -> TrlOutcome:
 
     with mock.patch.object(trl_setup, "make_trainer", with_callback):
         return train(values)[0]
+
+
+def train_compiled(values: dict[str, Any]) -> dict[str, Any]:
+    """Train on this rank; the losses, which modules were compiled in place, what else was, and warnings."""
+    original, blocks, others = torch.compile, list[str](), list[str]()
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+
+    class Looking(TrainerCallback):
+        def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+            blocks.extend(name for name, module in model.named_modules() if is_compiled_in_place(module))
+
+    def note(function: Any = None, *positional: Any, **keywords: Any) -> Any:
+        if isinstance(function, torch.nn.Module):
+            others.append(type(function).__name__)
+        return original(function, *positional, **keywords)
+
+    logging.getLogger("shardwise").addHandler(handler)
+    with mock.patch.object(torch, "compile", note):
+        outcome = train_with(values, Looking())
+    logging.getLogger("shardwise").removeHandler(handler)
+    losses = [entry["loss"] for entry in outcome.history if "loss" in entry]
+    return {"losses": losses, "blocks": blocks, "others": others, "warnings": messages}
 
 
 def train_with_tracker(values: dict[str, Any]) -> tuple[TrlOutcome, list[dict[str, float]]]:

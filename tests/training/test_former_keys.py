@@ -94,6 +94,13 @@ def test_keys_of_trackers_are_in_the_environment(tmp_path: Path) -> None:
     assert read(tmp_path, values).own.env == {"WANDB_PROJECT": "own", "WANDB_TAGS": "a,b", "X": 1}
 
 
+def test_kernels_of_the_hub_are_asked_for_as_in_trl(tmp_path: Path) -> None:
+    config = read(tmp_path, {"model_init_kwargs": {"use_kernels": True}})
+    assert config.own.use_kernels
+    assert config.notes == ("model_init_kwargs: read as use_kernels: True",)
+    assert not read(tmp_path, {"model_init_kwargs": {"dtype": "float32"}}).own.use_kernels
+
+
 def test_a_secret_is_not_printed(tmp_path: Path) -> None:
     config = read(tmp_path, {"token": "hf_secret"})
     assert config.values["hub_token"] == "hf_secret"

@@ -89,6 +89,8 @@ learning_rate: 2.0e-5
 fp16: true
 saves_per_epoch: 1
 plugins: [axolotl.integrations.liger.LigerPlugin]
+liger_rope: true
+liger_rms_norm: true
 """
 
 AXOLOTL_DPO = """
@@ -273,11 +275,13 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "bf16": False,
                 "save_strategy": "epoch",
                 "assistant_only_loss": True,
+                "use_liger_kernel": True,
             },
             {
                 "datasets[0].type": "chat_template  # rows are recognized by their columns, and rendered by the "
                 "chat template of the tokenizer",
                 "plugins": "[axolotl.integrations.liger.LigerPlugin]",
+                "liger_rope": "true  # use_liger_kernel applies it",
             },
         ),
         (

@@ -104,6 +104,11 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("method: reward\nuse_peft: true", "lora_task_type: CAUSAL_LM does not fit reward. Set it to SEQ_CLS"),
         ("use_peft: true\ntrainable_layers: 2", "trainable_layers: contradicts use_peft"),
         ("accelerate_config: fsdp2\ncpu_offload: true", "cpu_offload: contradicts accelerate_config"),
+        (
+            "use_liger_kernel: true\nliger_kernel_config: {fused_linear_cross_entropy: true}",
+            "liger_kernel_config: fused_linear_cross_entropy replaces the head",
+        ),
+        ("model_init_kwargs: {use_kernels: true}\ntorch_compile: true", "use_kernels: contradicts torch_compile"),
         ("early_stopping_patience: 2", "early_stopping_patience: needs load_best_model_at_end"),
         (
             "interleave: [1]",

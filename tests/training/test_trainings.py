@@ -402,6 +402,23 @@ def test_early_stopping_is_no_signal_and_trackers_get_the_memory_of_each_rank(fo
     ]
 
 
+@pytest.mark.parametrize("further", [{}, {"use_peft": True, "load_in_4bit": True, "gradient_checkpointing": False}])
+def test_blocks_are_compiled_and_nothing_else_with_the_same_losses(folder: Path, further: dict[str, Any]) -> None:
+    """Neither accelerate nor the Trainer compiles the whole model; on CPUs a line says that Liger needs a GPU."""
+    values = keys(folder, **further, model_name_or_path=str(write_wide(folder)), lora_dropout=0.0)
+    expected = losses(1, values | {"output_dir": str(folder / f"plain-{len(further)}")})
+    values |= {"torch_compile_backend": "aot_eager", "use_liger_kernel": True}
+    for ranks in (1, 2):
+        values["output_dir"] = str(folder / f"compiled-{len(further)}-{ranks}")
+        found = run_world(ranks, on_ranks.train_compiled, values | {"per_device_train_batch_size": 4 // ranks})
+        for rank, run in enumerate(found):
+            assert run["losses"] == pytest.approx(expected, abs=1e-5)
+            assert [name.rpartition("layers.")[2] for name in run["blocks"]] == ["0", "1"]
+            assert run["others"] == []
+            told = [line for line in run["warnings"] if "Liger's kernels need a GPU" in line]
+            assert len(told) == (rank == 0)
+
+
 def test_a_reward_model_without_its_head_is_refused(folder: Path) -> None:
     scorer = write_scorer(folder)
     weights = {key: value for key, value in load_file(scorer / "model.safetensors").items() if "score" not in key}

@@ -206,7 +206,7 @@ class _Reading:
         if self.fsdp.get("activation_checkpointing_offload"):
             self.notes.append("activation_checkpointing_offload: inputs of blocks stay on the device")
         if self.values.get("dynamo_config"):
-            self.notes.append("dynamo_config: call compile() on each block of the model")
+            self.notes.append("dynamo_config: pass Sharding(compile=True) to compile each block")
         for name in ("gradient_accumulation_steps", "gradient_clipping"):
             if name in self.values:
                 self.notes.append(f"{name}: is a setting of the training, not of sharding")

@@ -1,4 +1,4 @@
-"""Wrapping of a model into FSDP2 groups, and activation checkpointing of its blocks."""
+"""Wrapping of a model into FSDP2 groups, and activation checkpointing and compilation of its blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from shardwise.fsdp.torch_private import accelerator, has_collectives
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Sharding of a model: mesh, groups, FSDP2's policies, and activation checkpointing.
+    """Sharding of a model: mesh, groups, FSDP2's policies, and how its blocks are prepared before.
 
     Attributes:
         mesh: one-dimensional (shard) or two-dimensional (replicate, shard). None for all ranks of the call's
@@ -60,6 +60,7 @@ class Sharding:
         offload_policy: FSDP2's offload.
         reshard_after_forward: FSDP2's option for the blocks. The root group stays gathered until the backward pass.
         activation_checkpointing: of the repeated blocks. It depends neither on the groups nor on a mesh.
+        compile: True, or keyword arguments of ``torch.compile``, to compile each repeated block in place.
     """
 
     mesh: DeviceMesh | None = None
@@ -68,9 +69,15 @@ class Sharding:
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     reshard_after_forward: bool | int = True
     activation_checkpointing: ActivationCheckpointing = False
+    compile: bool | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "wrap", as_policy(self.wrap))
+        if not isinstance(self.compile, bool | Mapping):
+            raise ConfigError(
+                f"compile={self.compile!r} is not known. Pass True, False, or arguments of torch.compile, as in "
+                'compile={"backend": "inductor"}'
+            )
         every: object = self.activation_checkpointing
         if not isinstance(every, int) or every < 0:
             raise ConfigError(
@@ -239,26 +246,33 @@ def mark_sharded(model: nn.Module) -> None:
 
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
-    """Set up activation checkpointing of a model's blocks, if it is requested. See :func:`blocks_to_prepare`."""
+    """Recompute and compile a model's blocks where the sharding requests it. See :func:`blocks_to_prepare`."""
+    every = int(sharding.activation_checkpointing)
     for index, name in enumerate(blocks_to_prepare(model, sharding)):
-        if index % int(sharding.activation_checkpointing) == 0:
-            block = model.get_submodule(name)
+        block = model.get_submodule(name)
+        if every and index % every == 0:
             block.forward = Recomputed(block, block.forward, canonical(name))
+        # After the recomputation, which is compiled with the block, and before fully_shard, whose hooks are not. In
+        # place, so that names of parameters do not change. The first call compiles.
+        if sharding.compile is not False:
+            block.compile(**({} if sharding.compile is True else sharding.compile))
 
 
 def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
-    """Return the names of the blocks of which all, or every n-th, will be recomputed. The model is not changed.
+    """Return the names of the blocks that will be recomputed, all or every n-th, or compiled, without any change.
 
     Raises:
         ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
         ShardingError: the model has no recognizable blocks.
     """
-    if not sharding.activation_checkpointing:
+    if not sharding.activation_checkpointing and sharding.compile is False:
         return []
+    names = find_repeated_blocks(model)
+    if not sharding.activation_checkpointing:
+        return names
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
             raise ConfigError(_twice(canonical(name) or type(model).__name__))
-    names = find_repeated_blocks(model)
     for name in names:
         if isinstance(vars(model.get_submodule(name)).get("forward"), Recomputed):
             raise ConfigError(f"{canonical(name)} is recomputed already. Prepare a model's blocks once")

@@ -208,7 +208,7 @@ def _training(
     memory_bytes = options.get("memory_bytes") if rows and tokens else None
     if rows and tokens:
         recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing
-        prepare_blocks(tuned.base, replace(sharding, activation_checkpointing=recomputed))
+        prepare_blocks(tuned.base, replace(sharding, activation_checkpointing=recomputed, compile=False))
         param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
         head = _head(tuned.base, param_dtype, options)
         # Activations grow linearly with the rows: two traces determine them for every batch.

@@ -1,5 +1,6 @@
 """Brings up a transformers model: config, meta model, adapters, ties, wrapping, load."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from shardwise.loading.agreement import require_same_settings
 from shardwise.loading.load import execute_load, get_base_form, unite_sorted
 from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, get_comparable_settings, prepare_load
 from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
-from shardwise.models import pretrained
+from shardwise.models import kernels, pretrained
 from shardwise.models.lora import peft_private
 from shardwise.models.lora.inject import Adapter, Tuned
 from shardwise.models.tunings import Full
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
+
+_log = logging.getLogger(__name__)
 
 
 def check_call(
@@ -60,14 +63,18 @@ def check_call(
         raise ConfigError(
             "output_loading_info=True: nothing is loaded with load_weights=False. Leave one of them out"
         )
-    sharding = wrap.comparable_settings(keywords.get("sharding", Sharding()))
+    load_weights, given_sharding = keywords.get("load_weights", True), keywords.get("sharding", Sharding())
+    if keywords.get("use_kernels", False):
+        is_compiled = given_sharding.compile is not False
+        kernels.require_hub_kernels(load_weights=load_weights, is_compiled=is_compiled)
+    sharding = wrap.comparable_settings(given_sharding)
     return {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
         **meta_model.comparable_model_settings(keywords),
         **{f"sharding.{name}": value for name, value in sharding.items()},
         "tuning": type(keywords.get("tuning", Full())).__name__,
         "quantization": repr(keywords.get("quantization")),
-        "load_weights": repr(keywords.get("load_weights", True)),
+        "load_weights": repr(load_weights),
         **get_comparable_settings(
             meta_model.get_consent(keywords), keywords.get("buffers", {}), keywords.get("options", LoadOptions())
         ),
@@ -102,15 +109,24 @@ def build_and_load(
             # Ties and adapters before fully_shard: it shards a shared parameter once, and puts the matrices of a
             # LoRA into the group of their block.
             with world.collective("prepare for training"):
+                # First of all: [Note: Kernels before sharding] in models/kernels.py.
+                liger, kind = keywords.get("liger_kernel_config"), type(built.model).__name__
+                if liger is not None and not kernels.apply_liger(built.model, liger) and world.rank == 0:
+                    _log.warning("%s: liger-kernel has no kernels for it. It runs without", kind)
                 tuned = meta_model.prepare_for_training(
                     built, untied, keywords, adapters=opened.adapters, casts_to=casts_to
                 )
+                if keywords.get("use_kernels", False):
+                    kernels.require_whole_experts(tuned.base)
             with world.collective("wrap blocks"):
                 wrap_blocks(tuned, sharding)
         if keywords.get("load_weights", True):
             with clock.phase("plan"), world.collective("plan the load"):
                 load = prepare_tuned(world, opened.source, tuned, keywords, already_read_bytes)
             report = execute_load(world, tuned.model, opened.source, load, clock)
+            if keywords.get("use_kernels", False):
+                with world.collective("load kernels of the hub"):
+                    tuned.base.set_use_kernels(True)
         else:
             require_same_settings(world, pretrained.get_settings(tuned.base))
     pretrained.record_conversions(tuned.base, built.transforms)

@@ -128,10 +128,14 @@ class PretrainedOptions(FilledOptions, total=False):
     Attributes:
         load_weights: False leaves the model on meta, built, tied and sharded, for a run that restores its weights
             from a checkpoint (:meth:`Checkpointer.restore`).
+        use_kernels: as in transformers, replace layers by kernels of the hub, code that is downloaded and run.
+        liger_kernel_config: apply Liger's kernels, with these arguments of its function for the model's class.
         options: as for :func:`~shardwise.loading.load.load`.
     """
 
     load_weights: bool
+    use_kernels: bool
+    liger_kernel_config: Mapping[str, bool]
     options: LoadOptions
 
 
@@ -194,7 +198,8 @@ def comparable_model_settings(options: ModelOptions) -> dict[str, str]:
     """Return the model options that must be equal on all ranks, as text. Configs are compared later."""
     hub = options.get("hub", HubOptions())
     attention, experts = "attn_implementation", "experts_implementation"
-    plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", attention, experts)
+    kernels = ("use_kernels", "liger_kernel_config")
+    plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", attention, experts, *kernels)
     settings = {name: comparable_text(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
     for name in ("revision", "subfolder"):
         settings[f"hub.{name}"] = repr(getattr(hub, name))

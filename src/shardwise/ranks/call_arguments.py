@@ -25,8 +25,9 @@ _OWN_MODEL = "Build the model with transformers, and pass it to shardwise.load"
 _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("device_map", "device_mesh", "distributed_config"), _SHARDED),
     **dict.fromkeys(("cpu_offload", "offload_buffers", "offload_folder", "offload_state_dict"), _OFFLOADED),
-    **dict.fromkeys(("use_kernels", "kernel_config", "fusion_config", "tp_plan", "tp_size"), _OWN_MODEL),
-    "compile": "Call model.compile() on the result, or compile() on each of its blocks",
+    **dict.fromkeys(("fusion_config", "tp_plan", "tp_size"), _OWN_MODEL),
+    "kernel_config": "Call model.set_use_kernels(True, kernel_config) on the result",
+    "compile": "Pass sharding=Sharding(compile=True)",
     "gradient_checkpointing": "Pass sharding=Sharding(activation_checkpointing=True)",
     "ignore_mismatched_sizes": 'Pass on_mismatched=Initialize(only=("score.*",)), with the names',
     "load_in_4bit": "Pass quantization=Nf4()",

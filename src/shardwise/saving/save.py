@@ -1,12 +1,13 @@
 """Saves a model or an adapter: plan, agree, write, compare, commit."""
 
+import logging
 import os
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from shardwise.saving.saving_lock import new_save_id, require_lock
 from shardwise.saving.write import ShardWriter, write_by_owners
 from shardwise.transfer.memory import compute_device
 from shardwise.transfer.replicas import ShardSender, agree_on_shares
+
+_log = logging.getLogger(__name__)
 
 
 def execute_save(
@@ -222,6 +225,9 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, byt
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, AdapterOnly):
             peft_private.save_config(request.model, request.names.adapter, folder)
+            adapters: Any = request.model.peft_config
+            if parameters := adapters[request.names.adapter].target_parameters:
+                _warn_of_engines(tuple(sorted(parameters)))
         else:
             revert.save_configs(request.model, _choose_config_dtype(request, plan), Path(folder))
         tokenizer = request.tokenizer
@@ -237,6 +243,16 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, byt
                 "tokenizer=... out, and call its save_pretrained afterwards"
             )
         return {path.name: path.read_bytes() for path in paths}
+
+
+@cache  # once for an adapter that is saved many times
+def _warn_of_engines(parameters: tuple[str, ...]) -> None:
+    """Warn that engines may ignore the part of an adapter that is on parameters, such as stacked experts."""
+    _log.warning(
+        "target_parameters (%s): vLLM and SGLang apply a LoRA of stacked experts for some architectures, and "
+        "ignore it for others without an error. For an engine, merge it: shardwise merge-adapter",
+        ", ".join(parameters),
+    )
 
 
 def _choose_config_dtype(request: prepare.SaveRequest, plan: SavePlan) -> torch.dtype | None:

@@ -60,6 +60,9 @@ class ShardwiseArguments:
     config_overrides: dict[str, Any] | None = _key(
         None, "settings of the model's config, such as `rope_parameters`"
     )
+    use_kernels: bool = _key(
+        False, "layers by kernels of the hub, whose code is downloaded and run", excludes="torch_compile"
+    )
     chat_template: str | None = _key(
         None, "a template or its file; default: the model's", excludes="chat_template_path"
     )

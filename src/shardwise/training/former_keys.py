@@ -264,6 +264,7 @@ _MODEL_INIT: Final = {
     "attn_implementation": "attn_implementation",
     "revision": "model_revision",
     "trust_remote_code": "trust_remote_code",
+    "use_kernels": "use_kernels",
 }
 """Keys of ``model_init_kwargs`` that are keys of a configuration."""
 

@@ -41,8 +41,6 @@ REJECTED: Final[Mapping[str, str]] = {
     "deepspeed": _SHARDED_HERE,
     "parallelism_config": _SHARDED_HERE,
     "load_in_8bit": "8-bit bases are not supported. Use load_in_4bit",
-    "use_liger_kernel": "Liger kernels replace modules of a model that is sharded already. Remove it",
-    "torch_compile": "the whole model would be compiled after it is sharded. Remove it",
     "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size",
     "use_vllm": "TRL would gather the whole model for vLLM. Remove it",
     "reward_model_name_or_path": "would be loaded whole on every rank. Use reward_funcs",
@@ -191,6 +189,8 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
             yield f"env: {name!r} cannot be set to {value!r}. Write NAME: VALUE"
     if values.get("load_in_4bit") and not use_peft:
         yield "load_in_4bit: packed weights are not trained. Set use_peft"
+    if (values.get("liger_kernel_config") or {}).get("fused_linear_cross_entropy"):
+        yield "liger_kernel_config: fused_linear_cross_entropy replaces the head, as TRL does itself. Remove it"
     task = values.get("lora_task_type", "CAUSAL_LM")
     if own.method == "reward" and use_peft and task != "SEQ_CLS":
         yield f"lora_task_type: {task} does not fit reward. Set it to SEQ_CLS"

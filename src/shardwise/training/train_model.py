@@ -158,11 +158,11 @@ def peak_line() -> str:
 def _estimate_peak(config: RunConfig, ranks: int) -> int | None:
     """Return the estimated peak of a rank on its accelerator in bytes, or None. Collective: yes, with replicas.
 
-    There is none on the CPU, where the peak of a process includes its libraries, and none of methods that generate
-    or have a reference model.
+    There is none on the CPU, where the peak of a process includes its libraries, none of methods that generate or
+    have a reference model, and none with Liger's kernels, which this process has put into classes of transformers.
     """
     kind = accelerator()
-    if kind is None or config.method not in ("sft", "reward"):
+    if kind is None or config.method not in ("sft", "reward") or config.values.get("use_liger_kernel"):
         return None
     try:
         estimate = trl_setup.plan_run(config, ranks, {"device": kind.type})

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib
 import inspect
+import logging
 import os
 import pkgutil
 import sys
@@ -47,6 +48,8 @@ from shardwise.training.adapters_config import read_adapters
 from shardwise.training.arguments import ShardwiseArguments, TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, trl_accelerate_config
+
+_log = logging.getLogger(__name__)
 
 trl: Any = _trl
 """TRL's names are loaded lazily, which a type checker does not see."""
@@ -129,6 +132,8 @@ def load_model(arguments: TrlArguments) -> PreTrainedModel:
         ShardwiseError: as for :func:`~shardwise.loading.from_pretrained.from_pretrained`.
     """
     keywords = model_options(arguments)
+    if arguments.training.use_liger_kernel and accelerator() is None and arguments.training.process_index == 0:
+        _log.warning("use_liger_kernel: Liger's kernels need a GPU. The training runs without them")
     keywords["tuning"] = tuning = build_tuning(arguments)
     if isinstance(tuning, Full):
         keywords["trained_dtype"] = "unchanged"  # TRL trains in the dtype that is loaded
@@ -189,6 +194,17 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
     }
     if model.attn_implementation:
         options["attn_implementation"] = model.attn_implementation
+    if arguments.own.use_kernels:
+        options["use_kernels"] = True
+    if training.use_liger_kernel and accelerator() is not None:
+        # As TRL's trainers do, whose losses need the hidden states before the head.
+        options["liger_kernel_config"] = {
+            **(training.liger_kernel_config or {}),
+            "fused_linear_cross_entropy": False,
+        }
+    if training.torch_compile:
+        compiled = {"backend": training.torch_compile_backend, "mode": training.torch_compile_mode}
+        options["sharding"] = replace(options["sharding"], compile=compiled)
     if arguments.own.config_overrides:
         options["config_overrides"] = arguments.own.config_overrides
     if arguments.own.method == "reward":
@@ -203,6 +219,10 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
         is_nf4 = model.bnb_4bit_quant_type == "nf4"
         options["quantization"] = Nf4(double_quant=scales) if is_nf4 else Fp4(double_quant=scales)
     return options
+
+
+_NOT_PLANNED: Final = frozenset({"options", "revision", "use_kernels", "liger_kernel_config"})
+"""Options of a load that a plan does not have. Kernels do not run on tensors without memory."""
 
 
 def _sharding(own: ShardwiseArguments) -> Sharding:
@@ -351,7 +371,11 @@ def make_trainer(
         ConfigError: TRL or transformers rejects a key or a row, or a required package is not installed. The same
             on every rank.
     """
-    method = arguments.own.method
+    method, training = arguments.own.method, arguments.training
+    # Done already, by from_pretrained. The Trainer would do both once more, to the whole sharded model. Without a
+    # backend accelerate would take that of its environment.
+    training.use_liger_kernel = training.torch_compile = False
+    training.torch_compile_backend, training.torch_compile_mode = "no", None
     base = trl_class(method, "Trainer")
     # ShardwiseTrainer first: its methods override those of TRL and the Trainer, and call them by super().
     trainer_class = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
@@ -460,7 +484,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     arguments = parse(without_mesh)
     training = arguments.training
     loaded: Any = model_options(arguments)
-    options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
+    options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
         "tuning": (tuning := build_tuning(arguments)),
@@ -495,7 +519,7 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     configs = [replace(one, own=replace(one.own, accelerate_config=None)) for one in read_adapters(config).values()]
     parsed = [parse(one) for one in configs]
     loaded: Any = _base_options(parsed[0])
-    options: PlanOptions = {key: value for key, value in loaded.items() if key not in ("options", "revision")}  # type: ignore[assignment]
+    options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
     options |= {"hub": HubOptions(revision=parsed[0].model.model_revision), "device": placed["device"]}
     if config.own.accelerate_config:
         fields, _, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))

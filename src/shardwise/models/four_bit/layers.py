@@ -372,6 +372,7 @@ def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm
         )
     kind: Any = type(module)
     module.__class__ = _experts_class(kind)
+    vars(module).pop("forward", None)  # of a kernel such as Liger's, which would read codes as weights
     experts: Any = module
     experts.packings = packings
     experts.compute_dtype = next(iter(names.values())).compute_dtype
