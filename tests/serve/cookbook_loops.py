@@ -52,7 +52,7 @@ def make_datasets() -> dict[str, Any]:
     pairs = [f"\n\nHuman: Is {number} a number?\n\nAssistant: " for number in range(24)]
     return {
         "HuggingFaceH4/no_robots": split([{"messages": chat} for chat in chats]),
-        "openai/gsm8k": split([{"question": f"What is {number}?", "answer": "#### 1"} for number in range(16)]),
+        "openai/gsm8k": split([{"question": f"What is {number}?", "answer": "#### 1"} for number in range(24)]),
         "Anthropic/hh-rlhf": split([{"chosen": f"{text}yes", "rejected": f"{text}no"} for text in pairs]),
     }
 
@@ -82,10 +82,10 @@ def reinforce(url: str, folder: Path) -> None:
             log_path=str(folder),
             model_name=MODEL,
             batch_size=2,
-            group_size=12,
+            group_size=16,
             learning_rate=0.02,
-            save_every=4,
-            max_tokens=8,
+            save_every=8,
+            max_tokens=2,
             loss_fn="importance_sampling",
         )
     )

@@ -31,7 +31,7 @@ class User:
         self.num_models = 0
 
     def call(self, path: str, /, **body: Any) -> httpx.Response:
-        return self.http.post(f"/api/v1/{path}", json=body)
+        return self.http.post(f"/api/v1/{path}", content=json.dumps(body))
 
     def post(self, path: str, /, **body: Any) -> Any:
         response = self.call(path, **body)
@@ -349,7 +349,9 @@ def test_random_bytes(ada: User, data: bytes) -> None:
     assert ada.http.post("/api/v1/asample", content=data).status_code < 500
 
 
-_NAMES = ["target_tokens", "weights", "logprobs", "advantages", "x"]
+_NAMES = st.sampled_from(["target_tokens", "target_tokens", "weights", "logprobs", "advantages"]) | st.text(
+    max_size=3
+)
 _ARRAYS = st.binary(max_size=32) | st.lists(st.integers(-2, 100), max_size=5).map(
     lambda values: torch.tensor(values, dtype=torch.int64).numpy().tobytes()
 )
@@ -365,50 +367,56 @@ _KNOWN = {
 """Values that a part of the requests has in fields of these names, so that checks behind the first are reached."""
 
 
-def draw_field(draw: Any, field: Any) -> Any:
-    """Draw a value of a field, without regard of labels."""
-    if field.name in _KNOWN and draw(st.booleans()):
-        return draw(_KNOWN[field.name])
+def draw_value(draw: Any, field: Any) -> Any:
+    """Draw a value of a field; one of those that a repeated field has."""
     if field.message_type is not None:
         return draw_message(draw, field.message_type)
     if field.enum_type is not None:
         return draw(st.sampled_from([value.number for value in field.enum_type.values]))
-    whole = {"INT32": 31, "INT64": 63, "SINT64": 63, "UINT32": 32, "UINT64": 64}
-    kind = {
-        getattr(field, f"TYPE_{name}"): name for name in (*whole, "BOOL", "STRING", "BYTES", "DOUBLE", "FLOAT")
-    }[field.type]
-    if kind in whole:
-        return draw(st.integers(0 if kind[0] == "U" else -(1 << whole[kind]), (1 << whole[kind]) - 1))
-    kinds = {"BOOL": st.booleans(), "STRING": st.text(max_size=5), "BYTES": st.binary(max_size=20)}
-    return draw(kinds.get(kind, st.floats(width=32)))
+    kinds = {
+        field.TYPE_INT32: st.integers(-(1 << 31), (1 << 31) - 1),
+        field.TYPE_INT64: st.integers(-(1 << 63), (1 << 63) - 1),
+        field.TYPE_UINT32: st.integers(0, (1 << 32) - 1),
+        field.TYPE_UINT64: st.integers(0, (1 << 64) - 1),
+        field.TYPE_BOOL: st.booleans(),
+        field.TYPE_STRING: st.text(max_size=5),
+        field.TYPE_BYTES: st.binary(max_size=20),
+        field.TYPE_FLOAT: st.floats(width=32),
+        field.TYPE_DOUBLE: st.floats(),
+    }
+    return draw(kinds[field.type])
 
 
 def draw_message(draw: Any, descriptor: Any) -> Any:
-    """Draw a message of a descriptor. Of each union one field, and of others any."""
+    """Draw a message of a descriptor: most of its fields but settings of losses, and of each union one."""
     message = GetMessageClass(descriptor)()
+    chosen = {
+        union: draw(st.sampled_from([union.fields[0]] * 3 + list(union.fields))) for union in descriptor.oneofs
+    }
     for field in descriptor.fields:
-        if not draw(st.integers(0, 3)):
+        is_rare = draw(st.integers(0, 7)) == 7
+        if (
+            is_rare != field.name.startswith("loss_fn_config")
+            or chosen.get(field.containing_oneof, field) is not field
+        ):
             continue
+        place = getattr(message, field.name)
+        is_known = field.name in _KNOWN and draw(st.integers(0, 7)) < 7
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            names, entry = st.sampled_from(_NAMES) | st.text(max_size=3), field.message_type.fields_by_name["value"]
-            for name in draw(st.lists(names, max_size=3)):
-                value = draw_field(draw, entry)
+            entry = field.message_type.fields_by_name["value"]
+            for name in draw(st.lists(_NAMES, max_size=1 if entry.message_type is None else 3)):
+                value = draw_value(draw, entry)
                 if entry.message_type is None:
-                    getattr(message, field.name)[name] = value
+                    place[name] = value
                 else:
-                    getattr(message, field.name)[name].CopyFrom(value)
+                    place[name].CopyFrom(value)
         elif field.is_repeated:
-            is_known = field.name in _KNOWN and draw(st.booleans())
-            values = (
-                draw(_KNOWN[field.name])
-                if is_known
-                else [draw_field(draw, field) for _ in range(draw(st.integers(0, 2)))]
-            )
-            getattr(message, field.name).extend(values)
+            length = draw(st.integers(0, 2))
+            place.extend(draw(_KNOWN[field.name]) if is_known else [draw_value(draw, field) for _ in range(length)])
         elif field.message_type is not None:
-            getattr(message, field.name).CopyFrom(draw_field(draw, field))
+            place.CopyFrom(draw_value(draw, field))
         else:
-            setattr(message, field.name, draw_field(draw, field))
+            setattr(message, field.name, draw(_KNOWN[field.name]) if is_known else draw_value(draw, field))
     return message
 
 
@@ -416,7 +424,11 @@ def draw_message(draw: Any, descriptor: Any) -> Any:
 @settings(max_examples=300)
 def test_random_messages(ada: User, place: Place, secrets: list[str], data: Any) -> None:
     """Messages of the protocol's descriptor. Those with a place in the order are answered."""
-    message = draw_message(data.draw, protobuf.ForwardBackwardRequest.DESCRIPTOR)
+    message = make_message(place.model, 0)
+    if data.draw(st.booleans()):
+        message.data[0].MergeFrom(draw_message(data.draw, message.data[0].DESCRIPTOR))
+    else:
+        message = draw_message(data.draw, message.DESCRIPTOR)
     has_place = data.draw(st.integers(0, 9)) > 0
     if has_place:
         message.model_id, message.seq_id = place.model, place.seq_id

@@ -81,7 +81,7 @@ def test_supervised_learning(loops: Loops) -> None:
 
 def test_the_reward_rises(loops: Loops) -> None:
     rewards = loops.series("reinforce", "reward/total")
-    assert len(rewards) == 8
+    assert len(rewards) == 12
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2, rewards
 
 
