@@ -1,8 +1,7 @@
-"""GRPO with a stand-in for vLLM's engine, on ranks: what the engine is sent, and the merged model of one process."""
+"""GRPO with a stand-in for vLLM's engine, on ranks: what it is sent, and the merged model of one process."""
 
 import itertools
 import json
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,15 +14,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from peft import get_peft_model
-from safetensors.torch import load_file
+from tests.saving.merged import merge_in_one_process
 from tests.training import on_ranks, tiny
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.generation import vllm_client, vllm_generation
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.models.four_bit.layers import get_packings, get_scales, scales_name
 from shardwise.training import trl_objects
 from shardwise.transfer.replicas import ShardSender
 
@@ -194,7 +190,7 @@ class Engine:
 def vllm(engine: Engine) -> Iterator[None]:
     """An engine in the place of vLLM's, and of its NCCL transfer, in TRL's modules."""
 
-    def init_communicator(client: Any, device: Any) -> None:  # noqa: ARG001 - refuses a CPU
+    def init_communicator(client: Any, device: Any) -> None:  # TRL's own refuses a CPU
         engine.init_communicator(client)
 
     with ExitStack() as stack:
@@ -209,29 +205,6 @@ def vllm(engine: Engine) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, value, create=True))
         stack.enter_context(mock.patch.object(vllm_client.VLLMClient, "init_communicator", init_communicator))
         yield
-
-
-def merged(model: Any, arguments: Any) -> Weights:
-    """The tensors that transformers and PEFT save of this model in one process, with the adapter merged in."""
-    whole = {}
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        value = tensor.detach()
-        whole[name] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
-    for owner, module in model.named_modules():
-        for local, packing in get_packings(module).items():
-            scales = get_scales(module, local, whole.pop(f"{owner}.{scales_name(local)}"), 0)
-            whole[f"{owner}.{local}"] = packing.dequantize(whole[f"{owner}.{local}"], scales, packing.dtype)
-    stock: Any = AutoModelForCausalLM.from_pretrained(arguments.model.model_name_or_path)
-    if arguments.model.use_peft:
-        stock = get_peft_model(stock, trl_objects.lora_config(arguments))
-    missing, unexpected = stock.load_state_dict(whole, strict=False)
-    assert not unexpected
-    assert {name for name in missing if not name.endswith("lm_head.weight")} == set()  # which may be tied
-    if arguments.model.use_peft:
-        stock = stock.merge_and_unload()
-    with tempfile.TemporaryDirectory() as folder:
-        stock.save_pretrained(folder)
-        return load_file(f"{folder}/model.safetensors")
 
 
 def train(
@@ -296,7 +269,11 @@ def compare(folder: str, kind: str, url: str | None, output: str) -> tuple[list[
         history = train(
             keys(folder, kind, url, output),
             engine,
-            lambda arguments: wanted.append(merged(models[-1], arguments)),
+            lambda arguments: wanted.append(
+                merge_in_one_process(
+                    models[-1], arguments.model.model_name_or_path, trl_objects.lora_config(arguments)
+                )
+            ),
         )
     faults = [] if len(wanted) == STEPS else [f"{len(wanted)} updates"]
     is_first = not dist.is_initialized() or dist.get_rank() == 0

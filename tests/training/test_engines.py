@@ -34,9 +34,7 @@ def test_the_engine_gets_the_merged_model_of_each_step(folder: Path, tmp_path: P
             url = server.url if mode == "server" else None
             found = run_world(ranks, engines.compare_all, str(folder), KINDS, url, str(tmp_path))
             announced, calls = iter(server.announced), server.calls
-        assert [{kind: faults for kind, (faults, *_) in one.items()} for one in found] == [
-            dict.fromkeys(KINDS, [])
-        ] * ranks
+        assert [(kind, faults) for one in found for kind, (faults, *_) in one.items() if faults] == []
         if mode == "server":
             update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
             assert calls == ["init_weight_transfer_engine", *(engines.STEPS * update)] * len(KINDS)

@@ -43,6 +43,10 @@ REJECTED: Final[Mapping[str, str]] = {
     "load_in_8bit": "8-bit bases are not supported. Use load_in_4bit",
     "use_liger_kernel": "Liger kernels replace modules of a model that is sharded already. Remove it",
     "torch_compile": "the whole model would be compiled after it is sharded. Remove it",
+    **dict.fromkeys(
+        ("use_transformers_continuous_batching", "use_transformers_paged"),
+        "ranks would take other numbers of passes, and wait for each other. Remove it, or set use_vllm",
+    ),
     "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size",
 }
 """TRL's keys that are rejected if they are set, with the reason and the remedy."""
