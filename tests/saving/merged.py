@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from tests.saving.adapters import tensors_of
 from torch.distributed.tensor import DTensor
@@ -30,8 +31,14 @@ def merge_in_one_process(model: Any, folder: str, config: LoraConfig | None) -> 
     missing, unexpected = stock.load_state_dict(whole, strict=False)
     assert all("rotary_emb" in name for name in unexpected)  # buffers that are not saved
     assert all(name.endswith("lm_head.weight") for name in missing)  # which may be tied
-    if config is not None:
-        stock = stock.merge_and_unload()
+    return tensors_to_save(stock if config is None else stock.merge_and_unload())
+
+
+def tensors_to_save(model: Any) -> dict[str, torch.Tensor]:
+    """What transformers saves of a model that each rank has whole. On all ranks, though only the first one saves."""
     with tempfile.TemporaryDirectory() as place:
-        stock.save_pretrained(place)
-        return tensors_of(Path(place))
+        model.save_pretrained(place)
+        saved = [tensors_of(Path(place))]
+    if dist.is_initialized():
+        dist.broadcast_object_list(saved, src=0)
+    return saved[0]

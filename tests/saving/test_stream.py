@@ -10,6 +10,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tests import load_cases, zoo
 from tests.saving.adapters import tensors_of
+from tests.saving.merged import tensors_to_save
 from tests.support.world import attempt, require_same_error
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
@@ -181,7 +182,7 @@ def adapter(what: str) -> list[str]:
     return faults + [key for key in found.keys() & wanted.keys() if not torch.equal(found[key], wanted[key])]
 
 
-def merged_experts(name: str, folder: str) -> list[str]:
+def merged_experts(name: str) -> list[str]:
     """What is not as PEFT has it in the tensors of a sharded model with a LoRA on fused experts, by their names."""
 
     def adapted() -> nn.Module:
@@ -197,9 +198,7 @@ def merged_experts(name: str, folder: str) -> list[str]:
     model = adapted()
     load_cases.shard(model, load_cases._mesh("cpu", (dist.get_world_size(),)), load_cases.by_rows)
     found = dict(iter_hf_tensors(model, only=MergedAdapter(), options=StreamOptions(bucket_bytes=1 << 14)))
-    place = f"{folder}/{dist.get_rank()}"
-    adapted().merge_and_unload().save_pretrained(place)  # type: ignore[operator]
-    wanted = tensors_of(Path(place))
+    wanted = tensors_to_save(adapted().merge_and_unload())  # type: ignore[operator]
     faults = [f"{key} is in one only" for key in found.keys() ^ wanted.keys()]
     return faults + [key for key in wanted if not torch.allclose(found[key], wanted[key], rtol=1e-4, atol=1e-4)]
 
@@ -252,10 +251,10 @@ def test_tensors_of_a_peft_model_are_as_peft_has_them(worlds, what):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_a_lora_on_fused_experts_is_merged(worlds, tmp_path, name):
+def test_a_lora_on_fused_experts_is_merged(worlds, name):
     """Stacked as (experts, out, in) and as (experts, in, out)."""
     pytest.importorskip("peft")
-    assert worlds(2).run(merged_experts, name, str(tmp_path)) == [[], []]
+    assert worlds(2).run(merged_experts, name) == [[], []]
 
 
 @pytest.mark.parametrize(
