@@ -35,7 +35,7 @@ def merge_in_one_process(model: Any, folder: str, config: LoraConfig | None) -> 
 
 
 def tensors_to_save(model: Any) -> dict[str, torch.Tensor]:
-    """What transformers saves of a model that each rank has whole. On all ranks, though only the first one saves."""
+    """What transformers saves of a model that each rank has whole. On all ranks; only the first one saves."""
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
         saved = [tensors_of(Path(place))]

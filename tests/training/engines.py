@@ -128,8 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
 def _choice(prompt: list[int], number: int) -> dict[str, Any]:
     tokens = answer(prompt, number)
     names = [f"token_id:{token}" for token in tokens]
-    logprobs = {"tokens": names, "token_logprobs": [-1.0] * len(tokens)}
-    logprobs["top_logprobs"] = [{name: -1.0} for name in names]  # type: ignore[misc]
+    logprobs = {"tokens": names, "token_logprobs": [-5.5] * len(tokens)}
+    logprobs["top_logprobs"] = [{name: -5.5} for name in names]  # type: ignore[misc]
     return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": logprobs}
 
 
@@ -169,7 +169,7 @@ class Engine:
         outputs = []
         for place, prompt in enumerate(prompts):
             tokens = answer(prompt["prompt_token_ids"], place % 2)
-            logprobs = [{token: SimpleNamespace(rank=1, logprob=-1.0)} for token in tokens]
+            logprobs = [{token: SimpleNamespace(rank=1, logprob=-5.5)} for token in tokens]
             output = SimpleNamespace(token_ids=tokens, logprobs=logprobs)
             outputs.append(SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[output]))
         return outputs
