@@ -83,7 +83,8 @@ def write_teacher(folder: Path) -> Path:
     """A model with other values."""
     made = tiny.model()
     torch.manual_seed(4)
-    made.init_weights()
+    for parameter in made.parameters():
+        parameter.data.normal_(std=0.1)
     made.save_pretrained(folder / "teacher")
     tiny.tokenizer().save_pretrained(folder / "teacher")
     return folder / "teacher"
@@ -119,10 +120,10 @@ def letters(completions: list[Any], **_: Any) -> list[float]:
     return [float(sum(map(ord, one[0]["content"])) % 97) for one in completions]
 
 
-def low_letters(completions: list[Any], **_: Any) -> list[float]:
-    """Rewards of GRPO that a model learns to get: the share of characters of the first half of ASCII."""
+def share_of_ascii(completions: list[Any], **_: Any) -> list[float]:
+    """Rewards of GRPO that a model learns to get: the share of characters that are ASCII."""
     texts = [one[0]["content"] for one in completions]
-    return [sum(ord(letter) < 64 for letter in text) / max(len(text), 1) for text in texts]
+    return [sum(letter.isascii() for letter in text) / max(len(text), 1) for text in texts]
 
 
 SAMPLING = frozenset([*REWARDED, "distillation"])

@@ -199,7 +199,7 @@ def test_a_reward_rises_and_a_killed_training_resumes_on_other_ranks(folder: Pat
     values = keys(folder, **PREFERENCES["grpo"], max_steps=12, save_strategy="steps", save_steps=4)
     values |= {
         "dataset_name": str(folder / "prompts.jsonl"),
-        "reward_funcs": ["tests.training.on_ranks.low_letters"],
+        "reward_funcs": ["tests.training.on_ranks.share_of_ascii"],
     }
     theirs = {**values, "per_device_train_batch_size": 4, "output_dir": str(folder / "rising-theirs")}
     [alone] = run_world(1, on_ranks.log_by_trl, theirs)
