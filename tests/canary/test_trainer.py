@@ -91,6 +91,22 @@ def test_trainers_of_trl() -> None:
     assert not compat.wants_reference(trl.GRPOTrainer)
     assert f'model.add_adapter("{compat.REFERENCE}"' in inspect.getsource(trl.DPOTrainer)
     assert "model.get_parameter(ref_name)" in inspect.getsource(trl.DPOTrainer)
+    for kind in (trl.GRPOTrainer, trl.RLOOTrainer):
+        assert "self.ref_model = create_model_from_path(" in inspect.getsource(kind)
+    for kind in (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer):
+        assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(kind)
+    assert "self.teacher_model = " in inspect.getsource(trl.DistillationTrainer)
+
+
+def test_the_engine_of_trl() -> None:
+    generation = pytest.importorskip("trl.generation.vllm_generation")
+    starting = inspect.getsource(generation.VLLMGeneration._init_vllm)
+    assert "if is_bitsandbytes_available():" in starting
+    assert starting.rstrip().endswith("accelerator.wait_for_everyone()")
+    sending = inspect.getsource(generation.VLLMGeneration.sync_weights)
+    assert "if self._weight_metadata is None:" in sending
+    assert "self.vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())" in sending
+    assert "in self._iter_named_params():" in sending
 
 
 @pytest.mark.parametrize(

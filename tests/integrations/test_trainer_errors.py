@@ -107,7 +107,8 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "precompute": "TRL would hash the model's weights",
         "grpo": "compares with a reference model, which TRL would load whole on every rank. "
         "Pass ref_model=for_trainer",
-        "rloo": "compares with a reference model, which TRL would load whole on every rank. Pass beta=0.0",
+        "rloo": "compares with a reference model, which TRL would load whole on every rank. "
+        "Pass ref_model=for_trainer",
         "head apart": "TRL reads the weight of the model's head without calling it",
         "sequences": "Mine(cp_size=2) with a trainer of TRL: it would compute from this rank's part",
     }

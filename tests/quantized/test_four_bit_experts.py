@@ -46,6 +46,14 @@ def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, sc
     assert run_forked(size, four_bit_experts.differing, *arguments) == [[]] * size
 
 
+@needs_packed_shards
+@pytest.mark.distributed
+@pytest.mark.parametrize("mesh", ["flat", pytest.param("hsdp", marks=pytest.mark.slow)])
+def test_a_lora_is_merged_into_dequantized_experts(plain, mesh):
+    size = {"flat": 3, "hsdp": 4}[mesh]
+    assert run_forked(size, four_bit_experts.wrongly_merged, str(plain), mesh) == [[]] * size
+
+
 def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):
     """PEFT adds to the numbers; on bytes products are added, so that sums are in another order."""
     lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"], target_parameters=STACKS))

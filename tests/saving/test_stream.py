@@ -10,6 +10,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tests import load_cases, zoo
 from tests.saving.adapters import tensors_of
+from tests.saving.merged import tensors_to_save
 from tests.support.world import attempt, require_same_error
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
@@ -181,6 +182,27 @@ def adapter(what: str) -> list[str]:
     return faults + [key for key in found.keys() & wanted.keys() if not torch.equal(found[key], wanted[key])]
 
 
+def merged_experts(name: str) -> list[str]:
+    """What is not as PEFT has it in the tensors of a sharded model with a LoRA on fused experts, by their names."""
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
+        model = get_peft_model(zoo.causal_lm(name), config)
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.data.normal_()
+        return model
+
+    model = adapted()
+    load_cases.shard(model, load_cases._mesh("cpu", (dist.get_world_size(),)), load_cases.by_rows)
+    found = dict(iter_hf_tensors(model, only=MergedAdapter(), options=StreamOptions(bucket_bytes=1 << 14)))
+    wanted = tensors_to_save(adapted().merge_and_unload())  # type: ignore[operator]
+    faults = [f"{key} is in one only" for key in found.keys() ^ wanted.keys()]
+    return faults + [key for key in wanted if not torch.allclose(found[key], wanted[key], rtol=1e-4, atol=1e-4)]
+
+
 NAMES = ("llama", "gpt2", "gpt_neox", "phi3", "qwen3_moe")
 """Plain; transposed and tied; fused qkv; fused gate and up; experts that are split."""
 
@@ -226,6 +248,13 @@ def test_tensors_without_elements_keep_their_places():
 def test_tensors_of_a_peft_model_are_as_peft_has_them(worlds, what):
     pytest.importorskip("peft")
     assert worlds(2).run(adapter, what) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_lora_on_fused_experts_is_merged(worlds, name):
+    """Stacked as (experts, out, in) and as (experts, in, out)."""
+    pytest.importorskip("peft")
+    assert worlds(2).run(merged_experts, name) == [[], []]
 
 
 @pytest.mark.parametrize(

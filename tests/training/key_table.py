@@ -5,7 +5,6 @@ table with the dataclasses.
 """
 
 import dataclasses
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import shardwise.training
 from shardwise.training import former_keys
 from shardwise.training.arguments import METHODS, ShardwiseArguments
 from shardwise.training.keys import MISTAKEN, REJECTED, make_specs
-from shardwise.training.trl_objects import trl_class
+from shardwise.training.trl_objects import script_class, trl_class
 
 FILE = Path(shardwise.training.__path__[0]) / "trl_keys.json"
 
@@ -38,10 +37,9 @@ CONVERTED = {
 
 def table() -> dict[str, dict[str, dict[str, Any]]]:
     """By method its keys; what all methods share is under "all", entries of ``datasets`` under "datasets"."""
-    script = importlib.import_module("trl.scripts.grpo")
     by_method = {
         method: make_specs(
-            script.GRPOScriptArguments if method == "grpo" else trl.ScriptArguments,
+            script_class(method),
             trl.ModelConfig,
             trl.DatasetMixtureConfig,
             trl_class(method, "Config"),

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pkgutil
 import runpy
 import shutil
 import signal
@@ -34,6 +35,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.fsdp.torch_private import is_compiled_in_place
 from shardwise.ranks import slow_ranks
 from shardwise.training import trl_objects as trl_setup
+from shardwise.training.arguments import REWARDED
 from shardwise.training.run_config import read_run_config
 from shardwise.training.train_model import TrlOutcome
 
@@ -58,6 +60,8 @@ def prepare(folder: Path) -> Path:
     bad = [[{"role": "assistant", "content": "No" + "!" * (n % 5)}] for n in range(24)]
     pairs = [{"prompt": a, "chosen": g, "rejected": b} for a, g, b in zip(asked, good, bad, strict=True)]
     tiny.write_rows(folder / "pairs.jsonl", *pairs)
+    triples = [row | {"reference": good[n - 1]} for n, row in enumerate(pairs)]
+    tiny.write_rows(folder / "triples.jsonl", *triples)
     answers = [
         {"prompt": a, "completion": g if n % 2 else b, "label": bool(n % 2)}
         for n, (a, g, b) in enumerate(zip(asked, good, bad, strict=True))
@@ -74,6 +78,17 @@ def write_scorer(folder: Path) -> Path:
     made.save_pretrained(folder / "scorer")
     tiny.tokenizer().save_pretrained(folder / "scorer")
     return folder / "scorer"
+
+
+def write_teacher(folder: Path) -> Path:
+    """A model with other values."""
+    made = tiny.model()
+    torch.manual_seed(4)
+    for parameter in made.parameters():
+        parameter.data.normal_(std=0.1)
+    made.save_pretrained(folder / "teacher")
+    tiny.tokenizer().save_pretrained(folder / "teacher")
+    return folder / "teacher"
 
 
 def write_wide(folder: Path) -> Path:
@@ -106,6 +121,16 @@ def letters(completions: list[Any], **_: Any) -> list[float]:
     return [float(sum(map(ord, one[0]["content"])) % 97) for one in completions]
 
 
+def share_of_ascii(completions: list[Any], **_: Any) -> list[float]:
+    """Rewards of GRPO that a model learns to get: the share of characters that are ASCII."""
+    texts = [one[0]["content"] for one in completions]
+    return [sum(letter.isascii() for letter in text) / max(len(text), 1) for text in texts]
+
+
+SAMPLING = frozenset([*REWARDED, "distillation"])
+"""Methods that sample answers."""
+
+
 def quantile(probabilities: torch.Tensor, num_samples: int, **_: Any) -> torch.Tensor:
     """Stand in for ``torch.multinomial``: the two answers to a prompt differ, and are the same on any ranks."""
     at = torch.tensor([0.3, 0.7]).repeat(len(probabilities) // 2)[:, None]
@@ -121,14 +146,14 @@ def words(values: dict[str, Any]) -> list[str]:
 
 def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     """Train on this rank; what came of it, and the losses of all steps."""
-    with mock.patch.object(torch, "multinomial", quantile) if values.get("method") == "grpo" else nullcontext():
+    with mock.patch.object(torch, "multinomial", quantile) if values.get("method") in SAMPLING else nullcontext():
         outcome = run_on_rank(without_token(read_run_config(words({**COMMON, **values}))))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 
 def train_file(method: str, file: str) -> tuple[list[float], list[float]]:
     """Train on this rank from a file; the losses and the norms of the gradients of all steps."""
-    with mock.patch.object(torch, "multinomial", quantile) if method == "grpo" else nullcontext():
+    with mock.patch.object(torch, "multinomial", quantile) if method in SAMPLING else nullcontext():
         outcome = run_on_rank(without_token(read_run_config([method, file])))
     steps = [entry for entry in outcome.history if "loss" in entry]
     return [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps]
@@ -268,18 +293,18 @@ def _shares(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
 class Terminated(TrainerCallback):
     """Sends this process SIGTERM in a step, on the first rank."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, number: int = signal.SIGTERM) -> None:
+        self.step, self.number = step, number
 
     def on_step_begin(self, *positional: Any, **_: Any) -> None:
         state = positional[1]
         if state.global_step + 1 == self.step and state.is_world_process_zero:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.number)
 
 
-def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
-    """Train on this rank, and have the first one sent SIGTERM in a step."""
-    return train_with(values, Terminated(step))
+def train_until(values: dict[str, Any], step: int, number: int = signal.SIGTERM) -> TrlOutcome:
+    """Train on this rank, and have the first one sent a signal in a step."""
+    return train_with(values, Terminated(step, number))
 
 
 def train_with(values: dict[str, Any], callback: TrainerCallback) -> TrlOutcome:
@@ -353,7 +378,12 @@ def warnings_without_matplotlib(values: dict[str, Any]) -> list[str]:
 
 
 def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
-    """Train by TRL in this process, without shardwise; the losses of all steps.
+    """Train by TRL in this process, without shardwise; the losses of all steps."""
+    return [entry["loss"] for entry in log_by_trl(values, adapter) if "loss" in entry]
+
+
+def log_by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[dict[str, float]]:
+    """Train by TRL in this process, without shardwise; what it has logged.
 
     A LoRA begins with the stored values of an adapter.
     """
@@ -363,10 +393,16 @@ def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
     arguments = trl_setup.parse(config)
     kind = trl_setup.trl_class(config.method, "Trainer")
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
-    rewards = {"reward_funcs": letters} if config.method == "grpo" else {}
+    others: dict[str, Any] = {}
+    if config.method in REWARDED:
+        names = arguments.script.reward_funcs
+        others["reward_funcs"] = [name if "/" in name else pkgutil.resolve_name(name) for name in names]
+    if config.method == "distillation":
+        others["teacher_model"] = arguments.training.teacher_model_name_or_path
+    maker = partial(_with_stored_values, adapter)
     with (
-        mock.patch.object(sys.modules[kind.__module__], "get_peft_model", partial(_with_stored_values, adapter)),
-        mock.patch.object(torch, "multinomial", quantile) if config.method == "grpo" else nullcontext(),
+        mock.patch.object(sys.modules[kind.__module__], "get_peft_model", maker) if adapter else nullcontext(),
+        mock.patch.object(torch, "multinomial", quantile) if config.method in SAMPLING else nullcontext(),
     ):
         trainer = kind(
             model=arguments.model.model_name_or_path,
@@ -374,10 +410,10 @@ def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
             train_dataset=rows,
             processing_class=tiny.tokenizer(),
             peft_config=get_peft_config(arguments.model),
-            **rewards,
+            **others,
         )
         trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return list(trainer.state.log_history)
 
 
 def _with_stored_values(adapter: Path, *positional: Any, **keywords: Any) -> Any:

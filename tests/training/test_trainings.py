@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ from tests.support.http_store import HttpStore
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.support.world import run_forked as run_world
 from tests.training import on_ranks, tiny
-from tests.training.on_ranks import by_trl, prepare, size_of_png, train, train_until, write_scorer, write_wide
+from tests.training.on_ranks import (
+    by_trl,
+    prepare,
+    size_of_png,
+    train,
+    train_until,
+    write_scorer,
+    write_teacher,
+    write_wide,
+)
 
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import get_identity
@@ -74,6 +84,7 @@ PREFERENCES = {
     },
     "orpo": {"method": "orpo", "dataset_name": "pairs.jsonl"},
     "cpo": {"method": "cpo", "dataset_name": "pairs.jsonl", "loss_type": "simpo", "cpo_alpha": 0.0},
+    "tpo": {"method": "tpo", "dataset_name": "triples.jsonl"},
 }
 TOLERANCE = {"orpo": 1e-3}
 """TRL's ORPO averages over the tokens of each rank, and then over ranks, so 2 rows weigh other than among 4."""
@@ -119,7 +130,7 @@ def test_the_losses_of_a_new_lora_with_a_reference_are_those_of_trl(
     assert losses(2, values) == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "orpo", "cpo"])
+@pytest.mark.parametrize("kind", ["grpo", "orpo", "cpo", "tpo"])
 def test_the_losses_of_a_full_model_are_those_of_trl(folder: Path, kind: str) -> None:
     """The reference of GRPO is a sharded model here, and a whole one in TRL."""
     values = keys(folder, **{**PREFERENCES[kind], **({"beta": 0.1} if kind == "grpo" else {})})
@@ -141,6 +152,67 @@ def test_grpo_of_a_full_model_trains_on_two_ranks_as_on_one(folder: Path) -> Non
     assert two == pytest.approx(one, abs=1e-5)
     alone, both = (load_file(folder / f"grpo-{ranks}" / "model.safetensors") for ranks in (1, 2))
     assert all(torch.allclose(both[name], alone[name], atol=1e-5) for name in alone)
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "rloo": {"method": "rloo", "beta": 0.1},
+    "gmpo": {"method": "gmpo", "beta": 0.1},
+    "distillation": {"method": "distillation", "teacher_model_name_or_path": "teacher"},
+    "a reward model": {"reward_funcs": [*PREFERENCES["grpo"]["reward_funcs"], "scorer"]},
+    "a reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+}
+LOGGED = ("loss", "grad_norm", "reward", "kl", "entropy", "rewards/scorer/mean")
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_a_method_that_samples_trains_as_in_trl(folder: Path, kind: str) -> None:
+    """With the same samples. References, teachers and reward models are sharded here, and whole ones in TRL."""
+    write_scorer(folder)
+    write_teacher(folder)
+    values = keys(folder, **{**PREFERENCES["grpo"], "dataset_name": str(folder / "prompts.jsonl"), **SAMPLED[kind]})
+    values["output_dir"] = str(folder / kind.replace(" ", "-"))
+    if kind == "a reward model":
+        values |= {"reward_weights": [1.0, 0.5]}
+        values["reward_funcs"] = [values["reward_funcs"][0], str(folder / "scorer")]
+    if kind == "distillation":
+        values["teacher_model_name_or_path"] = str(folder / "teacher")
+        for key in ("reward_funcs", "num_generations", "beta"):
+            del values[key]
+    theirs = {**values, "per_device_train_batch_size": 4, "output_dir": str(folder / "theirs")}
+    [alone] = run_world(1, on_ranks.log_by_trl, theirs)
+    names = [name for name in LOGGED if name in alone[0]]
+    wanted = [entry[name] for entry in alone if "loss" in entry for name in names]
+    assert len(wanted) == 3 * len(names) > 6
+    for ranks in (1, 2):
+        sized = {
+            **values,
+            "per_device_train_batch_size": 4 // ranks,
+            "output_dir": f"{values['output_dir']}-{ranks}",
+        }
+        history = run_world(ranks, train, sized)[0][0].history
+        found = [entry[name] for entry in history if "loss" in entry for name in names]
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5), ranks
+
+
+def test_a_reward_rises_and_a_killed_training_resumes_on_other_ranks(folder: Path) -> None:
+    """As TRL in one process with the same samples, before and after."""
+    values = keys(folder, **PREFERENCES["grpo"], max_steps=12, save_strategy="steps", save_steps=4)
+    values |= {
+        "dataset_name": str(folder / "prompts.jsonl"),
+        "reward_funcs": ["tests.training.on_ranks.share_of_ascii"],
+    }
+    theirs = {**values, "per_device_train_batch_size": 4, "output_dir": str(folder / "rising-theirs")}
+    [alone] = run_world(1, on_ranks.log_by_trl, theirs)
+    wanted = [entry["reward"] for entry in alone if "loss" in entry]
+    assert sum(wanted[-4:]) > 1.5 * sum(wanted[:4])
+    values["output_dir"] = str(folder / "rising")
+    with pytest.raises(RankError):
+        run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 7, signal.SIGKILL)
+    assert (folder / "rising" / "checkpoint-4" / "trainer_state.json").is_file()
+    [(resumed, _)] = run_world(1, train, {**values, "per_device_train_batch_size": 4})
+    whole = {**values, "per_device_train_batch_size": 2, "output_dir": str(folder / "rising-2")}
+    for history in (resumed.history, run_world(2, train, whole)[0][0].history):
+        assert [entry["reward"] for entry in history if "loss" in entry] == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

@@ -64,9 +64,9 @@ def train_command(
 ) -> None:
     """Fine-tune a causal language model with TRL, from a YAML file of TRL's keys and --KEY VALUE overrides.
 
-    METHOD is sft (the default), dpo, kto, grpo, reward, orpo or cpo. Keys are described in docs/train.md. Files
-    for several models are in recipes/. Many LoRAs: adapters: and sweep: (docs/many_loras.md). Under torchrun, its
-    ranks are used. With --nproc-per-node, ranks are started here.
+    METHOD is sft (the default), dpo, kto, grpo, rloo, distillation, reward, orpo, cpo, tpo or gmpo. Keys are
+    described in docs/train.md. Files for several models are in recipes/. Many LoRAs: adapters: and sweep:
+    (docs/many_loras.md). Under torchrun, its ranks are used. With --nproc-per-node, ranks are started here.
 
     \b
     A small config.yaml:

@@ -120,6 +120,7 @@ _KNOWN = {
     "transformers": "5.17 to 5.23",
     "accelerate": "1.13 to 1.15",
     "peft": "0.20 or 0.21",
+    "trl": "1.16",
 }
 """Versions whose private names are known."""
 

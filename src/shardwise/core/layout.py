@@ -119,11 +119,21 @@ class ModelLayout:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """FQNs of the LoRA matrices of one adapted weight: ``weight + scaling * (lora_B @ lora_A)``."""
+    """FQNs of the LoRA matrices of one adapted weight: ``weight + scaling * (lora_B @ lora_A)``.
+
+    Attributes:
+        lora_A: (r, in), or (experts * r, in) for stacked experts, expert by expert.
+        lora_B: (out, r), or (out, r * experts), rank by rank.
+        scaling: of the product.
+        experts: number of stacked experts, 0 for a weight (out, in).
+        is_transposed: whether stacked experts are (experts, in, out) instead of (experts, out, in).
+    """
 
     lora_A: str
     lora_B: str
     scaling: float
+    experts: int = 0
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

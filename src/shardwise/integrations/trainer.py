@@ -19,11 +19,12 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import Mock
 
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
@@ -54,6 +55,7 @@ from shardwise.integrations.trainer_marks import (
 )
 from shardwise.integrations.trainer_restoring import load_trainer_checkpoint
 from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerHeader
+from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.world import MismatchedRanks, World
@@ -104,7 +106,12 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
             require_trainable(type(self), kwargs, world)
         try:
-            with nullcontext() if reference is None else compat.giving_reference(reference):
+            replacements: dict[str, Any] = {}
+            if reference is not None:  # loaded here, sharded, where TRL would load it whole by its name
+                replacements["create_model_from_path"] = Mock(return_value=reference)
+            if compat.is_trl_trainer(type(self)) and getattr(kwargs.get("args"), "use_vllm", False):
+                replacements["VLLMGeneration"] = engine_class()
+            with compat.replaced_in_trl(type(self), **replacements):
                 super().__init__(*positional, **keywords)
         finally:
             if self._save_only_model is not None:
@@ -118,8 +125,10 @@ class ShardwiseTrainer(_Trainer):
         """Header of the checkpoint that a training resumes from."""
         self._position: tuple[int, float] | None = None
         """Passes, and optimizer steps of the pass, after which a training resumes in a stream."""
-        if isinstance(reference := getattr(self, "ref_model", None), FSDPModule):
-            reference.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
+        frozen = [getattr(self, name, None) for name in ("ref_model", "teacher_model")]
+        for other in [*frozen, *getattr(self, "reward_funcs", ())]:
+            if isinstance(other, FSDPModule):
+                other.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
         self._on_other_base: OnFault = "error"
         self._generators: dict[str, Any] | None = None
         """States of random generators, to be set once the position in the data is restored."""

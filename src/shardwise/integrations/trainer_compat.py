@@ -5,7 +5,9 @@ A missing name is an error of :func:`require_names`. ``tests/canary`` asserts th
 """
 
 import inspect
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length as has_length
 
-from shardwise.core.errors import ConfigError, find_private, private, require_private, require_version
+from shardwise.core.errors import ConfigError, lacks, private, require_private, require_version
 from shardwise.fsdp.torch_private import original_class
 
 require_version("transformers", "5.19")
@@ -88,24 +90,35 @@ def is_trl_trainer(trainer_class: type) -> bool:
 
 
 def loads_reference(trainer_class: type) -> bool:
-    """Return whether a trainer takes no reference model, and loads one by the model's name: TRL's for GRPO."""
-    return _is_of_trl(trainer_class, "GRPOTrainer")
+    """Return whether a trainer takes no reference model, and loads one by the model's name: of GRPO and RLOO."""
+    return _is_of_trl(trainer_class, "GRPOTrainer", "RLOOTrainer")
 
 
 def has_no_reference(trainer_class: type) -> bool:
     """Return whether ``beta`` of a trainer of TRL is not the weight of a reference model."""
-    return _is_of_trl(trainer_class, "CPOTrainer") or _is_of_trl(trainer_class, "ORPOTrainer")
+    return _is_of_trl(trainer_class, "CPOTrainer", "ORPOTrainer", "TPOTrainer", "DistillationTrainer")
 
 
-def _is_of_trl(trainer_class: type, name: str) -> bool:
-    return any(kind.__name__ == name and kind.__module__.startswith("trl.") for kind in trainer_class.__mro__)
+def _is_of_trl(trainer_class: type, *names: str) -> bool:
+    return any(kind.__name__ in names and kind.__module__.startswith("trl.") for kind in trainer_class.__mro__)
 
 
-def giving_reference(reference: nn.Module) -> AbstractContextManager[Any]:
-    """Have the constructor of a trainer that ``loads_reference`` take this one, within the block."""
-    return mock.patch.object(
-        *find_private("trl.trainer.grpo_trainer:create_model_from_path"), return_value=reference
-    )
+@contextmanager
+def replaced_in_trl(trainer_class: type, **replacements: Any) -> Iterator[None]:
+    """Replace names in the modules of TRL that define a trainer, within the block.
+
+    Raises:
+        ConfigError: no module has a name.
+    """
+    modules = {kind.__module__ for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.")}
+    with ExitStack() as stack:
+        for name, value in replacements.items():
+            having = [module for module in modules if hasattr(sys.modules[module], name)]
+            if not having:
+                raise lacks(f"{'|'.join(sorted(modules))}:{name}")
+            for module in having:
+                stack.enter_context(mock.patch.object(sys.modules[module], name, value))
+        yield
 
 
 def wants_reference(trainer_class: type) -> bool:

@@ -311,10 +311,12 @@ def _require_reference(kind: type, model: nn.Module, args: Any, kwargs: Mapping[
             f"{kind.__name__}(precompute_ref_log_probs=True): TRL would hash the model's weights, which are "
             "sharded. Leave it out"
         )
-    if isinstance(reference, nn.Module) and not is_for_trainer(reference):
-        raise ConfigError(
-            f"{kind.__name__}(ref_model=...): pass ref_model=for_trainer(reference), sharded as the model is"
-        )
+    others = {"ref_model": reference, "teacher_model": kwargs.get("teacher_model")}
+    for name, other in others.items():
+        if isinstance(other, nn.Module) and not is_for_trainer(other):
+            raise ConfigError(
+                f"{kind.__name__}({name}=...): pass {name}=for_trainer({name}), sharded as the model is"
+            )
     has_beta = bool(getattr(args, "beta", 0)) and not compat.has_no_reference(kind)
     compares = compat.wants_reference(kind) or has_beta
     if reference is None and compares and not has_adapters(model):

@@ -154,7 +154,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
     Raises:
         ConfigError: there is no such adapter, or it has other parts than LoRA matrices of linear layers.
     """
-    from peft.tuners.lora import Linear  # optional, and slow to import
+    from peft.tuners.lora import Linear, ParamWrapper  # optional, and slow to import
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -173,40 +173,54 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             raise ConfigError(f"{name} is in modules_to_save, which cannot be merged. Use PEFT's merge_and_unload")
         if isinstance(module, BaseTunerLayer):
             layers[name] = module
-            if why := _merge_obstacle(module, adapter, Linear):
+            if why := _merge_obstacle(module, adapter, Linear, ParamWrapper):
                 raise ConfigError(f"{name} {why}, which cannot be merged here. Merge the adapter with PEFT first")
-            tied = [other for other in owners[id(module.get_base_layer().weight)] if other != f"{name}.base_layer"]
+            weight = getattr(module.get_base_layer(), _adapted_parameter(module))
+            tied = [other for other in owners[id(weight)] if modules[other] is not module.get_base_layer()]
             if tied and adapter in layers[name].lora_A:
                 raise ConfigError(
                     f"{name} is tied to {tied[0]}, which a merge would change, too. Take it out of target_modules, "
                     "or merge the saved adapter with shardwise.merge_adapter, which unties them"
                 )
     # In an adapted layer, q_proj.base_layer.weight is q_proj.weight in the base, and q_proj.lora_A is not in it.
-    # Other tensors keep their names.
+    # Layers of several parameters of a module are in each other (experts.base_layer.base_layer.down_proj), and the
+    # innermost owns a tensor. Other tensors keep their names.
     inside: dict[str, str] = {}
     for name in names:
         path = name.split(".")
-        parents = (".".join(path[:count]) for count in range(1, len(path)))
+        parents = (".".join(path[:count]) for count in range(len(path) - 1, 0, -1))
         owner = next((parent for parent in parents if parent in layers), None)
         if owner is None:
             inside[name.removeprefix(prefix)] = name
         elif name.startswith(f"{owner}.base_layer."):
-            inside[f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}".removeprefix(prefix)] = name
+            inside[name.replace(".base_layer", "").removeprefix(prefix)] = name
     factors: dict[str, Factors] = {}
     for name, layer in layers.items():
         if adapter in layer.lora_A:
             lora_A, lora_B = (f"{name}.{half}.{adapter}.weight" for half in ("lora_A", "lora_B"))
-            factors[f"{name}.weight".removeprefix(prefix)] = Factors(lora_A, lora_B, layer.scaling[adapter])
+            base_layer, parameter = layer.get_base_layer(), _adapted_parameter(layer)
+            # PEFT computes a stack of one expert as a matrix.
+            experts = count if (count := getattr(layer, "num_experts", 0)) > 1 else 0
+            is_transposed = experts > 0 and getattr(base_layer, "is_transposed", False) is True
+            owner = name.replace(".base_layer", "").removeprefix(prefix)
+            factors[f"{owner}.{parameter}"] = Factors(
+                lora_A, lora_B, layer.scaling[adapter], experts, is_transposed
+            )
     return Adapted(base, inside, factors)
 
 
-def _merge_obstacle(layer: Any, adapter: str, linear: Any) -> str:
-    """Return the reason why a layer's adapter is not a plain LoRA of a linear layer, or ""."""
+def _adapted_parameter(layer: Any) -> str:
+    """Return the local name of the parameter that one of PEFT's layers adapts."""
+    return getattr(layer, "parameter_name", "weight")
+
+
+def _merge_obstacle(layer: Any, adapter: str, linear: Any, of_parameter: Any) -> str:
+    """Return the reason why a layer's adapter is not a plain LoRA of a linear layer or of experts, or ""."""
     from shardwise.models.four_bit.layers import is_in_four_bits  # only for a base in four bits
 
     base = layer.get_base_layer()
     is_linear = isinstance(layer, linear) or (hasattr(layer, "lora_A") and is_in_four_bits(base))
-    if not is_linear or not isinstance(base, nn.Linear):
+    if not isinstance(layer, of_parameter) and not (is_linear and isinstance(base, nn.Linear)):
         return f"is adapted as {type(layer).__name__} of {type(layer.get_base_layer()).__name__}"
     if layer.merged:
         return f"has {', '.join(layer.merged_adapters)} merged in already"

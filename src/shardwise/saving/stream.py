@@ -16,7 +16,7 @@ from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensor
 from shardwise.fsdp.torch_private import saved_dtype, to_torch
 from shardwise.models import selection
 from shardwise.models.four_bit import files as four_bit_files
-from shardwise.models.four_bit.layers import SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.four_bit.layers import get_packings, scales_name
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
@@ -24,12 +24,9 @@ from shardwise.saving.prepare import WrittenNames, collect_for_files, resolve_dt
 from shardwise.transfer.memory import compute_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
-from shardwise.transfer.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares, logical_boxes
+from shardwise.transfer.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares
 
 _SMALLEST_BUCKET_BYTES = 4096
-
-_NOT_MERGED = "no adapter is merged into them. Merge its files with shardwise.merge_adapter"
-
 
 Targets: TypeAlias = Literal["all_ranks", "first_rank"]
 
@@ -187,7 +184,7 @@ def _make_merging_sender(
     with world.collective("plan packed rows"):
         packed = find_packed_rows(base_refs)
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
-    base_shares |= {name: tuple(map(logical_boxes, base_shares[name])) for name in packed}
+    base_shares |= {name: tuple(map(rows.logical_boxes, base_shares[name])) for name, rows in packed.items()}
     return MergingShardSender(base_refs, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
@@ -220,7 +217,6 @@ def _select_outputs(
         return four_bit_files.reshape_for_files(
             refs, revert(model, layout, internal_names=names == "internal")
         ), None
-    four_bit_files.require_no_experts(refs, _NOT_MERGED)
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
     layout = adapted.layout(four_bit_files.dequantize_layout(layout, refs))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted
@@ -228,13 +224,12 @@ def _select_outputs(
 
 def find_packed_rows(refs: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
     """Return weights in 4 bits by name, with their dequantization."""
-    layers = {name: item.slots[0] for name, item in refs.items() if is_in_four_bits(item.slots[0].module)}
-    scales = {id(slot.module): refs[name] for name, slot in layers.items() if slot.name == SCALES}
-    return {
-        name: PackedRows(refs[name], scales[id(slot.module)], slot.module)
-        for name, slot in layers.items()
-        if slot.name == WEIGHT
-    }
+    packed = {}
+    for name, item in refs.items():
+        slot = item.slots[0]
+        if packing := get_packings(slot.module).get(slot.name):
+            packed[name] = PackedRows(item, refs[scales_name(name)], packing)
+    return packed
 
 
 def describe_tensors(

@@ -5,8 +5,13 @@
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-TrainMethod: TypeAlias = Literal["sft", "dpo", "kto", "grpo", "reward", "orpo", "cpo"]
+TrainMethod: TypeAlias = Literal[
+    "sft", "dpo", "kto", "grpo", "rloo", "distillation", "reward", "orpo", "cpo", "tpo", "gmpo"
+]
 METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
+
+REWARDED: Final[tuple[TrainMethod, ...]] = ("grpo", "rloo", "gmpo")
+"""Methods that train on rewards of sampled answers."""
 
 AdapterMethod: TypeAlias = Literal["sft", "dpo"]
 """A method of which many adapters can be trained at once."""
@@ -33,7 +38,9 @@ class ShardwiseArguments:
     """
 
     method: TrainMethod = _key(
-        "sft", "`sft`, `dpo`, `kto`, `grpo`, `reward`, `orpo`, `cpo`; or as first word of the command"
+        "sft",
+        "`sft`, `dpo`, `kto`, `grpo`, `rloo`, `distillation`, `reward`, `orpo`, `cpo`, `tpo`, `gmpo`; or as first "
+        "word of the command",
     )
     num_processes: int | None = _key(
         None, "as `--nproc-per-node`; default: that of `accelerate_config`", at_least=1

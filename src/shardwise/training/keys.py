@@ -41,9 +41,11 @@ REJECTED: Final[Mapping[str, str]] = {
     "deepspeed": _SHARDED_HERE,
     "parallelism_config": _SHARDED_HERE,
     "load_in_8bit": "8-bit bases are not supported. Use load_in_4bit",
+    **dict.fromkeys(
+        ("use_transformers_continuous_batching", "use_transformers_paged"),
+        "ranks would take other numbers of passes, and wait for each other. Remove it, or set use_vllm",
+    ),
     "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size",
-    "use_vllm": "TRL would gather the whole model for vLLM. Remove it",
-    "reward_model_name_or_path": "would be loaded whole on every rank. Use reward_funcs",
 }
 """TRL's keys that are rejected if they are set, with the reason and the remedy."""
 
@@ -59,6 +61,17 @@ MISTAKEN: Final[Mapping[str, str]] = {
     "freeze_llm": "which modules are trained is chosen by name. Set trainable_layers and extra_modules",
 }
 """Keys that TRL does not have, whose removal could train something else, with what to set."""
+
+_LOADS = "its trainer loads or copies another model, whole on every rank"
+_ASKS = "its trainer asks a server or processes of its own"
+OTHER_METHODS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("gkd", "gold", "iw_opd"), f"{_LOADS}. Use distillation"),
+    **dict.fromkeys(("a2po", "online_dpo", "sdft", "sdpo"), f"{_LOADS}. Use grpo or dpo"),
+    **dict.fromkeys(
+        ("async_grpo", "async_distillation", "server_distillation"), f"{_ASKS}. Use grpo, distillation"
+    ),
+}
+"""Trainers of ``trl.experimental`` that do not run with a sharded model, with the reason and the remedy."""
 
 _AT_LEAST_1: Final = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
@@ -148,7 +161,9 @@ def normalize_values(values: Mapping[str, Any], method: TrainMethod) -> dict[str
 def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Yield the faults of a key and its value."""
     specs = get_keys(method)
-    if others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
+    if key == "method" and value in OTHER_METHODS:
+        yield f"method: {value} is not supported: {OTHER_METHODS[value]}"
+    elif others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method"
     elif faults := [f"{key}: {fault}" for fault in _find_key_faults(key, value, specs, method)]:
         yield from faults
@@ -191,6 +206,11 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield "load_in_4bit: packed weights are not trained. Set use_peft"
     if (values.get("liger_kernel_config") or {}).get("fused_linear_cross_entropy"):
         yield "liger_kernel_config: fused_linear_cross_entropy replaces the head, as TRL does itself. Remove it"
+    if own.method == "distillation" and not values.get("teacher_model_name_or_path"):
+        yield "teacher_model_name_or_path: is missing. Set it to the model to learn from"
+    for key in ("use_dora", "lora_modules_to_save"):
+        if values.get("use_vllm") and use_peft and values.get(key):
+            yield f"{key}: cannot be merged for the engine of use_vllm. Remove one of them"
     task = values.get("lora_task_type", "CAUSAL_LM")
     if own.method == "reward" and use_peft and task != "SEQ_CLS":
         yield f"lora_task_type: {task} does not fit reward. Set it to SEQ_CLS"

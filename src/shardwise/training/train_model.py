@@ -60,8 +60,8 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         model = trl_setup.load_model(arguments)
         honor_timeout(config, arguments)  # again, for the process groups of the model's mesh, which are new
         require_pad_token(model, processor)
-        reference = trl_setup.load_reference(arguments)
-        trainer = trl_setup.make_trainer(arguments, model, reference, processor, data, local_rank)
+        frozen = trl_setup.load_frozen(arguments)
+        trainer = trl_setup.make_trainer(arguments, model, frozen, processor, data, local_rank)
         callback = RunCallback(request, record, trainer)
         trainer.add_callback(callback)
         trackers = guard_trackers(trainer)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import PreTrainedModel
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import get_dataset_column_names, is_conversational
+from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_peft_config
 
 from shardwise.bank.passes import CHUNK_LOGITS
@@ -45,7 +46,7 @@ from shardwise.ranks.collective_errors import is_collective_error, is_out_of_mem
 from shardwise.ranks.world import World
 from shardwise.training import dataset_loading
 from shardwise.training.adapters_config import read_adapters
-from shardwise.training.arguments import ShardwiseArguments, TrainMethod
+from shardwise.training.arguments import REWARDED, ShardwiseArguments, TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, trl_accelerate_config
 
@@ -80,8 +81,12 @@ _CLASSES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
     "kto": ("trl", "KTO"),
     "grpo": ("trl", "GRPO"),
     "reward": ("trl", "Reward"),
+    "rloo": ("trl", "RLOO"),
+    "distillation": ("trl", "Distillation"),
     "orpo": ("trl.experimental.orpo", "ORPO"),
     "cpo": ("trl.experimental.cpo", "CPO"),
+    "tpo": ("trl.experimental.tpo", "TPO"),
+    "gmpo": ("trl.experimental.gmpo", "GMPO"),
 }
 """Modules and prefixes of the config and trainer classes by method."""
 
@@ -94,17 +99,21 @@ def trl_class(method: TrainMethod, kind: Literal["Config", "Trainer"]) -> Any:
         return getattr(importlib.import_module(module), prefix + kind)
 
 
+def script_class(method: TrainMethod) -> Any:
+    """Return TRL's class for the arguments of a method's script."""
+    if method not in REWARDED:
+        return trl.ScriptArguments
+    return importlib.import_module("trl.scripts.grpo").GRPOScriptArguments  # RLOO's has the same fields
+
+
 def parse(config: RunConfig) -> TrlArguments:
     """Parse a configuration by TRL's parser.
 
     Raises:
         ConfigError: TRL or transformers rejects a value, or the optimizer cannot be created.
     """
-    script_class = trl.ScriptArguments
-    if config.method == "grpo":
-        script_class = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments
     config_class = trl_class(config.method, "Config")
-    parser = trl.TrlParser((script_class, config_class, trl.ModelConfig, trl.DatasetMixtureConfig))
+    parser = trl.TrlParser((script_class(config.method), config_class, trl.ModelConfig, trl.DatasetMixtureConfig))
     values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
     if accelerator() is None:
         values["use_cpu"] = True
@@ -121,6 +130,8 @@ def parse(config: RunConfig) -> TrlArguments:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
+    if getattr(training, "use_vllm", False) and not is_vllm_available():
+        raise ConfigError("use_vllm: vLLM is not installed. Run pip install vllm, or remove it")
     return TrlArguments(script, training, model, mixture, config.own)
 
 
@@ -156,15 +167,67 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_reference(arguments: TrlArguments) -> PreTrainedModel | None:
-    """Load the reference model of a preference training, sharded. None if TRL needs none. Collective: yes.
+def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
+    """Load the models that a training compares with or asks, sharded. Collective: yes.
 
-    TRL would load it whole on every rank. The reference of a LoRA is the model without it.
+    Return them and the reward functions as arguments of the trainer, which would load each whole on every rank. The
+    reference of a LoRA is the model without it.
+
+    Raises:
+        ConfigError: a reward function cannot be imported, or a key of the teacher has no counterpart.
+        ShardwiseError: as for :func:`~shardwise.loading.from_pretrained.from_pretrained`.
     """
     method, training = arguments.own.method, arguments.training
-    if arguments.model.use_peft or not (method in ("dpo", "kto") or (method == "grpo" and training.beta)):
-        return None
-    return for_trainer(from_pretrained(arguments.model.model_name_or_path, **model_options(arguments)))
+    frozen: dict[str, Any] = {}
+    if _has_reference(method, training) and not arguments.model.use_peft:
+        frozen["ref_model"] = _load_other(arguments.model.model_name_or_path, model_options(arguments))
+    if method == "distillation":
+        options = _other_options(arguments, training.teacher_model_revision)
+        settings = dict(training.teacher_model_init_kwargs or {})
+        training.teacher_model_init_kwargs = None  # TRL refuses them beside a model
+        if unknown := settings.keys() - {"dtype", "attn_implementation", "revision", "trust_remote_code"}:
+            raise ConfigError(f"teacher_model_init_kwargs: {min(unknown)} cannot be passed on. Remove it")
+        options |= settings  # type: ignore[typeddict-item]
+        frozen["teacher_model"] = _load_other(training.teacher_model_name_or_path, options)
+    if method in REWARDED:
+        frozen["reward_funcs"] = _load_rewards(arguments)
+    return frozen
+
+
+def _load_rewards(arguments: TrlArguments) -> list[Any]:
+    """Return reward functions of names in ``trl.rewards`` and of import paths, and sharded reward models."""
+    script = arguments.script
+    names: list[str] = [*filter(None, [script.reward_model_name_or_path]), *(script.reward_funcs or ())]
+    if not names:
+        raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, import paths, or reward models")
+    models = {name for name in names if "/" in name or Path(name).is_dir()} | {script.reward_model_name_or_path}
+    with World.current(call="train") as world, world.collective("import reward functions"):
+        rewards = {name: _import_reward_function(name) for name in names if name not in models}
+    options = _other_options(arguments, None) | {"model_class": transformers.AutoModelForSequenceClassification}
+    options["config_overrides"] = {"num_labels": 1}
+    for name in names:
+        if name in models:
+            rewards[name] = _load_other(name, options)
+    return [rewards[name] for name in names]
+
+
+def _has_reference(method: TrainMethod, training: Any) -> bool:
+    return method in ("dpo", "kto") or (method in REWARDED and training.beta != 0)
+
+
+def _load_other(name: str, options: PretrainedOptions) -> PreTrainedModel:
+    model = for_trainer(_without_secrets(from_pretrained(name, **options)))
+    model.requires_grad_(False)
+    return model
+
+
+def _other_options(arguments: TrlArguments, revision: str | None) -> PretrainedOptions:
+    """Return the options of a model that is not the one that is trained, nor a copy of it."""
+    options = model_options(arguments)
+    for key in ("quantization", "config_overrides"):
+        options.pop(key, None)
+    # The names of layers to wrap are those of the trained model.
+    return options | {"revision": revision, "sharding": replace(options["sharding"], wrap="auto")}
 
 
 def load_base(arguments: TrlArguments) -> PreTrainedModel:
@@ -360,7 +423,7 @@ def _text_field(training: Any) -> str:
 def make_trainer(
     arguments: TrlArguments,
     model: PreTrainedModel,
-    reference: PreTrainedModel | None,
+    frozen: Mapping[str, Any],
     processor: Any,
     data: tuple[AnyDataset, AnyDataset | None],
     local_rank: int,
@@ -381,10 +444,7 @@ def make_trainer(
     trainer_class = type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {})
     train, test = data
     keywords: dict[str, Any] = {"train_dataset": train, "eval_dataset": test, "processing_class": processor}
-    if reference is not None:
-        keywords["ref_model"] = reference
-    if method == "grpo":
-        keywords["reward_funcs"] = _import_reward_functions(arguments.script)
+    keywords |= frozen
     if patience := arguments.own.early_stopping_patience:
         keywords["callbacks"] = [transformers.EarlyStoppingCallback(patience)]
     # The failure of one rank is kept until the block below, which raises it on all ranks.
@@ -421,22 +481,20 @@ def _require_trainable_data(trainer: Any, arguments: TrlArguments) -> None:
             setattr(trainer, attribute, embedded)
 
 
-def _import_reward_functions(script: Any) -> list[Callable[..., Any]]:
-    """Return the reward functions of names in ``trl.rewards`` and of import paths.
+def _import_reward_function(name: str) -> Callable[..., Any]:
+    """Return the reward function of a name in ``trl.rewards`` or of an import path.
 
     Raises:
-        ConfigError: a function cannot be imported. The message has its name.
+        ConfigError: it cannot be imported.
     """
-    if not script.reward_funcs:
-        raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, or import paths")
     sys.path.insert(0, os.getcwd())  # as TRL's own command does
-    functions = []
-    for name in script.reward_funcs:
-        try:
-            functions.append(_name_work(pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
-    return functions
+    try:
+        function = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
+    if name == "get_soft_overlong_punishment":
+        function = function(max_completion_len=1280, soft_punish_cache=256)  # as TRL's script does
+    return _name_work(function)
 
 
 def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -455,8 +513,9 @@ def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
 def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
     """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
-    A pair of DPO is two rows. Generation of GRPO and reference models are not included, as a note states. Many
-    LoRAs are estimated as a pass of ``tokens_per_pass`` tokens of the largest of them, with the memory of all.
+    A pair of DPO is two rows. Generation and the models that a training compares with or asks are not included, as
+    a note states. Many LoRAs are estimated as a pass of ``tokens_per_pass`` tokens of the largest of them, with the
+    memory of all.
 
     Args:
         config: the configuration.
@@ -505,9 +564,11 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     if replicas > 1:
         options["mesh"] = {"replicate": replicas, "shard": max(ranks // replicas, 1)}
     estimate = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
-    notes = ["generation is not included"] if config.method == "grpo" else []
-    if config.method in ("dpo", "kto") and isinstance(tuning, Full):
-        notes = ["the reference model is not included: its weights and gathered groups are those of the model"]
+    notes = []
+    if config.method in (*REWARDED, "distillation"):
+        notes.append("generation and the models that give rewards or teach are not included")
+    if isinstance(tuning, Full) and _has_reference(config.method, training):
+        notes.append("the reference model is not included: its weights and gathered groups are those of the model")
     step = estimate.training
     if step is not None and step.largest_batch is not None:
         step = replace(step, largest_batch=step.largest_batch // rows_per_example)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from shardwise.core.layout import Factors, TensorKind, locate_box
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.fsdp.rebind import Bound
+from shardwise.models.four_bit.config import Packing
+from shardwise.models.four_bit.layers import get_scales
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.move import LocalTensor, Transfer, transfer
@@ -306,33 +308,45 @@ def _shares_by_name(
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of a 4-bit weight on this rank.
+    """Rows of a 4-bit weight (out, in), or of stacked experts (experts, out, in), on this rank.
 
     Attributes:
         weight: packed bytes.
         scales: of the same rows: bytes of float32, or codes.
-        layer: the layer that dequantizes.
+        packing: form of the weight.
     """
 
     weight: TensorRef
     scales: TensorRef
-    layer: Any
+    packing: Packing
 
     def dequantize(self, box: Box) -> torch.Tensor:
-        """Return a box of the weight (out, in), rounded to the dtype before quantization."""
-        first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
-        start, count = box.offsets[0], box.sizes[0]
-        rows = slice(start - first, start - first + count)  # in this rank's memory
-        # Whole rows, also for a part of the columns: scales are of blocks along the rows.
-        scales = self.layer.get_scales(self.scales.local[rows].contiguous(), start)
-        packing = self.layer.packing
-        whole: torch.Tensor = packing.dequantize(self.weight.local[rows].contiguous(), scales, packing.dtype)
-        return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
+        """Return a box of the weight as the model has it, rounded to the dtype before quantization."""
+        *rows, columns = _stored_order(self.packing, [*zip(box.offsets, box.sizes, strict=True)])
+        first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets
+        # Rows in this rank's memory. Whole ones, also for a part of the columns: scales are of blocks along them.
+        local = tuple(slice(at - start, at - start + size) for (at, size), start in zip(rows, first, strict=False))
+        slot = self.weight.slots[0]
+        scales = get_scales(slot.module, slot.name, self.scales.local[local].contiguous(), rows[-1][0])
+        packed = self.weight.local[local].contiguous()
+        whole = self.packing.dequantize(packed, scales, self.packing.dtype)  # (.., rows, in)
+        values = whole[..., columns[0] : sum(columns)]
+        return (values.mT if self.packing.is_transposed else values).contiguous()
+
+    def logical_boxes(self, boxes: Boxes) -> Boxes:
+        """Return boxes of packed bytes as boxes of the 4-bit values, two in each byte."""
+        logical = []
+        for box in boxes:
+            *rows, (start, size) = zip(box.offsets, box.sizes, strict=True)
+            offsets, sizes = zip(*_stored_order(self.packing, [*rows, (2 * start, 2 * size)]), strict=True)
+            logical.append(Box(offsets, sizes))
+        return tuple(logical)
 
 
-def logical_boxes(boxes: Boxes) -> Boxes:
-    """Return boxes of packed bytes as boxes of the 4-bit values, two in each byte."""
-    return tuple(Box((box.offsets[0], 2 * box.offsets[1]), (box.sizes[0], 2 * box.sizes[1])) for box in boxes)
+def _stored_order(packing: Packing, dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Exchange the last two dims of a box if the model has a matrix that is stored as (out, in) as (in, out)."""
+    *outer, rows, columns = dims
+    return [*outer, columns, rows] if packing.is_transposed else [*outer, rows, columns]
 
 
 @dataclass
@@ -382,13 +396,19 @@ class MergingShardSender(ShardSender):
             return values
         factors = self.factors[name]
         lora_A, lora_B = self.matrices[factors.lora_A], self.matrices[factors.lora_B]  # (r, in), (out, r)
-        rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-        delta = _delta(lora_A[:, columns], lora_B[rows], factors.scaling)
+        *experts, rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+        if factors.experts:
+            lora_A = lora_A.unflatten(0, (factors.experts, -1))[experts[0]]  # (experts, r, in)
+            lora_B = lora_B.unflatten(1, (-1, factors.experts)).movedim(2, 0)[experts[0]]  # (experts, out, r)
+        if factors.is_transposed:  # the box is (experts, in, out)
+            delta = _delta(lora_A[..., rows], lora_B[..., columns, :], factors.scaling).mT
+        else:
+            delta = _delta(lora_A[..., columns], lora_B[..., rows, :], factors.scaling)
         return values.add(delta.to(values.device)).to(values.dtype)
 
 
 def _delta(lora_A: torch.Tensor, lora_B: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return the delta (rows, columns) of a part of a weight. ``lora_A`` is (r, columns), ``lora_B`` (rows, r).
+    """Return the delta (.., out, in) of a part of a weight. ``lora_A`` is (.., r, in), ``lora_B`` (.., out, r).
 
     As in ``get_delta_weight`` of PEFT, 16-bit matrices are multiplied in float32 on a CPU.
     """

@@ -163,11 +163,7 @@ def dequantize_layout(layout: ModelLayout, tensors: Sequence[TensorRef]) -> Mode
     layouts: list[TensorLayout] = []
     for tensor in layout.tensors:
         module, name = slots[tensor.fqn].module, slots[tensor.fqn].name
-        packings: Mapping[str, Packing] = {}
-        if layers.is_in_four_bits(module):
-            packings = {layers.WEIGHT: module.packing}
-        elif layers.are_experts_in_four_bits(module):
-            packings = module.packings
+        packings = layers.get_packings(module)
         if packings and name in (layers.NESTED, layers.OFFSET, *map(layers.scales_name, packings)):
             continue
         packing = packings.get(name)

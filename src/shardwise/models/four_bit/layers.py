@@ -196,6 +196,21 @@ def convert_to_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
         parameter.requires_grad_(False)
 
 
+def get_packings(module: nn.Module) -> Mapping[str, Packing]:
+    """Return the form of each weight in four bits of a linear layer or of experts, by its local name."""
+    if is_in_four_bits(module):
+        return {WEIGHT: module.packing}
+    return module.packings if are_experts_in_four_bits(module) else {}
+
+
+def get_scales(module: nn.Module, name: str, stored: torch.Tensor, row: int) -> torch.Tensor:
+    """Return the float32 scales of rows of a weight, beginning with its ``row``-th, from those of its scales."""
+    if is_in_four_bits(module):
+        scales: torch.Tensor = module.get_scales(stored, row)
+        return scales
+    return LocalScales(stored).floats(get_packings(module)[name].form)
+
+
 _SCALES = "_scales"
 
 

@@ -1,0 +1,100 @@
+"""vLLM in TRL's trainers (``use_vllm``), with the weights of a sharded model.
+
+[Note: Weights for TRL's engine] TRL sends named parameters to the engine, one at a time, which it gathers in three
+ways of its own. Of a model that shardwise has sharded none is right: transformers has other tensors than the
+checkpoint where experts are fused, a 4-bit base has bytes, and a LoRA is not merged into shards. So the engine gets
+the tensors of ``iter_hf_tensors``: whole, under the names of the checkpoint that it was started with, a LoRA merged
+into dequantized weights. All else of the engine is TRL's: how it is started, asked, and told to drop its cache.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from shardwise.core.errors import find_private, private, require_private
+from shardwise.models.selection import MergedAdapter, has_adapters
+from shardwise.ranks.world import World
+from shardwise.saving.stream import StreamOptions, describe_tensors, iter_hf_tensors
+
+
+def engine_class() -> Any:
+    """Return TRL's ``VLLMGeneration`` for models that shardwise has sharded. See [Note: Weights for TRL's engine].
+
+    Raises:
+        ConfigError: TRL lacks a name that is overridden.
+    """
+    path = "trl.generation.vllm_generation:VLLMGeneration"
+    require_private(path, "_init_vllm _iter_named_params sync_weights")
+    base: Any = private(path)
+
+    class StreamingGeneration(base):  # type: ignore[misc]
+        """Starts and asks vLLM as TRL does. A rank that fails ends all with one error."""
+
+        def _init_vllm(self) -> None:
+            """Start the engine, or connect to the server. Collective: yes.
+
+            Raises:
+                CheckpointError: (or a subclass) a rank cannot. The same on every rank.
+            """
+            model: Any = self.model
+            self._only = MergedAdapter(model.active_adapters[0]) if has_adapters(model) else None
+            self._failure: Exception | None = None
+            with World.current(call="use_vllm") as world, world.collective("start vLLM"):
+                # First: an adapter that cannot be merged is an error before an engine takes memory. TRL would
+                # gather all tensors once for these descriptions.
+                tensors = describe_tensors(model, "hub", self._only, None)
+                self._weight_metadata = [
+                    (name, str(dtype).removeprefix("torch."), list(shape))
+                    for name, (dtype, shape) in tensors.items()
+                ]
+                # The engine of a 4-bit base has dequantized weights. TRL would quantize it as bitsandbytes does.
+                is_available = find_private("trl.generation.vllm_generation:is_bitsandbytes_available")
+                # A rank that fails would leave the others in TRL's barrier. The end of this block is one.
+                barrier = mock.patch.object(self.accelerator, "wait_for_everyone")
+                with mock.patch.object(*is_available, return_value=False), barrier:
+                    super()._init_vllm()
+
+        def sync_weights(self) -> None:
+            """Send the weights as TRL does. Collective: yes.
+
+            Raises:
+                CheckpointError: (or a subclass) a rank has failed. The same on every rank.
+            """
+            self._failure = None
+            with World.current(call="sync_weights") as world, world.collective("send weights to vLLM"):
+                # Closed at once if the engine takes no more: the other ranks wait for this one in the stream.
+                with contextlib.closing(self._stream()) as self._tensors:  # type: ignore[type-var]
+                    super().sync_weights()
+                if self._failure is not None:
+                    raise self._failure
+
+        def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return self._tensors
+
+        def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+            """Yield the checkpoint's tensors, whole. To a server the first rank sends them. Collective: yes."""
+            is_server = self.mode == "server"
+            stream = iter_hf_tensors(
+                self.model,
+                to="first_rank" if is_server else "all_ranks",
+                only=self._only,
+                options=StreamOptions(device=self.accelerator.device),
+            )
+            waiting = iter(self._weight_metadata)
+            with contextlib.closing(stream):  # type: ignore[type-var]
+                try:
+                    for pair, _ in zip(stream, waiting, strict=True):
+                        yield pair
+                except Exception as error:
+                    if not is_server or not self.accelerator.is_main_process:
+                        raise
+                    self._failure = error
+            # The server waits for all tensors that it was told of, and this rank for the server. So it gets the
+            # rest, without values, before the error is raised.
+            for name, dtype, shape in waiting if self._failure is not None else ():
+                yield name, torch.zeros(shape, dtype=getattr(torch, dtype), device=self.accelerator.device)
+
+    return StreamingGeneration

@@ -1,0 +1,73 @@
+"""``use_vllm``: TRL's trainers with a stand-in for vLLM's engine get the weights of the merged model."""
+
+from pathlib import Path
+
+import pytest
+from tests.quantized.requirements import SHARDS_PACKED
+from tests.support.world import run_forked as run_world
+from tests.training import engines
+from tests.training.on_ranks import prepare, write_wide
+
+from shardwise.core.errors import ConfigError
+from shardwise.training import trl_objects
+from shardwise.training.run_config import read_run_config
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+KINDS = [kind for kind in engines.KINDS if SHARDS_PACKED or "qlora" not in kind]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = prepare(tmp_path_factory.mktemp("engines"))
+    write_wide(folder)
+    engines.write_mixture(folder)
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_the_engine_gets_the_merged_model_of_each_step(folder: Path, tmp_path: Path, mode: str) -> None:
+    """On one rank and on two, which train alike on what it answers."""
+    steps = []
+    for ranks in (1, 2):
+        with engines.WeightServer() as server:
+            url = server.url if mode == "server" else None
+            found = run_world(ranks, engines.compare_all, str(folder), KINDS, url, str(tmp_path))
+            announced, calls = iter(server.announced), server.calls
+        assert [(kind, faults) for one in found for kind, (faults, *_) in one.items() if faults] == []
+        if mode == "server":
+            update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+            assert calls == ["init_weight_transfer_engine", *(engines.STEPS * update)] * len(KINDS)
+            for _, described, _ in found[0].values():
+                assert [next(announced) for _ in range(engines.STEPS)] == [described] * engines.STEPS
+        steps.append([number for _, _, logged in found[0].values() for step in logged for number in step])
+    assert len(steps[0]) == 3 * engines.STEPS * len(KINDS)
+    assert steps[1] == pytest.approx(steps[0], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("where", "mode", "message"),
+    [
+        ("stream", "server", "rank 1: OSError: the memory is gone"),
+        ("stream", "colocate", "rank 1: OSError: the memory is gone"),
+        ("engine", "colocate", "rank 1: KeyError: 'no such parameter'"),
+        ("no server", "server", "rank 0: ConnectionError: The vLLM server can't be reached"),
+    ],
+)
+def test_a_rank_that_fails_is_one_error_on_all(
+    folder: Path, tmp_path: Path, where: str, mode: str, message: str
+) -> None:
+    """A server is told of all tensors first, and waits for them: it gets the others, too."""
+    with engines.WeightServer() as server:
+        url = server.url if mode == "server" else None
+        if where == "no server":
+            url = "http://127.0.0.1:9"
+        first, second = run_world(2, engines.fail, str(folder), where, url, str(tmp_path))
+    assert first == second
+    assert message in first
+
+
+def test_without_vllm_the_key_is_refused(folder: Path) -> None:
+    config = read_run_config(["grpo", "--use_vllm", "--model_name_or_path", str(folder / "model")])
+    with pytest.raises(ConfigError, match="use_vllm: vLLM is not installed"):
+        trl_objects.parse(config)
