@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from peft import get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tests.training import tiny
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     CLIPImageProcessorPil,
     LlavaProcessor,
     Qwen3ForCausalLM,
@@ -327,10 +330,10 @@ def warnings_without_matplotlib(values: dict[str, Any]) -> list[str]:
     return messages
 
 
-def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
+def by_trl(values: dict[str, Any], adapter: Path | None = None, trained: Sequence[str] = ()) -> list[float]:
     """Train by TRL in this process, without shardwise; the losses of all steps.
 
-    A LoRA begins with the stored values of an adapter.
+    A LoRA begins with the stored values of an adapter. Of a full model, all or these modules are trained.
     """
     from trl.trainer.utils import get_peft_config
 
@@ -339,15 +342,21 @@ def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
     kind = trl_setup.trl_class(config.method, "Trainer")
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
     rewards = {"reward_funcs": letters} if config.method == "grpo" else {}
+    model = arguments.model.model_name_or_path
+    processor = AutoProcessor.from_pretrained(model)
+    if trained:
+        model = AutoModelForImageTextToText.from_pretrained(model, dtype="float32")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(tuple(f"{module}." for module in trained)))
     with (
         mock.patch.object(sys.modules[kind.__module__], "get_peft_model", partial(_with_stored_values, adapter)),
         mock.patch.object(torch, "multinomial", quantile) if config.method == "grpo" else nullcontext(),
     ):
         trainer = kind(
-            model=arguments.model.model_name_or_path,
+            model=model,
             args=arguments.training,
             train_dataset=rows,
-            processing_class=tiny.tokenizer(),
+            processing_class=processor,
             peft_config=get_peft_config(arguments.model),
             **rewards,
         )

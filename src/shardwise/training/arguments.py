@@ -60,6 +60,9 @@ class ShardwiseArguments:
     config_overrides: dict[str, Any] | None = _key(
         None, "settings of the model's config, such as `rope_parameters`"
     )
+    processor_kwargs: dict[str, Any] | None = _key(
+        None, "settings of the processor of images, such as `max_pixels`"
+    )
     chat_template: str | None = _key(
         None, "a template or its file; default: the model's", excludes="chat_template_path"
     )
