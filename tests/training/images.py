@@ -1,7 +1,7 @@
 """Vision-language models so small that a test can train them, their processors and rows; trainings by TRL alone.
 
-The processors are those of transformers with Pillow. Qwen's also take videos, for which they need torchvision, so that
-here they are subclasses without.
+The processors are those of transformers with Pillow. Qwen's also take videos, for which they need torchvision. Here
+they are subclasses without.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,17 +88,35 @@ def _tokenizer(*added: str, **named: str) -> PreTrainedTokenizerFast:
 
 
 _SIZES: dict[str, Any] = {
-    **{"vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512},
-    **{"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1},
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
 }
 _TOWER: dict[str, Any] = {
-    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"image_size": 16, "patch_size": 4, "initializer_range": 0.1},
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "initializer_range": 0.1,
 }
 _QWEN_TOWER: dict[str, Any] = {
-    **{"hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "patch_size": 4},
-    **{"out_hidden_size": 32, "initializer_range": 0.1},
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "initializer_range": 0.1,
 }
 
 

@@ -116,7 +116,7 @@ def test_the_losses_of_a_lora_beside_the_projector_are_those_of_trl(folder: Path
 @pytest.mark.parametrize("tuning", ["freeze", "lora"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_a_frozen_tower_has_no_gradients_and_no_states(folder: Path, name: str, tuning: str) -> None:
-    """Also not within: what its blocks return requires none, as activations are checkpointed, which is TRL's default."""
+    """What its blocks return requires none either, although activations are checkpointed, as is TRL's default."""
     model = MODELS[name]
     given: dict[str, Any] = {"extra_modules": [*model.text, model.projector]}
     if tuning == "lora":
@@ -284,7 +284,7 @@ def test_a_bad_row_ends_the_command_with_2(folder: Path) -> None:
         ({"processor_kwargs": {"max_pixel": 8}}, "processor_kwargs: max_pixel is no setting"),
         (
             {"assistant_only_loss": True, "chat_template": tiny.UNMARKED},
-            "assistant_only_loss: needs a chat template",
+            "assistant_only_loss: beside images, needs",
         ),
     ],
 )

@@ -122,7 +122,7 @@ INERT: Final[Mapping[str, str]] = {
 
 OFF: Final = frozenset(
     {
-        *(*SWITCHES, "freeze_llm", "freeze_vision", "freeze_vit", "freeze_projector"),
+        *(*SWITCHES, "freeze_llm", "freeze_vision", "freeze_vision_tower", "freeze_vit", "freeze_projector"),
         *("use_unsloth", "raw_rollout"),
     }
 )

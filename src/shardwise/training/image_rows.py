@@ -93,7 +93,7 @@ class ImageRowCheck:
             raise MalformedRowError(f"{missing[0]}: is missing or empty. Write {', '.join(names)}")
         stand_ins = [Image.new("RGB", (1, 1))] * num_images
         try:
-            if self._has_masks and any(message.get("weight") is not None for message in row["messages"]):
+            if self._has_masks and any(message.get("weight") is not None for message in example["messages"]):
                 raise MalformedRowError(
                     "messages: have a weight, which TRL does not honor beside images. Remove it"
                 )

@@ -349,11 +349,13 @@ def _make_image_check(
         raise ConfigError(
             f"{column}: is no column of the rows to evaluate on, which TRL pads as those to train on. Add it"
         )
-    if getattr(arguments.training, "assistant_only_loss", False) and _training_template(processor) is None:
-        raise ConfigError(
-            "assistant_only_loss: needs a chat template with {% generation %} marks for rows with images. Set "
-            "chat_template to a file with them, or write rows of prompt and completion"
-        )
+    if getattr(arguments.training, "assistant_only_loss", False):
+        is_chat = "messages" in dataset_loading.get_column_names(datasets[0])
+        if not is_chat or _training_template(processor) is None:
+            raise ConfigError(
+                "assistant_only_loss: beside images, needs messages and a chat template with {% generation %} marks. "
+                "Set chat_template to a file with them, or write rows of prompt and completion"
+            )
     return image_rows.ImageRowCheck(arguments, processor, column)
 
 
