@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,10 +18,10 @@ from tests.training.images import MODELS
 from tests.training.test_commands import called
 from transformers import AutoProcessor
 
-from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects as trl_setup
+from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.image_rows import ImageRowCheck
-from shardwise.training.run_config import read_run_config
 
 pytestmark = pytest.mark.distributed
 
@@ -42,6 +43,20 @@ def keys(folder: Path, name: str, **values: Any) -> dict[str, Any]:
         **values,
     }
     return given
+
+
+def arguments(model: Path, *, masks: bool = False, **own: Any) -> Any:
+    """A parsed configuration, without what TRL's parser warns of."""
+    rows = {"dataset_name": str(model.parent / "chats.jsonl"), "dataset_config": None, "dataset_streaming": False}
+    script = SimpleNamespace(**rows, dataset_train_split="train", dataset_test_split="test")
+    training = {"trust_remote_code": False, "eval_strategy": "no", "dataset_num_proc": None}
+    return SimpleNamespace(
+        own=ShardwiseArguments(**own),
+        script=script,
+        model=SimpleNamespace(model_name_or_path=str(model), model_revision=None),
+        mixture=SimpleNamespace(datasets=[], test_split_size=None),
+        training=SimpleNamespace(**training, assistant_only_loss=masks, dataset_text_field="text"),
+    )
 
 
 def losses(folder: Path, ranks: int, values: dict[str, Any], rows: int = 4) -> list[float]:
@@ -239,11 +254,8 @@ def test_a_bad_row_is_named(folder: Path, kind: str) -> None:
     name, change, message = BAD[kind]
     rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     change(rows[2], folder)
-    values = keys(folder, "llava", method="dpo" if name == "pairs" else "sft", output_dir=str(folder / "none"))
-    arguments = trl_setup.parse(read_run_config(on_ranks.words({**on_ranks.COMMON, **values})))
-    check = ImageRowCheck(
-        arguments, trl_setup.load_processor(arguments), "image" if name == "answers" else "images"
-    )
+    given = arguments(folder / "llava", method="dpo" if name == "pairs" else "sft")
+    check = ImageRowCheck(given, trl_setup.load_processor(given), "image" if name == "answers" else "images")
     for index, row in enumerate(rows):
         if index != 2 or message is None:
             assert check(row, index) is row
@@ -276,38 +288,34 @@ def test_a_bad_row_ends_the_command_with_2(folder: Path) -> None:
     assert "Traceback" not in told
 
 
+UNMARKED = images.template("<image>").replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("model", "values", "message"),
     [
-        ({"method": "kto"}, "images: images are trained on by sft and dpo, not by kto"),
-        ({"model_name_or_path": "model"}, "images: the model has no processor for images"),
-        ({"processor_kwargs": {"max_pixel": 8}}, "processor_kwargs: max_pixel is no setting"),
-        (
-            {"assistant_only_loss": True, "chat_template": tiny.UNMARKED},
-            "assistant_only_loss: beside images, needs",
-        ),
+        ("llava", {"method": "kto"}, "images: images are trained on by sft and dpo, not by kto"),
+        ("model", {}, "images: the model has no processor for images"),
+        ("llava", {"processor_kwargs": {"max_pixel": 8}}, "processor_kwargs: max_pixel is no setting"),
+        ("llava", {"masks": True, "chat_template": UNMARKED}, "assistant_only_loss: needs, for images, messages"),
     ],
 )
-def test_what_cannot_be_trained_on_images(folder: Path, values: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_trained_on_images(folder: Path, model: str, values: dict[str, Any], message: str) -> None:
     tiny.write_model(folder / "model")
-    given = keys(folder, values.pop("model_name_or_path", "llava"), **values, output_dir=str(folder / "none"))
-    arguments = trl_setup.parse(read_run_config(on_ranks.words({**on_ranks.COMMON, **given})))
-    with pytest.raises(ShardwiseError, match=message):
-        trl_setup.load_data(arguments, trl_setup.load_processor(arguments), 0)
+    given = arguments(folder / model, **values)
+    with pytest.raises(ConfigError, match=message):
+        trl_setup.load_data(given, trl_setup.load_processor(given), 0)
 
 
 def test_settings_of_the_processor(folder: Path) -> None:
-    given = keys(folder, "qwen2_5_vl", processor_kwargs={"max_pixels": 256}, output_dir=str(folder / "none"))
-    arguments = trl_setup.parse(read_run_config(on_ranks.words({**on_ranks.COMMON, **given})))
-    assert trl_setup.load_processor(arguments).image_processor.size["longest_edge"] == 256
+    given = arguments(folder / "qwen2_5_vl", processor_kwargs={"max_pixels": 256})
+    assert trl_setup.load_processor(given).image_processor.size["longest_edge"] == 256
 
 
 def test_a_processor_that_needs_torchvision_says_so(folder: Path) -> None:
-    given = keys(folder, "qwen2_5_vl", output_dir=str(folder / "none"))
-    arguments = trl_setup.parse(read_run_config(on_ranks.words({**on_ranks.COMMON, **given})))
     missing = ImportError("\nAutoVideoProcessor requires the Torchvision library but it was not found here. Check")
     with (
         mock.patch.object(AutoProcessor, "from_pretrained", side_effect=missing),
         pytest.raises(ConfigError, match="the Torchvision library but it was not found here. Install"),
     ):
-        trl_setup.load_processor(arguments)
+        trl_setup.load_processor(arguments(folder / "qwen2_5_vl"))

@@ -447,7 +447,12 @@ def find_image_column(dataset: AnyDataset) -> str | None:
 def without_decoding(dataset: AnyDataset) -> datasets.IterableDataset:
     """Return rows with images as they are stored: a path, or a mapping of ``path`` and ``bytes``."""
     rows = dataset.to_iterable_dataset() if isinstance(dataset, datasets.Dataset) else dataset
-    return rows.decode(False) if rows.features else rows
+    column = find_image_column(dataset)
+    feature = (rows.features or {}).get(column)
+    stored: Any = datasets.Image(decode=False)  # Not rows.decode(False), which leaves columns of JSON as text, too.
+    if isinstance(getattr(feature, "feature", None), datasets.Image):
+        feature, stored = feature.feature, datasets.List(stored)
+    return rows.cast_column(column, stored) if isinstance(feature, datasets.Image) else rows
 
 
 def _map_rows(

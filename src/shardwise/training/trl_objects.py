@@ -353,7 +353,7 @@ def _make_image_check(
         is_chat = "messages" in dataset_loading.get_column_names(datasets[0])
         if not is_chat or _training_template(processor) is None:
             raise ConfigError(
-                "assistant_only_loss: beside images, needs messages and a chat template with {% generation %} marks. "
+                "assistant_only_loss: needs, for images, messages and a chat template with {% generation %} marks. "
                 "Set chat_template to a file with them, or write rows of prompt and completion"
             )
     return image_rows.ImageRowCheck(arguments, processor, column)
