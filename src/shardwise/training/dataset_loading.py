@@ -436,7 +436,7 @@ def naming_row(index: int) -> Iterator[None]:
 
 def get_column_names(dataset: AnyDataset) -> list[str]:
     """Return the names of the columns of a dataset, which may be streamed."""
-    return list(dataset.column_names or next(iter(dataset)))
+    return list(dataset.column_names or next(iter(dataset), ()))
 
 
 def find_image_column(dataset: AnyDataset) -> str | None:
@@ -444,15 +444,19 @@ def find_image_column(dataset: AnyDataset) -> str | None:
     return next((name for name in ("image", "images") if name in get_column_names(dataset)), None)
 
 
-def without_decoding(dataset: AnyDataset) -> datasets.IterableDataset:
+def without_decoding(dataset: AnyDataset) -> AnyDataset:
     """Return rows with images as they are stored: a path, or a mapping of ``path`` and ``bytes``."""
-    rows = dataset.to_iterable_dataset() if isinstance(dataset, datasets.Dataset) else dataset
     column = find_image_column(dataset)
-    feature = (rows.features or {}).get(column)
-    stored: Any = datasets.Image(decode=False)  # Not rows.decode(False), which leaves columns of JSON as text, too.
-    if isinstance(getattr(feature, "feature", None), datasets.Image):
-        feature, stored = feature.feature, datasets.List(stored)
-    return rows.cast_column(column, stored) if isinstance(feature, datasets.Image) else rows
+    if column is None or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
+        return dataset
+    rows = dataset.to_iterable_dataset() if isinstance(dataset, datasets.Dataset) else dataset
+    features = copy.deepcopy(rows.features or {})  # cast_column would change those of the dataset
+    if isinstance(features.get(column), datasets.Image):
+        features[column] = datasets.Image(decode=False)
+    elif isinstance(getattr(features.get(column), "feature", None), datasets.Image):
+        features[column] = datasets.List(datasets.Image(decode=False))
+    # Not rows.decode(False), which leaves columns of JSON as text, too.
+    return rows.cast(features) if features else rows
 
 
 def _map_rows(
