@@ -182,8 +182,8 @@ def check_when_read(dataset: AnyDataset, check: ImageRowCheck) -> AnyDataset:
     """Have a streamed dataset check its rows when they are read. Others are returned unchanged."""
     if isinstance(dataset, datasets.Dataset):
         return dataset
-    checked: AnyDataset = without_decoding(dataset).map(check, with_indices=True, features=dataset.features)
-    return checked
+    checked: datasets.IterableDataset = without_decoding(dataset).map(check, with_indices=True)
+    return checked.cast(dataset.features) if dataset.features else checked
 
 
 class TowerCallback(TrainerCallback):
