@@ -283,7 +283,7 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
         blocks = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
-        [block] = [name for name in blocks if name.startswith(self.tower) and name.endswith(("blocks", "layers"))]
+        [block] = [name for name in blocks if self.tower in name and name.endswith((".blocks", ".layers"))]
         model.get_submodule(f"{block}.1").register_forward_hook(self._note)
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
