@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,9 @@ from peft import get_peft_model, load_peft_weights, set_peft_model_state_dict
 from tests.training import tiny
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     CLIPImageProcessorPil,
     LlavaProcessor,
     Qwen3ForCausalLM,
@@ -377,15 +380,17 @@ def warnings_without_matplotlib(values: dict[str, Any]) -> list[str]:
     return messages
 
 
-def by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[float]:
+def by_trl(values: dict[str, Any], adapter: Path | None = None, trained: Sequence[str] = ()) -> list[float]:
     """Train by TRL in this process, without shardwise; the losses of all steps."""
-    return [entry["loss"] for entry in log_by_trl(values, adapter) if "loss" in entry]
+    return [entry["loss"] for entry in log_by_trl(values, adapter, trained) if "loss" in entry]
 
 
-def log_by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[dict[str, float]]:
+def log_by_trl(
+    values: dict[str, Any], adapter: Path | None = None, trained: Sequence[str] = ()
+) -> list[dict[str, float]]:
     """Train by TRL in this process, without shardwise; what it has logged.
 
-    A LoRA begins with the stored values of an adapter.
+    A LoRA begins with the stored values of an adapter. Of a full model, all or these modules are trained.
     """
     from trl.trainer.utils import get_peft_config
 
@@ -400,15 +405,21 @@ def log_by_trl(values: dict[str, Any], adapter: Path | None = None) -> list[dict
     if config.method == "distillation":
         others["teacher_model"] = arguments.training.teacher_model_name_or_path
     maker = partial(_with_stored_values, adapter)
+    model = arguments.model.model_name_or_path
+    processor = AutoProcessor.from_pretrained(model)
+    if trained:
+        model = AutoModelForImageTextToText.from_pretrained(model, dtype="float32")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(tuple(f"{module}." for module in trained)))
     with (
         mock.patch.object(sys.modules[kind.__module__], "get_peft_model", maker) if adapter else nullcontext(),
         mock.patch.object(torch, "multinomial", quantile) if config.method in SAMPLING else nullcontext(),
     ):
         trainer = kind(
-            model=arguments.model.model_name_or_path,
+            model=model,
             args=arguments.training,
             train_dataset=rows,
-            processing_class=tiny.tokenizer(),
+            processing_class=processor,
             peft_config=get_peft_config(arguments.model),
             **others,
         )

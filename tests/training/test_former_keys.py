@@ -91,6 +91,7 @@ def test_a_key_that_is_translated(
 
 def test_keys_of_trackers_are_in_the_environment(tmp_path: Path) -> None:
     values = {"wandb_project": "p", "wandb_tags": ["a", "b"], "env": {"WANDB_PROJECT": "own", "X": 1}}
+    assert read(tmp_path, {"max_pixels": 256}).own.processor_kwargs == {"max_pixels": 256}
     assert read(tmp_path, values).own.env == {"WANDB_PROJECT": "own", "WANDB_TAGS": "a,b", "X": 1}
 
 

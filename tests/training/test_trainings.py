@@ -276,7 +276,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
         ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
         ({"eval_strategy": "steps"}, "test: is not a split"),
-        ({"dataset_name": "images.jsonl"}, "images: training on images is not supported"),
+        ({"dataset_name": "images.jsonl"}, "images: the model has no processor for images"),
         ({"model_name_or_path": "padded"}, "pad_token: has the id 269, and the model has embeddings for 0 to 259"),
         ({"report_to": "wandb"}, "sft: SFTTrainer cannot be created, WandbCallback requires wandb"),
         ({"dataset_name": "nulls.jsonl"}, "row 2 of the dataset: text: is null"),

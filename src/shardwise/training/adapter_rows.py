@@ -18,7 +18,12 @@ from shardwise.bank.rows import IGNORED, RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects as trl_setup
 from shardwise.training.arguments import TrainMethod
-from shardwise.training.dataset_loading import AnyDataset, preparing_together, require_trainable_rows
+from shardwise.training.dataset_loading import (
+    AnyDataset,
+    find_image_column,
+    preparing_together,
+    require_trainable_rows,
+)
 from shardwise.training.preference_pairs import tokenize_pairs
 
 
@@ -61,6 +66,8 @@ def tokenize(
         ConfigError: a row cannot be used, or there is none to train on.
     """
     args, method = arguments.training, arguments.own.method
+    if column := find_image_column(data[0]):
+        raise ConfigError(f"{column}: many LoRAs train on rows of text. Remove the column, or train one LoRA")
     tokenize_rows = tokenize_pairs if method == "dpo" else _tokenize
     tokenized: list[datasets.Dataset | None] = []
     with preparing_together(

@@ -70,6 +70,9 @@ class ShardwiseArguments:
     use_kernels: bool = _key(
         False, "layers by kernels of the hub, whose code is downloaded and run", excludes="torch_compile"
     )
+    processor_kwargs: dict[str, Any] | None = _key(
+        None, "settings of the processor of images, such as `max_pixels`"
+    )
     chat_template: str | None = _key(
         None, "a template or its file; default: the model's", excludes="chat_template_path"
     )

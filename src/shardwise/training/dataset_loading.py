@@ -286,7 +286,10 @@ def _add_system_prompt(
         if isinstance(messages, str):
             raise MalformedRowError(f"{column}: is text, which has no system message. Set dataset_prompt_column")
         if not messages or messages[0].get("role") != "system":
-            chat[column] = [{"role": "system", "content": system_prompt}, *messages]
+            content: Any = system_prompt
+            if any(isinstance(message.get("content"), list) for message in messages):  # a column has one type
+                content = [{"type": "text", "text": system_prompt}]
+            chat[column] = [{"role": "system", "content": content}, *messages]
     return [chat]
 
 
@@ -337,7 +340,7 @@ def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) 
     Raises:
         ConfigError: naming the row and the column.
     """
-    with _naming_row(index):
+    with naming_row(index):
         for name in columns:
             value = row[name]
             if value is None:
@@ -412,7 +415,7 @@ def needs_masks(dataset: AnyDataset) -> bool:
     if isinstance(dataset, datasets.IterableDataset):
         return True
     for index, row in enumerate(dataset):
-        with _naming_row(index):
+        with naming_row(index):
             chat = to_messages(row)
             for key in ("messages", "prompt", "completion"):
                 if any(
@@ -423,7 +426,8 @@ def needs_masks(dataset: AnyDataset) -> bool:
 
 
 @contextmanager
-def _naming_row(index: int) -> Iterator[None]:
+def naming_row(index: int) -> Iterator[None]:
+    """Name the row in errors of the block."""
     try:
         yield
     except (MalformedRowError, ChatError) as error:
@@ -432,14 +436,40 @@ def _naming_row(index: int) -> Iterator[None]:
 
 def get_column_names(dataset: AnyDataset) -> list[str]:
     """Return the names of the columns of a dataset, which may be streamed."""
-    return list(dataset.column_names or next(iter(dataset)))
+    return list(dataset.column_names or next(iter(dataset), ()))
+
+
+def find_image_column(dataset: AnyDataset) -> str | None:
+    """Return the column of images that TRL reads, or None for rows of text."""
+    return next((name for name in ("image", "images") if name in get_column_names(dataset)), None)
+
+
+def without_decoding(dataset: AnyDataset) -> AnyDataset:
+    """Return rows with images as they are stored: a path, or a mapping of ``path`` and ``bytes``."""
+    column = find_image_column(dataset)
+    if column is None or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
+        return dataset
+    rows = dataset.to_iterable_dataset() if isinstance(dataset, datasets.Dataset) else dataset
+    features = copy.deepcopy(rows.features or {})  # cast_column would change those of the dataset
+    if isinstance(features.get(column), datasets.Image):
+        features[column] = datasets.Image(decode=False)
+    elif isinstance(getattr(features.get(column), "feature", None), datasets.Image):
+        features[column] = datasets.List(datasets.Image(decode=False))
+    # Not rows.decode(False), which leaves columns of JSON as text, too.
+    return rows.cast(features) if features else rows
 
 
 def _map_rows(
     dataset: Any, make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
 ) -> AnyDataset:
-    """Replace each row by its one or more examples."""
-    options: dict[str, Any] = {"num_proc": num_proc} if isinstance(dataset, datasets.Dataset) else {}
+    """Replace each row by its one or more examples. A row with stored images has one."""
+    options: dict[str, Any] = {}
+    if isinstance(dataset, datasets.Dataset):
+        options["num_proc"] = num_proc
+        # Apart: as values of the new rows, images would be decoded and compressed again.
+        if column := find_image_column(dataset):
+            texts = _map_rows(dataset.remove_columns(column), make_examples, num_proc)
+            return datasets.concatenate_datasets([texts, dataset.select_columns(column)], axis=1)
     mapped: AnyDataset = dataset.map(
         partial(_make_batch, make_examples),
         batched=True,
@@ -457,7 +487,7 @@ def _make_batch(
 ) -> dict[str, list[Any]]:
     examples: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
-        with _naming_row(index):
+        with naming_row(index):
             examples += make_examples(dict(zip(batch, values, strict=True)))
     names = dict.fromkeys(name for example in examples for name in example)  # in order, each once
     return {name: [example.get(name) for example in examples] for name in names}

@@ -56,6 +56,8 @@ NESTED: Final[Mapping[str, tuple[str, str]]] = {
     "use_reentrant": ("gradient_checkpointing_kwargs", "use_reentrant"),
     "skip_prepare_dataset": ("dataset_kwargs", "skip_prepare_dataset"),
     "typical_p": ("generation_kwargs", "typical_p"),
+    "min_pixels": ("processor_kwargs", "min_pixels"),
+    "max_pixels": ("processor_kwargs", "max_pixels"),
     # Trackers read these from the environment.
     "wandb_project": ("env", "WANDB_PROJECT"),
     "wandb_entity": ("env", "WANDB_ENTITY"),
@@ -120,7 +122,7 @@ INERT: Final[Mapping[str, str]] = {
 
 OFF: Final = frozenset(
     {
-        *(*SWITCHES, "freeze_llm", "freeze_vision", "freeze_vit", "freeze_projector"),
+        *(*SWITCHES, "freeze_llm", "freeze_vision", "freeze_vision_tower", "freeze_vit", "freeze_projector"),
         *("use_unsloth", "raw_rollout"),
     }
 )

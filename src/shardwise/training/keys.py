@@ -58,7 +58,10 @@ MISTAKEN: Final[Mapping[str, str]] = {
     "datasets_and_ratios": "its shares are of total_sample_size. Write dataset_mixer: {NAME: SHARE, ...}",
     "min_num_params": "it belongs to FSDP. Set accelerate_config",
     "interleave": "datasets are concatenated and shuffled. Write datasets: [{path: ..., fraction: ...}, ...]",
-    "freeze_llm": "which modules are trained is chosen by name. Set trainable_layers and extra_modules",
+    **dict.fromkeys(
+        ("freeze_llm", "freeze_vision", "freeze_vision_tower", "freeze_vit", "freeze_projector"),
+        "which modules are trained is chosen by name. Set trainable_layers and extra_modules",
+    ),
 }
 """Keys that TRL does not have, whose removal could train something else, with what to set."""
 

@@ -10,7 +10,7 @@ import datasets
 from shardwise.files.urls import without_secrets
 from shardwise.loading.agreement import require_same_settings
 from shardwise.ranks.world import World
-from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.dataset_loading import AnyDataset, without_decoding
 from shardwise.training.trl_objects import TrlArguments
 
 _NOT_COMPARED: Final = frozenset({"local_rank", "logging_dir", "hub_token"})
@@ -59,9 +59,13 @@ def require_same_rows(split: str, dataset: AnyDataset | None) -> None:
 
 
 def _describe(dataset: AnyDataset) -> dict[str, str]:
-    facts = {"columns": str(dataset.column_names), "first row": _shorten(next(iter(dataset), None))}
+    facts = {
+        "columns": str(dataset.column_names),
+        "first row": _shorten(next(iter(without_decoding(dataset)), None)),
+    }
     if isinstance(dataset, datasets.Dataset):
-        facts |= {"number of rows": str(len(dataset)), "last row": _shorten(dataset[-1])}
+        last = without_decoding(dataset.select([len(dataset) - 1]))
+        facts |= {"number of rows": str(len(dataset)), "last row": _shorten(next(iter(last)))}
     return facts
 
 
@@ -76,6 +80,6 @@ def _shorten(row: object) -> str:
 def _digest(dataset: datasets.Dataset) -> str:
     """Return a digest of all rows."""
     digest = hashlib.sha256()
-    for rows in dataset.with_format(None).iter(batch_size=1000):
+    for rows in without_decoding(dataset.with_format(None)).iter(batch_size=1000):
         digest.update(json.dumps(rows, default=repr, sort_keys=True).encode())
     return digest.hexdigest()

@@ -21,6 +21,8 @@ from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
 from shardwise.training import trl_objects as trl_setup
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
+from shardwise.training.dataset_loading import find_image_column
+from shardwise.training.image_rows import TowerCallback
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_inputs import TrainingRecord, honor_timeout, open_inputs
 
@@ -64,6 +66,10 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         trainer = trl_setup.make_trainer(arguments, model, frozen, processor, data, local_rank)
         callback = RunCallback(request, record, trainer)
         trainer.add_callback(callback)
+        if find_image_column(data[0]) is not None:
+            checkpointing = arguments.training.gradient_checkpointing_kwargs or {}
+            is_reentrant = bool(checkpointing.get("use_reentrant"))
+            trainer.add_callback(TowerCallback(trainer.model, is_reentrant=is_reentrant))
         trackers = guard_trackers(trainer)
         # First: it is collective, and a callback before it could raise on one rank alone.
         trainer.callback_handler.callbacks.insert(0, MemoryCallback(trackers))

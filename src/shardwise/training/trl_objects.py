@@ -9,7 +9,7 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,7 +19,7 @@ import trl as _trl
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import PreTrainedModel
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.data_utils import get_dataset_column_names, is_conversational
+from trl.data_utils import is_conversational
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_peft_config
 
@@ -44,7 +44,7 @@ from shardwise.models.lora.peft_private import comparable_text
 from shardwise.models.tunings import Freeze, Full, Lora, Tuning
 from shardwise.ranks.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.ranks.world import World
-from shardwise.training import dataset_loading
+from shardwise.training import dataset_loading, image_rows
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.arguments import REWARDED, ShardwiseArguments, TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
@@ -331,13 +331,22 @@ def load_processor(arguments: TrlArguments) -> Any:
     if not name:
         name, revision = arguments.model.model_name_or_path, arguments.model.model_revision
     kind = transformers.AutoTokenizer if arguments.own.method == "reward" else transformers.AutoProcessor
+    settings = arguments.own.processor_kwargs or {}
     try:
         processor: Any = kind.from_pretrained(
-            name, revision=revision, trust_remote_code=arguments.training.trust_remote_code
+            name, revision=revision, trust_remote_code=arguments.training.trust_remote_code, **settings
         )
+    except ImportError as error:  # of Pillow, or of torchvision by processors that also take videos
+        why = str(error).strip().partition(". ")[0]
+        remedy = "Install pillow, and the release of torchvision for this torch from the index that torch came from"
+        raise ConfigError(f"{without_secrets(name)}: its processor cannot be loaded, {why}. {remedy}") from error
     except (OSError, ValueError, KeyError) as error:
         message = redact(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
         raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path") from error
+    known = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
+    for key in settings:
+        if known is not None and key not in known.__annotations__ and not hasattr(processor, key):
+            raise ConfigError(f"processor_kwargs: {key} is no setting of the model's processor. Remove it")
     template = getattr(arguments.training, "chat_template_path", None)
     if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
         raise ConfigError(
@@ -382,16 +391,17 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                     f"{name}: is not a split of the dataset, which has {', '.join(splits)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size"
                 )
-            if next(iter(splits[name]), None) is None:
+            if next(iter(dataset_loading.without_decoding(splits[name])), None) is None:
                 raise ConfigError(f"{name}: has no rows. Check the dataset, or set another split")
         datasets = []
         for name in names:
             messages = dataset_loading.convert_to_messages(splits[name], num_proc=num_proc)
             prompt, column = arguments.own.system_prompt, arguments.own.dataset_prompt_column
             datasets.append(dataset_loading.add_system_prompt(messages, prompt, column, num_proc=num_proc))
-        if images := {"image", "images"} & set(get_dataset_column_names(datasets[0])):
-            raise ConfigError(f"{images.pop()}: training on images is not supported. Remove the column")
-        if is_masked and is_conversational(next(iter(datasets[0]))):
+        if column := dataset_loading.find_image_column(datasets[0]):  # TRL's collators tokenize and mask these
+            check = _make_image_check(arguments, processor, column, datasets)
+            datasets = [image_rows.check_when_read(one, check) for one in datasets]
+        elif is_masked and is_conversational(next(iter(datasets[0]))):
             template = _training_template(processor)
             if template is None or any(map(dataset_loading.needs_masks, datasets)):
                 # A copy: TRL's template is for these masks only, and is not saved with the model.
@@ -401,9 +411,35 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                     dataset_loading.tokenize_with_masks(one, tokenizer, num_proc=num_proc) for one in datasets
                 ]
                 training.assistant_only_loss = False  # TRL would require marks in the chat template
-        if "input_ids" not in dataset_loading.get_column_names(datasets[0]):
+        if not column and "input_ids" not in dataset_loading.get_column_names(datasets[0]):
             datasets = [dataset_loading.check_when_read(dataset, _text_field(training)) for dataset in datasets]
+    if column:
+        for dataset in datasets:
+            image_rows.require_usable(dataset, check)
     return datasets[0], datasets[1] if len(datasets) > 1 else None
+
+
+def _make_image_check(
+    arguments: TrlArguments, processor: Any, column: str, datasets: Sequence[AnyDataset]
+) -> image_rows.ImageRowCheck:
+    """Return the check of rows with images, for a configuration that can train on them.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    image_rows.require_processor(column, arguments.own.method, processor)
+    if any(dataset_loading.find_image_column(one) != column for one in datasets):
+        raise ConfigError(
+            f"{column}: is no column of the rows to evaluate on, which TRL pads as those to train on. Add it"
+        )
+    if getattr(arguments.training, "assistant_only_loss", False):
+        is_chat = "messages" in dataset_loading.get_column_names(datasets[0])
+        if not is_chat or _training_template(processor) is None:
+            raise ConfigError(
+                "assistant_only_loss: needs, for images, messages and a chat template with {% generation %} marks. "
+                "Set chat_template to a file with them, or write rows of prompt and completion"
+            )
+    return image_rows.ImageRowCheck(arguments, processor, column)
 
 
 def _training_template(processor: Any) -> Any:
