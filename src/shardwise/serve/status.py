@@ -12,7 +12,7 @@ from shardwise.core.machine import process_memory
 from shardwise.serve.keys import UserKey
 from shardwise.serve.service import Service
 
-disable_created_metrics()  # a counter is new in each answer
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a counter is new in each answer
 
 
 def write_metrics(service: Service) -> bytes:
