@@ -233,7 +233,7 @@ def train(
 def keys(folder: str, kind: str, url: str | None, output: str) -> dict[str, Any]:
     """Of a training with the engine in a server, or in this process."""
     model, further = KINDS[kind]
-    size = dist.get_world_size() if dist.is_initialized() else 1
+    size = dist.get_world_size()
     values = {
         "method": "grpo",
         "model_name_or_path": f"{folder}/{model}",
@@ -257,6 +257,7 @@ def compare(folder: str, kind: str, url: str | None, output: str) -> tuple[list[
 
     Also the description of the first update (name, dtype, shape), and what was logged of each step.
     """
+    rank = dist.get_rank()  # the process group ends with the training
     engine, wanted = Engine(), list[Weights]()
     models: list[Any] = []
     load = trl_objects.load_model
@@ -276,8 +277,7 @@ def compare(folder: str, kind: str, url: str | None, output: str) -> tuple[list[
             ),
         )
     faults = [] if len(wanted) == STEPS else [f"{len(wanted)} updates"]
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if url is None or is_first:
+    if url is None or rank == 0:
         for number, (found, expected) in enumerate(zip(engine.syncs, wanted, strict=True)):
             faults += [f"{number}: {name} is in one only" for name in found.keys() ^ expected.keys()]
             for name in found.keys() & expected.keys():
@@ -294,11 +294,6 @@ def compare(folder: str, kind: str, url: str | None, output: str) -> tuple[list[
     ]
     steps = [(entry["loss"], entry["grad_norm"], entry["reward"]) for entry in history if "loss" in entry]
     return faults, described, steps
-
-
-def compare_all(folder: str, kinds: list[str], url: str | None, output: str) -> dict[str, Any]:
-    """Each kind of model, one after the other."""
-    return {kind: compare(folder, kind, url, output) for kind in kinds}
 
 
 def fail(folder: str, where: str, url: str | None, output: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from tests.quantized.requirements import SHARDS_PACKED
 from tests.support.world import run_forked as run_world
 from tests.training import engines
-from tests.training.on_ranks import prepare, write_wide
+from tests.training.on_ranks import COMMON, prepare, words, write_wide
 
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects
@@ -26,22 +26,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_the_engine_gets_the_merged_model_of_each_step(folder: Path, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_gets_the_merged_model_of_each_step(folder: Path, tmp_path: Path, kind: str, mode: str) -> None:
     """On one rank and on two, which train alike on what it answers."""
     steps = []
     for ranks in (1, 2):
         with engines.WeightServer() as server:
             url = server.url if mode == "server" else None
-            found = run_world(ranks, engines.compare_all, str(folder), KINDS, url, str(tmp_path))
-            announced, calls = iter(server.announced), server.calls
-        assert [(kind, faults) for one in found for kind, (faults, *_) in one.items() if faults] == []
+            found = run_world(ranks, engines.compare, str(folder), kind, url, str(tmp_path))
+        assert [faults for faults, *_ in found] == [[]] * ranks
+        _, described, logged = found[0]
         if mode == "server":
             update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
-            assert calls == ["init_weight_transfer_engine", *(engines.STEPS * update)] * len(KINDS)
-            for _, described, _ in found[0].values():
-                assert [next(announced) for _ in range(engines.STEPS)] == [described] * engines.STEPS
-        steps.append([number for _, _, logged in found[0].values() for step in logged for number in step])
-    assert len(steps[0]) == 3 * engines.STEPS * len(KINDS)
+            assert server.calls == ["init_weight_transfer_engine", *(engines.STEPS * update)]
+            assert server.announced == [described] * engines.STEPS
+        steps.append([number for step in logged for number in step])
+    assert len(steps[0]) == 3 * engines.STEPS
     assert steps[1] == pytest.approx(steps[0], rel=1e-4, abs=1e-5)
 
 
@@ -68,6 +68,7 @@ def test_a_rank_that_fails_is_one_error_on_all(
 
 
 def test_without_vllm_the_key_is_refused(folder: Path) -> None:
-    config = read_run_config(["grpo", "--use_vllm", "--model_name_or_path", str(folder / "model")])
+    values = {**COMMON, "method": "grpo", "use_vllm": True, "model_name_or_path": str(folder / "model")}
+    config = read_run_config(words(values))
     with pytest.raises(ConfigError, match="use_vllm: vLLM is not installed"):
         trl_objects.parse(config)
