@@ -29,7 +29,8 @@ async def train(number: int, http: httpx.AsyncClient, num_rounds: int, stop: int
     async def post(path: str, **body: Any) -> httpx.Response:
         return await http.post(f"/api/v1/{path}", json=body)
 
-    session = (await post("create_session", tags=[], sdk_version="0.38.0")).json()["session_id"]
+    opened = await post("create_session", tags=[], user_metadata=None, sdk_version="0.38.0")
+    session = opened.json()["session_id"]
     lora = {"rank": RANKS[number % len(RANKS)], "seed": number}
     body = {"session_id": session, "model_seq_id": 1, "base_model": "base", "lora_config": lora}
     model = (await retrieve(http, await post("create_model", **body))).json()["model_id"]
