@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from tests.serve.test_bad_requests import make_message
+from tests.support.local_ranks import LIMIT_S
 
 RANKS = (1, 2, 4, 8)
 
@@ -53,7 +54,7 @@ async def train(number: int, http: httpx.AsyncClient, num_rounds: int, stop: int
 async def run_all(url: str, keys: list[str], num_rounds: int, stop: int) -> None:
     async with asyncio.TaskGroup() as tasks:
         for number, key in enumerate(keys):
-            http = httpx.AsyncClient(base_url=url, headers={"x-api-key": key}, timeout=300)
+            http = httpx.AsyncClient(base_url=url, headers={"x-api-key": key}, timeout=LIMIT_S)
             tasks.create_task(train(number, http, num_rounds, stop))
 
 
