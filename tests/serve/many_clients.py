@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from tests.serve.test_bad_requests import make_message
+from tests.support.local_ranks import LIMIT_S
 
 RANKS = (1, 2, 4, 8)
 
@@ -29,7 +30,8 @@ async def train(number: int, http: httpx.AsyncClient, num_rounds: int, stop: int
     async def post(path: str, **body: Any) -> httpx.Response:
         return await http.post(f"/api/v1/{path}", json=body)
 
-    session = (await post("create_session", tags=[], sdk_version="0.38.0")).json()["session_id"]
+    opened = await post("create_session", tags=[], user_metadata=None, sdk_version="0.38.0")
+    session = opened.json()["session_id"]
     lora = {"rank": RANKS[number % len(RANKS)], "seed": number}
     body = {"session_id": session, "model_seq_id": 1, "base_model": "base", "lora_config": lora}
     model = (await retrieve(http, await post("create_model", **body))).json()["model_id"]
@@ -52,7 +54,7 @@ async def train(number: int, http: httpx.AsyncClient, num_rounds: int, stop: int
 async def run_all(url: str, keys: list[str], num_rounds: int, stop: int) -> None:
     async with asyncio.TaskGroup() as tasks:
         for number, key in enumerate(keys):
-            http = httpx.AsyncClient(base_url=url, headers={"x-api-key": key}, timeout=300)
+            http = httpx.AsyncClient(base_url=url, headers={"x-api-key": key}, timeout=LIMIT_S)
             tasks.create_task(train(number, http, num_rounds, stop))
 
 

@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serve.conftest import VOCAB_SIZE, Served
+from tests.support.local_ranks import LIMIT_S
 from tinker import types
 from tinker.proto import tinker_public_pb2 as protobuf
 
@@ -26,7 +27,7 @@ class User:
     """A connection with a user's key."""
 
     def __init__(self, url: str, key: str) -> None:
-        self.http = httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=20)
+        self.http = httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=LIMIT_S)
         self.session = self.post("create_session", tags=[], user_metadata=None, sdk_version="0.38.0")["session_id"]
         self.num_models = 0
 
@@ -52,7 +53,7 @@ class User:
 
     def retrieve(self, promise: Any) -> Any:
         """Return a result as JSON, or as bytes."""
-        for _ in range(40):
+        for _ in range(400):  # for hangs: of half a second each, or of thirty
             response = self.call("retrieve_future", request_id=promise["request_id"])
             if response.status_code == 408:
                 continue

@@ -88,7 +88,10 @@ def test_many_clients_of_which_some_are_killed(tmp_path: Path) -> None:
         leaving = start(served, names[:NUM_KILLED], NUM_ROUNDS // 2)
         try:
             assert leaving.stdout is not None
-            sessions = list(iter(leaving.stdout.readline, "half\n"))
+            sessions = []
+            while (line := leaving.stdout.readline()) != "half\n":
+                assert line, "the process has ended"
+                sessions.append(line.strip())
             leaving.kill()
             assert leaving.wait() == -signal.SIGKILL
             assert staying.wait(LIMIT_S) == 0, "a request was refused, or had no result"
@@ -104,7 +107,7 @@ def test_many_clients_of_which_some_are_killed(tmp_path: Path) -> None:
         assert len(sessions) == NUM_KILLED
         for session, name in product(sessions, names[:NUM_KILLED]):  # each is that of one of them
             headers = {"x-api-key": served.keys[name]}
-            httpx.post(f"{served.url}/api/v1/sessions/{session.strip()}/finish", headers=headers)
+            httpx.post(f"{served.url}/api/v1/sessions/{session}/finish", headers=headers)
         deadline_s = time.monotonic() + LIMIT_S
         while len(served.bank.names) > NUM_CLIENTS - NUM_KILLED:
             assert time.monotonic() < deadline_s, "models of sessions that are over stay"

@@ -165,7 +165,7 @@ def test_a_stop_in_each_phase_of_a_turn(base: Path, tmp_path: Path, controls: Co
             controls.wait_until_held()
             server.process.send_signal(signal.SIGTERM)
             deadline_s = time.monotonic() + LIMIT_S
-            session = {"tags": [], "sdk_version": "0.38.0"}
+            session = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
             while (status := trainer.user.call("create_session", **session).status_code) != 503:
                 assert time.monotonic() < deadline_s, f"new work is accepted: {status}"
                 time.sleep(0.05)
