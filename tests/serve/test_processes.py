@@ -18,6 +18,7 @@ import pytest
 import tinker
 from tests.serve.conftest import make_base
 from tests.serve.test_client import ADAM, make_rows, to_data
+from tests.support.local_ranks import LIMIT_S
 from tinker import types
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -51,7 +52,7 @@ class Process:
         self.url = next((line.split()[-1] for line in self.process.stdout if line.startswith("serving ")), "")
 
     def wait(self) -> int:
-        code = self.process.wait(timeout=120)
+        code = self.process.wait(timeout=LIMIT_S)
         self._reader.join(10)
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None

@@ -214,12 +214,12 @@ def test_the_models_of_a_client_that_is_gone(base: Path, tmp_path: Path, control
         controls.set_clock(590)
         assert other.call("session_heartbeat", session_id=other.session).status_code == 200
         controls.set_clock(610)  # 20 seconds after the heartbeat of the other session
-        deadline_s = time.monotonic() + LIMIT_S
-        while other.call("get_info", model_id=gone.model).status_code != 410:
+        path, deadline_s = f"tinker://{gone.model}/weights/expired", time.monotonic() + LIMIT_S
+        while path not in gone.checkpoints():  # which is no sign of life, as a request for the model is
             assert time.monotonic() < deadline_s, "it does not expire"
             time.sleep(0.1)
+        assert other.call("get_info", model_id=gone.model).status_code == 410
         assert gone.user.call("session_heartbeat", session_id=gone.user.session).status_code == 410
-        path = f"tinker://{gone.model}/weights/expired"
         resumed = Trainer(server, path, key=key)  # there is room for it
         assert resumed.loss() == expected
         assert other.call("session_heartbeat", session_id=other.session).status_code == 200
