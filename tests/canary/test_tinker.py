@@ -15,7 +15,7 @@ SERVED = {
     *("asample", "checkpoints", "client/config", "create_model", "create_sampling_session", "create_session"),
     *("forward_backward", "get_info", "get_server_capabilities", "healthz", "load_weights", "optim_step"),
     *("retrieve_future", "samplers/_", "save_weights", "save_weights_for_sampler", "session_heartbeat"),
-    *("sessions/_/finish", "telemetry", "training_runs", "training_runs/_", "training_runs/_/checkpoints"),
+    *("sessions/_/finish", "telemetry", "training_runs/_", "training_runs/_/checkpoints"),
     *("training_runs/_/checkpoints/_", "unload_model", "weights_info"),
 }
 LEFT_OUT = {
@@ -29,7 +29,7 @@ LEFT_OUT = {
         "sessions/_/project",
         "sessions/_/trace_export",
     ),
-    *("sessions/search", "training_runs/_/checkpoints/_/external_weights_urls"),
+    *("sessions/search", "training_runs", "training_runs/_/checkpoints/_/external_weights_urls"),
     *("training_runs/_/checkpoints/_/publish", "training_runs/_/checkpoints/_/ttl"),
 }
 """Calls without which training and sampling work. Each is answered by 404."""
@@ -53,4 +53,4 @@ def test_the_calls_of_the_client_are_known() -> None:
             found |= set(re.findall(r'"/api/v1/([^"]+)"', file.read_text()))
     calls = {re.sub(r"\{\w+\}", "_", call) for call in found}
     assert calls <= SERVED | LEFT_OUT, "new calls of the client: serve them, or list them here"
-    assert calls >= SERVED
+    assert calls >= SERVED - {"unload_model"}, "calls that no client makes"  # has a type, and no call, in 0.38

@@ -300,6 +300,7 @@ def test_limits_are_refused_before_their_place_counts(served: Served) -> None:
     assert [each.status_code for each in promises] == [200] * 3
     refused = user.send(make_message(model, 5))
     assert (refused.status_code, "max_requests" in refused.text) == (429, True)
+    user.post(f"sessions/{user.session}/finish")
     user.http.close()
 
 
