@@ -224,10 +224,12 @@ def _load_other(name: str, options: PretrainedOptions) -> PreTrainedModel:
 def _other_options(arguments: TrlArguments, revision: str | None) -> PretrainedOptions:
     """Return the options of a model that is not the one that is trained, nor a copy of it."""
     options = model_options(arguments)
-    for key in ("quantization", "config_overrides"):
-        options.pop(key, None)
+    options.pop("quantization", None)
+    options.pop("config_overrides", None)
+    options["revision"] = revision
     # The names of layers to wrap are those of the trained model.
-    return options | {"revision": revision, "sharding": replace(options["sharding"], wrap="auto")}
+    options["sharding"] = replace(options["sharding"], wrap="auto")
+    return options
 
 
 def load_base(arguments: TrlArguments) -> PreTrainedModel:
