@@ -415,6 +415,10 @@ def make_trainer(
         if failure is not None:
             raise failure
         _require_trainable_data(trainer, arguments)
+    if method == "sft":
+        # TRL's loss takes the number of tokens on all ranks. transformers does not pass it for classes whose own loss
+        # does not take it (Gemma 3, Qwen-VL), and each rank's mean would count the same, however few its tokens are.
+        trainer.model_accepts_loss_kwargs = True
     return trainer
 
 
