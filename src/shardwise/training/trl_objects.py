@@ -416,8 +416,8 @@ def make_trainer(
             raise failure
         _require_trainable_data(trainer, arguments)
     if method == "sft":
-        # TRL's loss takes the number of tokens on all ranks. transformers does not pass it for classes whose own loss
-        # does not take it (Gemma 3, Qwen-VL), and each rank's mean would count the same, however few its tokens are.
+        # TRL's loss divides by the tokens of all ranks. transformers does not count them for classes whose own loss
+        # does not take the number (Gemma 3, Qwen-VL). Then the means of ranks with few and many tokens count alike.
         trainer.model_accepts_loss_kwargs = True
     return trainer
 
