@@ -203,9 +203,10 @@ class TowerCallback(TrainerCallback):
         if not is_reentrant:
             model.disable_input_require_grads()  # of TRL, whose handles are lost when transformers adds its own
 
-    def on_train_begin(self, args: Any, *_: Any, model: PreTrainedModel, **__: Any) -> None:
+    def on_train_begin(self, *positional: Any, **keywords: Any) -> None:
         """Remove the hooks that transformers has added, except for that of the text."""
-        if args.gradient_checkpointing and not self._is_reentrant:
+        if positional[0].gradient_checkpointing and not self._is_reentrant:
+            model: PreTrainedModel = keywords["model"]
             model.disable_input_require_grads()
             embeddings: nn.Module = model.get_input_embeddings()
             embeddings.register_forward_hook(_require_gradients)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 from typing import Any, Final
 
 import datasets
@@ -71,7 +72,7 @@ def _describe(dataset: AnyDataset) -> dict[str, str]:
 
 def _shorten(row: object) -> str:
     """Format a row by its beginning and a digest."""
-    text = repr(row)
+    text = re.sub(r" at 0x[0-9a-fA-F]+>", ">", repr(row))  # streamed images that have been decoded
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}... with digest {hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -400,6 +400,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
             messages = dataset_loading.convert_to_messages(splits[name], num_proc=num_proc)
             prompt, column = arguments.own.system_prompt, arguments.own.dataset_prompt_column
             datasets.append(dataset_loading.add_system_prompt(messages, prompt, column, num_proc=num_proc))
+        check: image_rows.ImageRowCheck | None = None
         if column := dataset_loading.find_image_column(datasets[0]):  # TRL's collators tokenize and mask these
             check = _make_image_check(arguments, processor, column, datasets)
             datasets = [image_rows.check_when_read(one, check) for one in datasets]
@@ -415,7 +416,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                 training.assistant_only_loss = False  # TRL would require marks in the chat template
         if not column and "input_ids" not in dataset_loading.get_column_names(datasets[0]):
             datasets = [dataset_loading.check_when_read(dataset, _text_field(training)) for dataset in datasets]
-    if column:
+    if check is not None:
         for dataset in datasets:
             image_rows.require_usable(dataset, check)
     return datasets[0], datasets[1] if len(datasets) > 1 else None
@@ -501,6 +502,11 @@ def make_trainer(
         if failure is not None:
             raise failure
         _require_trainable_data(trainer, arguments)
+    assert trainer is not None
+    if method == "sft":
+        # TRL's loss divides by the tokens of all ranks. transformers does not count them for classes whose own loss
+        # does not take the number (Gemma 3, Qwen-VL). Then the means of ranks with few and many tokens count alike.
+        trainer.model_accepts_loss_kwargs = True
     return trainer
 
 
