@@ -9,8 +9,8 @@ device of the parameters, again at each change between training and evaluation. 
 from collections.abc import Mapping
 
 from transformers import PreTrainedModel
-from transformers.integrations import apply_liger_kernel
-from transformers.utils import is_kernels_available
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.utils.import_utils import is_kernels_available
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.four_bit.layers import are_experts_in_four_bits

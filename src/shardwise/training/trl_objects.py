@@ -226,7 +226,9 @@ def _other_options(arguments: TrlArguments, revision: str | None) -> PretrainedO
     options = model_options(arguments)
     options.pop("quantization", None)
     options.pop("config_overrides", None)
-    options["revision"] = revision
+    options.pop("revision", None)
+    if revision is not None:
+        options["revision"] = revision
     # The names of layers to wrap are those of the trained model.
     options["sharding"] = replace(options["sharding"], wrap="auto")
     return options
