@@ -244,6 +244,8 @@ def keys(folder: str, kind: str, url: str | None, output: str) -> dict[str, Any]
         "max_completion_length": 8,
         "max_length": None,
         "max_steps": STEPS,
+        "optim": "sgd",  # which does not scale up the rounding of gradients that are nearly zero
+        "learning_rate": 0.1,
         "per_device_train_batch_size": 4 // size,
         "use_vllm": True,
         "vllm_mode": "colocate",

@@ -68,7 +68,8 @@ def test_a_rank_that_fails_is_one_error_on_all(
 
 
 def test_without_vllm_the_key_is_refused(folder: Path) -> None:
-    values = {**COMMON, "method": "grpo", "use_vllm": True, "model_name_or_path": str(folder / "model")}
+    values = {**COMMON, "max_length": None, "method": "grpo", "use_vllm": True}
+    values["model_name_or_path"] = str(folder / "model")
     config = read_run_config(words(values))
     with pytest.raises(ConfigError, match="use_vllm: vLLM is not installed"):
         trl_objects.parse(config)

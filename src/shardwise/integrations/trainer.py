@@ -126,7 +126,10 @@ class ShardwiseTrainer(_Trainer):
         self._position: tuple[int, float] | None = None
         """Passes, and optimizer steps of the pass, after which a training resumes in a stream."""
         frozen = [getattr(self, name, None) for name in ("ref_model", "teacher_model")]
-        for other in [*frozen, *getattr(self, "reward_funcs", ())]:
+        rewards = [one for one in getattr(self, "reward_funcs", ()) if isinstance(one, FSDPModule)]
+        for reward in rewards:
+            compat.ComputesInNormalMode(reward)
+        for other in [*frozen, *rewards]:
             if isinstance(other, FSDPModule):
                 other.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
         self._on_other_base: OnFault = "error"

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length as has_length
@@ -101,6 +102,26 @@ def has_no_reference(trainer_class: type) -> bool:
 
 def _is_of_trl(trainer_class: type, *names: str) -> bool:
     return any(kind.__name__ in names and kind.__module__.startswith("trl.") for kind in trainer_class.__mro__)
+
+
+class ComputesInNormalMode:
+    """Hooks by which a sharded model leaves torch's inference mode while it computes.
+
+    TRL asks reward models in that mode, in which FSDP2 cannot gather on one rank. The model must be frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._left: list[torch.inference_mode] = []
+        model.register_forward_pre_hook(self._leave, prepend=True)  # before FSDP2's, which gathers
+        model.register_forward_hook(self._enter_again, always_call=True)
+
+    def _leave(self, *_: Any) -> None:
+        mode = torch.inference_mode(mode=False)
+        mode.__enter__()
+        self._left.append(mode)
+
+    def _enter_again(self, *_: Any) -> None:
+        self._left.pop().__exit__(None, None, None)
 
 
 @contextmanager
