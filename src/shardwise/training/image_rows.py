@@ -88,7 +88,7 @@ class ImageRowCheck:
         else:
             whole = [name for name in ("messages", self._text_field) if name in row]
             names = whole[:1] or ["prompt", "completion"]
-        example = {name: row.get(name) for name in names}
+        example: dict[str, Any] = {name: row.get(name) for name in names}
         if missing := [name for name, value in example.items() if not value]:
             raise MalformedRowError(f"{missing[0]}: is missing or empty. Write {', '.join(names)}")
         stand_ins = [Image.new("RGB", (1, 1))] * num_images
