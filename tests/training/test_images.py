@@ -20,6 +20,7 @@ from transformers import AutoProcessor
 
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects as trl_setup
+from shardwise.training.adapter_rows import tokenize
 from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.image_rows import ImageRowCheck
 
@@ -300,6 +301,12 @@ def test_what_cannot_be_trained_on_images(folder: Path, model: str, values: dict
     given = arguments(folder / model, **values)
     with pytest.raises(ConfigError, match=message):
         trl_setup.load_data(given, trl_setup.load_processor(given), 0)
+
+
+def test_many_loras_are_trained_on_text(folder: Path) -> None:
+    rows = datasets.Dataset.from_list([{"text": "Hi", "image": "a.png"}])
+    with pytest.raises(ConfigError, match="image: many LoRAs train on rows of text"):
+        tokenize((rows, None), arguments(folder / "llava"), None, 0)
 
 
 def test_settings_of_the_processor(folder: Path) -> None:
