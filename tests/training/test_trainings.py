@@ -87,7 +87,7 @@ PREFERENCES = {
     "tpo": {"method": "tpo", "dataset_name": "triples.jsonl"},
 }
 TOLERANCE = {"orpo": 1e-3, "tpo": 2e-3}
-"""TRL's ORPO and TPO average over the tokens of each rank, and then over ranks, so 2 rows weigh other than among 4."""
+"""TRL's ORPO and TPO average over the tokens of each rank, then over ranks, so 2 rows weigh other than among 4."""
 PREFERENCES["reward of a language model"] = PREFERENCES["reward"] | {"model_name_or_path": "model"}
 _SCORER = {"use_peft": True, "lora_task_type": "SEQ_CLS", "lora_dropout": 0.0, "lora_modules_to_save": ["score"]}
 PREFERENCES["reward of a LoRA"] = PREFERENCES["reward of a language model"] | _SCORER
