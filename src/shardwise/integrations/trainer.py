@@ -126,7 +126,7 @@ class ShardwiseTrainer(_Trainer):
         self._position: tuple[int, float] | None = None
         """Passes, and optimizer steps of the pass, after which a training resumes in a stream."""
         frozen = [getattr(self, name, None) for name in ("ref_model", "teacher_model")]
-        rewards = [one for one in getattr(self, "reward_funcs", ()) if isinstance(one, FSDPModule)]
+        rewards: list[Any] = [one for one in getattr(self, "reward_funcs", ()) if isinstance(one, FSDPModule)]
         for reward in rewards:
             compat.ComputesInNormalMode(reward)
         for other in [*frozen, *rewards]:
