@@ -67,6 +67,7 @@ def test_a_rank_that_fails_is_one_error_on_all(
     assert message in first
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
 def test_without_vllm_the_key_is_refused(folder: Path) -> None:
     values = {**COMMON, "max_length": None, "method": "grpo", "use_vllm": True}
     values["model_name_or_path"] = str(folder / "model")
