@@ -129,7 +129,7 @@ def test_what_was_acknowledged_survives_a_kill(base: Path, tmp_path: Path) -> No
         train(model, 0)
         path = model.save_state("kept").result().path
         expected = train(model, 0, 1)
-        with pytest.raises(RuntimeError, match=r"exit code 2: .*another server has it"), serving(base, state):
+        with pytest.raises(RuntimeError, match=r"(?s)exit code 2: .*another server has it"), serving(base, state):
             pass
         os.killpg(server.process.pid, signal.SIGKILL)
         assert server.wait() == -signal.SIGKILL
