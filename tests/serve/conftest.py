@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.support.local_ranks import LIMIT_S
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.bank.adapter_bank import AdapterBank
@@ -82,7 +83,7 @@ def serving(
             yield Served(f"http://{host}:{port}", keys, folder / "state", server, engine, bank)
         finally:
             request.number = 15
-            turns.join(30)
+            turns.join(LIMIT_S)
             server.stop()
             assert not turns.is_alive()
 
