@@ -103,7 +103,7 @@ def test_trainers_of_trl(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     found = agreed(two, refusing.of_trl, str(folder), str(tmp_path))
     expected = {
         "no reference": "compares with a reference model, which TRL would load whole on every rank. Pass ref",
-        "reference": "(ref_model=...): pass ref_model=for_trainer(ref_model)",
+        "reference": "(ref_model=...): pass ref_model=for_trainer(reference)",
         "precompute": "TRL would hash the model's weights",
         "grpo": "compares with a reference model, which TRL would load whole on every rank. "
         "Pass ref_model=for_trainer",

@@ -6,11 +6,7 @@ import pytest
 from tests.quantized.requirements import SHARDS_PACKED
 from tests.support.world import run_forked as run_world
 from tests.training import engines
-from tests.training.on_ranks import COMMON, prepare, words, write_wide
-
-from shardwise.core.errors import ConfigError
-from shardwise.training import trl_objects
-from shardwise.training.run_config import read_run_config
+from tests.training.on_ranks import prepare, write_wide
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -65,12 +61,3 @@ def test_a_rank_that_fails_is_one_error_on_all(
         first, second = run_world(2, engines.fail, str(folder), where, url, str(tmp_path))
     assert first == second
     assert message in first
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
-def test_without_vllm_the_key_is_refused(folder: Path) -> None:
-    values = {**COMMON, "max_length": None, "method": "grpo", "use_vllm": True}
-    values["model_name_or_path"] = str(folder / "model")
-    config = read_run_config(words(values))
-    with pytest.raises(ConfigError, match="use_vllm: vLLM is not installed"):
-        trl_objects.parse(config)

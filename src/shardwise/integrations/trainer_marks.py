@@ -311,11 +311,10 @@ def _require_reference(kind: type, model: nn.Module, args: Any, kwargs: Mapping[
             f"{kind.__name__}(precompute_ref_log_probs=True): TRL would hash the model's weights, which are "
             "sharded. Leave it out"
         )
-    others = {"ref_model": reference, "teacher_model": kwargs.get("teacher_model")}
-    for name, other in others.items():
-        if isinstance(other, nn.Module) and not is_for_trainer(other):
+    for name, other in (("ref_model", "reference"), ("teacher_model", "teacher")):
+        if isinstance(kwargs.get(name), nn.Module) and not is_for_trainer(kwargs[name]):
             raise ConfigError(
-                f"{kind.__name__}({name}=...): pass {name}=for_trainer({name}), sharded as the model is"
+                f"{kind.__name__}({name}=...): pass {name}=for_trainer({other}), sharded as the model is"
             )
     has_beta = bool(getattr(args, "beta", 0)) and not compat.has_no_reference(kind)
     compares = compat.wants_reference(kind) or has_beta
