@@ -140,8 +140,8 @@ async def _train(number: int, steps: int, rows: int, tokens: int) -> None:
 
     data, adam = _to_data(make_ids(number, rows, tokens)), types.AdamParams(learning_rate=1e-4)
     for _ in range(steps):
-        passed = await _models[number].forward_backward_async(data, "cross_entropy")
-        stepped = await _models[number].optim_step_async(adam)
+        passed = _models[number].forward_backward(data, "cross_entropy")
+        stepped = _models[number].optim_step(adam)
         await passed
         await stepped
 

@@ -32,7 +32,8 @@ class Job:
 def quieten() -> None:
     """No warnings, no progress bars, one thread.
 
-    Random weights make gradients of denormal numbers, with which some processors are ten times slower. They become 0.
+    Random weights make gradients of denormal numbers, with which some processors are ten times slower. They become
+    0.
     """
     import transformers
 
