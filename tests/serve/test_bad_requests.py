@@ -443,7 +443,7 @@ def test_random_messages(ada: User, place: Place, secrets: list[str], data: Any)
 
 
 _TEXTS = st.text(st.characters(exclude_categories=()), max_size=5) | st.sampled_from(
-    ["x" * 300, "tinker://a/weights/b"]
+    ["x" * 300, "tinker://a/weights/b", "tinker://\ud800/weights/b"]
 )
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | _TEXTS,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -29,6 +30,13 @@ from shardwise.serve.service import Settings
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_CLIENTS, NUM_KILLED, NUM_ROUNDS = 64, 4, 25
+
+
+def wait_until(is_so: Callable[[], bool], fault: str) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, fault
+        time.sleep(0.2)
 
 
 def num_bytes() -> int:
@@ -55,10 +63,7 @@ def train_one(served: Served, name: str) -> None:
     user.post("unload_model", model_id=model)
     user.post(f"sessions/{user.session}/finish")
     user.http.close()
-    deadline_s = time.monotonic() + LIMIT_S
-    while served.bank.names:
-        assert time.monotonic() < deadline_s, "it stays"
-        time.sleep(0.1)
+    wait_until(lambda: not served.bank.names, "it stays")
 
 
 def start(served: Served, names: list[str], stop: int) -> subprocess.Popen[str]:
@@ -126,17 +131,16 @@ def test_many_clients_of_which_some_are_killed(tmp_path: Path) -> None:
                 assert process.stdout is not None
                 process.stdout.close()
         assert len(served.bank.names) == NUM_CLIENTS
-        assert num_bytes() - empty == bytes_of_models(served.bank)
+        wait_until(lambda: num_bytes() - empty == bytes_of_models(served.bank), "bytes are not those of the models")
         # As when the sessions of those that were killed expire.
         assert len(sessions) == NUM_KILLED
         for session, name in product(sessions, names[:NUM_KILLED]):  # each is that of one of them
             headers = {"x-api-key": served.keys[name]}
             httpx.post(f"{served.url}/api/v1/sessions/{session}/finish", headers=headers)
-        deadline_s = time.monotonic() + LIMIT_S
-        while len(served.bank.names) > NUM_CLIENTS - NUM_KILLED:
-            assert time.monotonic() < deadline_s, "models of sessions that are over stay"
-            time.sleep(0.1)
-        assert num_bytes() - empty == bytes_of_models(served.bank)
+        wait_until(
+            lambda: len(served.bank.names) == NUM_CLIENTS - NUM_KILLED, "models of sessions that are over stay"
+        )
+        wait_until(lambda: num_bytes() - empty == bytes_of_models(served.bank), "bytes are not those of the models")
         replayed = replay(turns)
         assert set(replayed.names) == set(served.bank.names)
         for name in replayed.names:
