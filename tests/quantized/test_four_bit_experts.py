@@ -48,7 +48,8 @@ def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, sc
 
 @needs_packed_shards
 @pytest.mark.distributed
-@pytest.mark.parametrize("mesh", ["flat", pytest.param("hsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["flat", "hsdp"])
 def test_a_lora_is_merged_into_dequantized_experts(plain, mesh):
     size = {"flat": 3, "hsdp": 4}[mesh]
     assert run_forked(size, four_bit_experts.wrongly_merged, str(plain), mesh) == [[]] * size

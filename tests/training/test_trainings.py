@@ -291,7 +291,10 @@ def test_a_base_in_four_bits(folder: Path) -> None:
             "uses '<9>'. The tokenizer gives it the id 268",
         ),
         ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be created, You need to have `torchao"),
-        ({"method": "grpo", "use_vllm": True, "max_length": None}, "use_vllm: vLLM is not installed"),
+        (
+            {"method": "grpo", "use_vllm": True, "max_length": None, "num_generations": 2},
+            "use_vllm: vLLM is not installed",
+        ),
     ],
 )
 def test_invalid_configurations_are_one_error_on_all_ranks(
