@@ -219,45 +219,40 @@ def run_bank(folder: str, count: int, rows: int, tokens: int, with_step: bool) -
 # Measurements
 
 
-def measure_overhead(options: argparse.Namespace, base: str, count: int) -> dict[str, list[float]]:
-    """Processor seconds of a pass of 4 rows of 512 tokens and a step, by round."""
-    seconds: dict[str, list[float]] = {SERVER: [], BANK: []}
-    with (
-        serving(base, 1) as (url, pid),
-        results.start_ranks(options, 1) as clients,
-        results.start_ranks(options, 1) as bank,
-    ):
-        clients.run(connect, url, 1)
+def measure_one_client(
+    options: argparse.Namespace, small: str, base: str, count: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """By arm, processor seconds of 4 rows of 512 tokens and a step on a small base, and wall seconds of 16 tokens."""
+    used_s: dict[str, list[float]] = {SERVER: [], BANK: []}
+    with serving(small, 1) as (url, pid), connected(options, url) as (clients, bank):
         for repeat in range(options.repeats + 1):  # the first one sets up
-            for arm in results.turns(seconds, 1):
+            for arm in results.turns(used_s, 1):
                 if arm == SERVER:
-                    start = cpu_of(pid)
+                    start_s = cpu_of(pid)
                     clients.run(run_clients, count, 4, 512, TOGETHER, 1)
-                    used = (cpu_of(pid) - start) / count
+                    seconds = (cpu_of(pid) - start_s) / count
                 else:
-                    [figures] = bank.run(run_bank, base, count, 4, 512, True)
-                    used = sum(cpu for _, cpu in figures) / count
+                    [figures] = bank.run(run_bank, small, count, 4, 512, True)
+                    seconds = sum(cpu_s for _, cpu_s in figures) / count
                 if repeat:
-                    seconds[arm].append(used)
-    return seconds
-
-
-def measure_idle(options: argparse.Namespace, base: str, count: int) -> dict[str, list[float]]:
-    """Wall seconds of passes of 16 tokens."""
-    seconds: dict[str, list[float]] = {SERVER: [], BANK: []}
-    with (
-        serving(base, 1) as (url, _),
-        results.start_ranks(options, 1) as clients,
-        results.start_ranks(options, 1) as bank,
-    ):
-        clients.run(connect, url, 1)
+                    used_s[arm].append(seconds)
+    wall_s: dict[str, list[float]] = {SERVER: [], BANK: []}
+    with serving(base, 1) as (url, _), connected(options, url) as (clients, bank):
         for repeat in range(options.repeats + 1):
             [by_client] = clients.run(time_passes, count, 16)
             [by_bank] = bank.run(run_bank, base, count, 1, 16, False)
             if repeat:
-                seconds[SERVER] += by_client
-                seconds[BANK] += [wall for wall, _ in by_bank]
-    return seconds
+                wall_s[SERVER] += by_client
+                wall_s[BANK] += [wall for wall, _ in by_bank]
+    return used_s, wall_s
+
+
+@contextmanager
+def connected(options: argparse.Namespace, url: str) -> Iterator[tuple[Any, Any]]:
+    """Yield a process with one client, and one for the bank alone."""
+    with results.start_ranks(options, 1) as clients, results.start_ranks(options, 1) as bank:
+        clients.run(connect, url, 1)
+        yield clients, bank
 
 
 def measure_clients(
@@ -273,6 +268,7 @@ def measure_clients(
             for arm in results.turns(rates, 1):
                 seconds = max(clients.run(run_clients, steps, rows, tokens, arm, NUM_CLIENTS))
                 rates[arm].append(NUM_CLIENTS * steps / seconds)
+                results.say(f"{ranks} ranks, {arm}: {rates[arm][-1]:.3f} requests/s")
     return rates, fused
 
 
@@ -284,10 +280,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = save_base(name, options.dir / f"serve-{name}")
     small = save_base("small", options.dir / "serve-small")
     count = 2 if options.tiny else 20
-    runs: dict[str, dict[str, list[float]]] = {
-        "overhead": measure_overhead(options, small, count),
-        "idle": measure_idle(options, base, count),
-    }
+    used_s, wall_s = measure_one_client(options, small, base, count)
+    results.say(f"one client: processor seconds {used_s}, wall seconds {wall_s}")
+    runs = {"overhead": used_s, "idle": wall_s}
     runs["two ranks"], fused = measure_clients(options, base, options.ranks, count, 2, 64)
     runs["one rank"], _ = measure_clients(options, base, 1, 2, 4, 64 if options.tiny else 512)
     medians = {run: {arm: meter.spread(of)["median"] for arm, of in arms.items()} for run, arms in runs.items()}
