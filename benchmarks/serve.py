@@ -29,9 +29,10 @@ import torch.distributed as dist
 from benchmarks.harness import meter, results
 from benchmarks.harness.results import Limit
 
-VOCAB_SIZE = 8192
+NUM_IDS = 256
+"""Ids of rows: those that both bases have."""
+
 SIZES = {
-    "vocab_size": VOCAB_SIZE,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
@@ -40,8 +41,8 @@ SIZES = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 BASES = {
-    "small": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
-    "36M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10},
+    "small": {"vocab_size": NUM_IDS, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
+    "36M": {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10},
 }
 NUM_CLIENTS = 8
 RANK = 16
@@ -106,7 +107,7 @@ def adapters_per_turn(url: str) -> float:
 
 def make_ids(seed: int, rows: int, tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB_SIZE, (rows, tokens + 1), generator=generator)
+    return torch.randint(0, NUM_IDS, (rows, tokens + 1), generator=generator)
 
 
 # Clients

@@ -75,8 +75,8 @@ def serving(
         server = run._open(serve_options, stack)
         bank = AdapterBank(model)
         engine = Engine(world, bank, model)
-        server.start(run._describe(model, bank, serve_options.max_tokens_per_pass), None)
-        turns = threading.Thread(target=run.run_turns, args=(world, engine, server, request), daemon=True)
+        server.start(run._describe(model, bank, serve_options.max_tokens_per_pass), None, request)
+        turns = threading.Thread(target=run.run_turns, args=(world, engine, server), daemon=True)
         turns.start()
         host, port = server._listener.getsockname()
         try:

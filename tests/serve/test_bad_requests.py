@@ -209,6 +209,21 @@ def change(message: Any, **values: Any) -> Any:
     return message
 
 
+def test_an_early_request_whose_result_is_gone(served: Served, ada: User) -> None:
+    """It was refused, retrieved, and forgotten before the one that it waits behind has come."""
+    model = ada.create()
+    refused = ada.send(make_message(model, 2, (1, VOCAB_SIZE, 3))).json()
+    assert ada.retrieve(refused)["category"] == "user"
+    service = served.server._service
+    del service.futures[refused["request_id"]], service.models[model].seen[2]  # as the server does in ten minutes
+    assert ada.send(make_message(model, 3)).status_code == 200
+    assert "its result is gone" in ada.retrieve(ada.send(make_message(model, 2)).json())["error"]
+    first, second = ada.send(make_message(model, 1)).json(), ada.send(make_message(model, 4)).json()
+    assert isinstance(ada.retrieve(first), bytes)
+    assert isinstance(ada.retrieve(second), bytes)
+    ada.post("unload_model", model_id=model)
+
+
 def test_each_fault_of_rows_is_a_failed_future_in_its_place(ada: User) -> None:
     model = ada.create()
 

@@ -63,15 +63,13 @@ def check_call(
         raise ConfigError(
             "output_loading_info=True: nothing is loaded with load_weights=False. Leave one of them out"
         )
-    load_weights, given_sharding = keywords.get("load_weights", True), keywords.get("sharding", Sharding())
+    load_weights, sharding = keywords.get("load_weights", True), keywords.get("sharding", Sharding())
     if keywords.get("use_kernels", False):
-        is_compiled = given_sharding.compile is not False
-        kernels.require_hub_kernels(load_weights=load_weights, is_compiled=is_compiled)
-    sharding = wrap.comparable_settings(given_sharding)
+        kernels.require_hub_kernels(load_weights=load_weights, is_compiled=sharding.compile is not False)
     return {
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
         **meta_model.comparable_model_settings(keywords),
-        **{f"sharding.{name}": value for name, value in sharding.items()},
+        **{f"sharding.{name}": value for name, value in wrap.comparable_settings(sharding).items()},
         "tuning": type(keywords.get("tuning", Full())).__name__,
         "quantization": repr(keywords.get("quantization")),
         "load_weights": repr(load_weights),

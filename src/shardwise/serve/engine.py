@@ -14,7 +14,7 @@ from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.losses import LOSSES
 from shardwise.bank.rows import IGNORED, Request
 from shardwise.bank.sampling import Sample
-from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
+from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError
 from shardwise.ranks.world import World
 from shardwise.serve.operations import (
     CopyModel,
@@ -97,16 +97,13 @@ class Engine:
             requests.append(Request(each.model, rows, each.loss, each.config, each.backward))
         try:
             results = self._bank.forward_backward(requests, gather=True).requests
-        except TrainingError as error:
-            if getattr(error, "output", None) is None:
-                self._refuse_all(passes, error, outcomes)
-                return
-            results = error.output.requests
         except RankLostError:
             raise
         except ShardwiseError as error:
-            self._refuse_all(passes, error, outcomes)
-            return
+            if error.output is None:
+                self._refuse_all(passes, error, outcomes)
+                return
+            results = error.output.requests  # the losses of some requests raised
         for each, result, share in zip(passes, results, shares, strict=True):
             if result.failure is not None:
                 outcomes[each.request_id] = Refusal(f"the loss raised, {result.failure}")

@@ -67,7 +67,7 @@ def serve(options: ServeOptions) -> None:
 
     Raises:
         ConfigError: an option is invalid.
-        StorageError: another server holds the folder of checkpoints, or the port cannot be used.
+        StorageError: another server holds the folder of checkpoints, or a model could not be saved at the end.
         RankLostError: a rank is lost.
     """
     with ExitStack() as stack:
@@ -81,24 +81,33 @@ def serve(options: ServeOptions) -> None:
         if server is not None:
             if options.log_requests:
                 _write_log()
-            server.start(_describe(model, bank, options.max_tokens_per_pass), _load_tokenizer(options.model))
+            base = _describe(model, bank, options.max_tokens_per_pass)
+            server.start(base, _load_tokenizer(options.model), stop)
             stack.callback(server.stop)
-        run_turns(world, engine, server, stop)
+        run_turns(world, engine, server)
 
 
-def run_turns(world: World, engine: Engine, server: Server | None, stop: StopRequest) -> None:
-    """Carry out turns until the last one. Collective: yes."""
+def run_turns(world: World, engine: Engine, server: Server | None) -> None:
+    """Carry out turns until the last one. Collective: yes.
+
+    Raises:
+        StorageError: a model could not be saved at the end.
+        RankLostError: a rank is lost.
+    """
     while True:
         requests: list[QueuedRequest] = []
         with world.broadcast("take a turn") as exchange:
             if server is not None:
-                exchange.local, requests = server.take_turn(stop)
+                exchange.local, requests = server.take_turn()
         turn: Turn = exchange.result
         begin_s = time.monotonic()
         outcomes = engine.run(turn)
         if server is not None:
             server.finish_turn(requests, outcomes, time.monotonic() - begin_s)
         if turn.is_last:
+            with world.collective("stop the server"):
+                if server is not None:
+                    server.require_saved()
             return
 
 
@@ -124,12 +133,11 @@ class Server:
         self._keys = keys
         self._listener = listener
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="shardwise-serve", daemon=True)
+        self._thread: threading.Thread | None = None
         self._http: uvicorn.Server | None = None
-        self._stop_request: StopRequest | None = None
 
-    def start(self, base: ServedBase, tokenizer: Any) -> None:
-        """Begin to listen."""
+    def start(self, base: ServedBase, tokenizer: Any, stop: StopRequest) -> None:
+        """Begin to listen, until a stop is requested."""
         service = self._service
         service.tokenizer = tokenizer
         if self._options.vllm is not None:
@@ -142,28 +150,25 @@ class Server:
             timeout_keep_alive=75,
         )
         self._http = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, args=(stop,), name="shardwise-serve", daemon=True)
         self._thread.start()
         host, port = self._listener.getsockname()[:2]
         click.echo(f"serving {service.settings.name} on http://{host}:{port}")
 
-    def _run(self) -> None:
+    def _run(self, stop: StopRequest) -> None:
         asyncio.set_event_loop(self._loop)
         assert self._http is not None
-        tasks = [self._loop.create_task(each) for each in (_tidy_regularly(self._service), self._watch())]
+        tasks = [
+            self._loop.create_task(each) for each in (_tidy_regularly(self._service), _watch(self._service, stop))
+        ]
         self._loop.run_until_complete(self._http.serve(sockets=[self._listener]))
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
-    async def _watch(self) -> None:
-        """Refuse new work as soon as a stop is requested, also while a turn runs, which may take long."""
-        while self._stop_request is None or not self._stop_request.is_made:
-            await asyncio.sleep(0.1)
-        await self._service.begin_stop()
-
-    def take_turn(self, stop: StopRequest) -> tuple[Turn, list[QueuedRequest]]:
+    def take_turn(self) -> tuple[Turn, list[QueuedRequest]]:
         """Return the next turn. It may be empty. After a stop request, the last one is that with an empty queue."""
-        self._stop_request = stop
+        assert self._thread is not None
         taking = asyncio.run_coroutine_threadsafe(self._take_turn(), self._loop)
         while not wait([taking], timeout=0.25).done:  # in short steps, between which signals are handled
             if not self._thread.is_alive():
@@ -180,15 +185,30 @@ class Server:
         finishing = self._service.finish_turn(requests, outcomes, duration_s)
         asyncio.run_coroutine_threadsafe(finishing, self._loop).result()
 
+    def require_saved(self) -> None:
+        """Raise StorageError if the save of a model at the end has failed."""
+        if lost := self._service.lost_models:
+            raise StorageError(
+                f"--state: {len(lost)} models could not be saved as shutdown, and the log has the reason. Resume "
+                "them from the last checkpoints of their users"
+            )
+
     def stop(self) -> None:
         """Answer what waits for a result, and close connections."""
-        if self._http is not None and self._thread.is_alive():
+        if self._http is not None and self._thread is not None and self._thread.is_alive():
             self._http.should_exit = True
             self._thread.join(5.0)
             if self._thread.is_alive():  # clients that wait for results keep their connections
                 self._http.force_exit = True
                 self._thread.join(5.0)
         self._loop.close()
+
+
+async def _watch(service: Service, stop: StopRequest) -> None:
+    """Refuse new work as soon as a stop is requested, also while a turn runs, which may take long."""
+    while not stop.is_made:
+        await asyncio.sleep(0.1)
+    await service.begin_stop()
 
 
 async def _tidy_regularly(service: Service) -> None:

@@ -230,6 +230,8 @@ class Service:
         self.futures: dict[str, Future] = {}
         self.counters = Counters()
         self.is_stopping = False
+        self.lost_models: list[str] = []
+        """Models that could not be saved when the server stopped."""
         self._gone: deque[str] = deque(maxlen=_NUM_GONE)
         self._queues: dict[str, dict[str, deque[QueuedRequest]]] = {}
         """By key and name: a model, the samples of a key, or a request of the server itself, whose key is ""."""
@@ -360,7 +362,7 @@ class Service:
         if seq_id < 1:
             raise StatusError(400, f"seq_id={seq_id}: begins with 1")
         digest = digest_of(body)
-        if seq_id in model.seen or seq_id < model.next_seq_id:
+        if seq_id in model.seen or seq_id in model.early or seq_id < model.next_seq_id:
             yield QueuedRequest(self._find_again(model, seq_id, digest), is_new=False)
             return
         with self._open_request(model.key) as request:
@@ -374,7 +376,8 @@ class Service:
             queue.append(ready)
             model.next_seq_id += 1
         for early in model.early.values():
-            self.futures[early.request_id].reason = f"waiting for seq_id {model.next_seq_id}"
+            if early.refusal is None:  # the result of one that was refused may be gone
+                self.futures[early.request_id].reason = f"waiting for seq_id {model.next_seq_id}"
         self._note_arrival(model.key, request)
 
     def _find_again(self, model: Model, seq_id: int, digest: str) -> str:
@@ -423,6 +426,9 @@ class Service:
             outcome: Any = await self.vllm.sample(request.operation)
         except ConfigError as error:
             outcome = Refusal(str(error), is_users=False)
+        except Exception:  # in a task of its own, where the client would wait forever
+            _log.exception("a sample of vLLM failed")
+            outcome = Refusal("sampling failed on the server, whose log has the reason", is_users=False)
         self._finish(request, outcome)
 
     def _require_room(self, key: UserKey, tokens: int) -> None:
@@ -440,9 +446,9 @@ class Service:
     def _get_queue(self, key: UserKey, name: str) -> deque[QueuedRequest]:
         return self._queues.setdefault(key.name, {}).setdefault(name, deque())
 
-    def _put_own(self, operation: TurnOperation, checkpoint: Checkpoint | None = None) -> None:
+    def _put_own(self, operation: TurnOperation) -> None:
         """Queue an operation of the server itself, whose outcome nobody waits for."""
-        request = QueuedRequest(operation.request_id, operation=operation, checkpoint=checkpoint)
+        request = QueuedRequest(operation.request_id, operation=operation)
         self._queues.setdefault("", {}).setdefault(operation.request_id, deque()).append(request)
         self._has_work.set()
 
@@ -498,12 +504,17 @@ class Service:
         else:
             try:
                 result = self._make_result(request, outcome)  # also of own saves, which are recorded here
-            except (OSError, ConfigError) as error:
+            except OSError as error:
                 _log.error("the checkpoint of a save cannot be recorded: %s", error)
                 result = Refusal("the server cannot write to its folder of checkpoints", is_users=False)
+            except Exception:  # of a tokenizer, for example: no request ends the server for all users
+                _log.exception("a result cannot be written")
+                result = Refusal("the result failed on the server, whose log has the reason", is_users=False)
         if request.key is None:
             if isinstance(result, Refusal):
                 _log.error("an operation of the server failed: %s", result.text)
+                if self.is_stopping and isinstance(request.operation, SaveModel):
+                    self.lost_models.append(request.operation.model)
             return
         name = request.key.name
         del self._waiting[name][request.request_id]
@@ -527,10 +538,13 @@ class Service:
             assert isinstance(operation, SaveModel)
             assert self.store is not None
             self.store.record(operation.folder, request.checkpoint)
-        if isinstance(operation, CopyModel) and (model := self.models.get(operation.model)) is not None:
-            model.snapshots.append(operation.new)
-            old = model.snapshots[: -model.key.max_snapshots]
-            del model.snapshots[: len(old)]
+        if isinstance(operation, CopyModel):
+            if (model := self.models.get(operation.model)) is None:  # it was removed while the turn ran
+                old = [operation.new]
+            else:
+                model.snapshots.append(operation.new)
+                old = model.snapshots[: -model.key.max_snapshots]
+                del model.snapshots[: len(old)]
             if old:
                 self._put_own(ForgetModels(new_id(), tuple(old)))
         if request.sampler is not None:

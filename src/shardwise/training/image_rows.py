@@ -158,11 +158,11 @@ def require_usable(dataset: AnyDataset | None, check: ImageRowCheck) -> None:
         return
     with World.current(call="train") as world:
         with world.all_gather("check the rows with images") as exchange:
-            own = range(world.rank, len(dataset), world.size)
-            exchange.local = _find_fault(dataset, own, check, world)
-        faults: list[tuple[int, str] | None] = exchange.result
-    if found := [fault for fault in faults if fault is not None]:
-        raise ConfigError(min(found)[1])
+            share = range(world.rank, len(dataset), world.size)
+            exchange.local = _find_fault(dataset, share, check, world)
+        faults: list[tuple[int, str]] = [fault for fault in exchange.result if fault is not None]
+    if faults:
+        raise ConfigError(min(faults)[1])
 
 
 def _find_fault(
@@ -203,10 +203,10 @@ class TowerCallback(TrainerCallback):
         if not is_reentrant:
             model.disable_input_require_grads()  # of TRL, whose handles are lost when transformers adds its own
 
-    def on_train_begin(self, *positional: Any, **keywords: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Remove the hooks that transformers has added, except for that of the text."""
-        if positional[0].gradient_checkpointing and not self._is_reentrant:
-            model: PreTrainedModel = keywords["model"]
+        if args.gradient_checkpointing and not self._is_reentrant:
+            model: PreTrainedModel = kwargs["model"]
             model.disable_input_require_grads()
             embeddings: nn.Module = model.get_input_embeddings()
             embeddings.register_forward_hook(_require_gradients)

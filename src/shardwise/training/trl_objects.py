@@ -202,6 +202,7 @@ def _load_rewards(arguments: TrlArguments) -> list[Any]:
         raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, import paths, or reward models")
     models = {name for name in names if "/" in name or Path(name).is_dir()} | {script.reward_model_name_or_path}
     with World.current(call="train") as world, world.collective("import reward functions"):
+        sys.path.insert(0, os.getcwd())  # as TRL's own command does
         rewards = {name: _import_reward_function(name) for name in names if name not in models}
     options = _other_options(arguments, None) | {"model_class": transformers.AutoModelForSequenceClassification}
     options["config_overrides"] = {"num_labels": 1}
@@ -533,7 +534,6 @@ def _import_reward_function(name: str) -> Callable[..., Any]:
     Raises:
         ConfigError: it cannot be imported.
     """
-    sys.path.insert(0, os.getcwd())  # as TRL's own command does
     try:
         function = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
     except (ImportError, AttributeError, ValueError) as error:
