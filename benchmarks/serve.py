@@ -223,7 +223,7 @@ def run_bank(folder: str, count: int, rows: int, tokens: int, with_step: bool) -
 def measure_one_client(
     options: argparse.Namespace, small: str, base: str, count: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """By arm, processor seconds of 4 rows of 512 tokens and a step on a small base, and wall seconds of 16 tokens."""
+    """By arm, processor seconds of 4 rows of 512 tokens and a step on a small base; wall seconds of 16 tokens."""
     used_s: dict[str, list[float]] = {SERVER: [], BANK: []}
     with serving(small, 1) as (url, pid), connected(options, url) as (clients, bank):
         for repeat in range(options.repeats + 1):  # the first one sets up
