@@ -49,6 +49,13 @@ _UNLOGGED: Final = ("/api/v1/session_heartbeat", "/api/v1/telemetry", "/status",
 Call = Callable[[Request, UserKey], Awaitable[Response]]
 
 
+class JSONAnswer(JSONResponse):
+    """JSON in ASCII: text of a request is repeated in errors, and with a lone surrogate it has no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
+
+
 class App:
     """Routes of a server.
 
@@ -130,7 +137,7 @@ class App:
     async def _client_config(self, request: Request, _key: UserKey) -> Response:
         body = await _read(request, types.ClientConfigRequest)
         _require_client(body.sdk_version)
-        return JSONResponse(
+        return JSONAnswer(
             {
                 "pjwt_auth_enabled": False,
                 "proto_compress_fwdbwd": True,
@@ -146,17 +153,17 @@ class App:
         body = await _read(request, types.CreateSessionRequest)
         _require_client(body.sdk_version)
         session = self._service.open_session(key, body.user_metadata)
-        return JSONResponse({"type": "create_session", "session_id": session.session_id})
+        return JSONAnswer({"type": "create_session", "session_id": session.session_id})
 
     async def _heartbeat(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.SessionHeartbeatRequest)
         self._service.get_session(key, body.session_id).heartbeat_s = time.monotonic()
-        return JSONResponse({"type": "session_heartbeat"})
+        return JSONAnswer({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: Request, key: UserKey) -> Response:
         session = self._service.get_session(key, request.path_params["session_id"])
         self._service.close_session(session, "finished")
-        return JSONResponse({})
+        return JSONAnswer({})
 
     # Models
 
@@ -198,7 +205,7 @@ class App:
         body = await _read(request, types.GetInfoRequest)
         model, settings = self._service.get_model(key, body.model_id), self._service.settings
         data = {"arch": self._base.arch, "model_name": settings.name, "tokenizer_id": settings.tokenizer}
-        return JSONResponse(
+        return JSONAnswer(
             {
                 "type": "get_info",
                 "model_data": data,
@@ -246,13 +253,13 @@ class App:
             if error.status != 408:
                 raise
             answer = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
-            return JSONResponse({**answer, "queue_state_reason": str(error)}, status_code=408)
+            return JSONAnswer({**answer, "queue_state_reason": str(error)}, status_code=408)
         headers = {"x-request-id": body.request_id}
         if isinstance(result, bytes):
             return Response(result, media_type=messages.PROTOBUF, headers=headers)
         if isinstance(result, Refusal):
             result = {"error": result.text, "category": "user" if result.is_users else "server"}
-        return JSONResponse(result, headers=headers)
+        return JSONAnswer(result, headers=headers)
 
     # Checkpoints
 
@@ -359,7 +366,7 @@ class App:
         checkpoint, _ = self._find_checkpoint(key, str(values.get("tinker_path")))
         trained = {f"train_{part}": part in checkpoint.parts for part in _PARTS}
         name = self._service.settings.name
-        return JSONResponse({"base_model": name, "is_lora": True, "lora_rank": checkpoint.rank, **trained})
+        return JSONAnswer({"base_model": name, "is_lora": True, "lora_rank": checkpoint.rank, **trained})
 
     async def _get_run(self, request: Request, key: UserKey) -> Response:
         """Describe a model, or one that is gone by its last checkpoint."""
@@ -373,7 +380,7 @@ class App:
                 raise
             last = max(checkpoints, key=lambda each: each.time_s)
             rank, time_s, metadata = last.rank, last.time_s, last.user_metadata
-        return JSONResponse(
+        return JSONAnswer(
             {
                 "training_run_id": model_id,
                 "base_model": self._service.settings.name,
@@ -393,7 +400,7 @@ class App:
             raise StatusError(400, "limit or offset: is not a number")
         begin, end = int(offset), int(offset) + int(limit)
         cursor = {"offset": begin, "limit": int(limit), "total_count": len(listed)}
-        return JSONResponse({"checkpoints": listed[begin:end], "cursor": cursor})
+        return JSONAnswer({"checkpoints": listed[begin:end], "cursor": cursor})
 
     async def _delete_checkpoint(self, request: Request, key: UserKey) -> Response:
         place = request.path_params
@@ -411,7 +418,7 @@ class App:
         session = self._service.get_session(key, body.session_id)
         sampler = self._make_sampler(key, session.session_id, body.model_path, body.base_model)
         sampler_id = self._service.open_sampler(sampler)
-        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+        return JSONAnswer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     def _make_sampler(self, key: UserKey, session_id: str, path: str | None, base_model: str | None) -> Sampler:
         name = self._service.settings.name
@@ -426,7 +433,7 @@ class App:
         sampler_id = request.path_params["sampler_id"]
         self._service.get_sampler(key, sampler_id)
         name = self._service.settings.name
-        return JSONResponse({"sampler_id": sampler_id, "base_model": name, "model_path": None})
+        return JSONAnswer({"sampler_id": sampler_id, "base_model": name, "model_path": None})
 
     async def _sample(self, request: Request, key: UserKey) -> Response:
         data, values = await _read_object(request)
@@ -456,14 +463,14 @@ class App:
     async def _capabilities(self, _request: Request, _key: UserKey) -> Response:
         name, length = self._service.settings.name, self._base.max_length
         model = {"model_name": name, "max_context_length": length, "trainable": True, "sampleable": True}
-        return JSONResponse({"supported_models": [model]})
+        return JSONAnswer({"supported_models": [model]})
 
     async def _telemetry(self, _request: Request, _key: UserKey) -> Response:
-        return JSONResponse({"status": "accepted"})
+        return JSONAnswer({"status": "accepted"})
 
     async def _health(self, _request: Request) -> Response:
         service = self._service
-        return JSONResponse(
+        return JSONAnswer(
             {
                 "status": "stopping" if service.is_stopping else "ok",
                 "models": len(service.models),
@@ -511,7 +518,7 @@ def _promise(request_id: str, num_samples: int | None = None) -> Response:
     answer: dict[str, Any] = {"request_id": request_id}
     if num_samples is not None:
         answer["sample_sequence_ids"] = [f"{request_id}:{number}" for number in range(num_samples)]
-    return JSONResponse(answer, headers={"x-request-id": request_id})
+    return JSONAnswer(answer, headers={"x-request-id": request_id})
 
 
 async def _read_bytes(request: Request) -> bytes:
@@ -555,4 +562,4 @@ def _require_client(text: str) -> None:
 def _answer_error(error: Exception) -> Response:
     status = error.status if isinstance(error, StatusError) else 400
     headers = {"retry-after": "1"} if status in (429, 503) else None
-    return JSONResponse({"error": str(error)}, status_code=status, headers=headers)
+    return JSONAnswer({"error": str(error)}, status_code=status, headers=headers)
