@@ -96,7 +96,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "bo": {},
         "cy": {"max_models": 1, "max_requests": 3, "max_rank": 8},
         "dee": {"is_operator": True},
-        "eve": {"max_result_bytes": 2000},
+        "eve": {"max_result_bytes": 6000},
+        "fay": {"max_sessions": 2},
     }
     settings = Settings("base", "base-tokenizer", retrieval_s=0.5, max_rows=3)
     with serving(make_base(), tmp_path_factory.mktemp("serve"), settings, users) as started:

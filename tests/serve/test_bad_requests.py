@@ -20,7 +20,7 @@ from tests.support.local_ranks import LIMIT_S
 from tinker import types
 from tinker.proto import tinker_public_pb2 as protobuf
 
-from shardwise.serve import messages
+from shardwise.serve import messages, service
 
 
 class User:
@@ -112,7 +112,7 @@ def test_the_page_and_metrics_of_an_operator(served: Served, ada: User, bo: User
     bo.post("unload_model", model_id=model)
 
 
-@pytest.mark.parametrize("version", ["0.37.9", "0.40.0", "nonsense", ""])
+@pytest.mark.parametrize("version", ["0.37.9", "0.40.0", "nonsense", "", "\ud800"])
 def test_other_clients_are_told_which_to_install(ada: User, version: str) -> None:
     response = ada.call("client/config", sdk_version=version)
     assert (response.status_code, "pip install 'tinker" in response.text) == (426, True)
@@ -176,7 +176,7 @@ def test_bodies_that_are_too_large_or_none(ada: User) -> None:
     assert ada.send(b"nonsense", **{"content-encoding": "zstd"}).status_code == 400
     assert ada.send(b"nonsense", **{"content-encoding": "br"}).status_code == 400
     assert ada.send(b"\xff\xff\xff").status_code == 400
-    for body in (b"", b"[]", b"{", b"[" * 100_000, b"\xff"):
+    for body in (b"", b"[]", b"{", b"[" * 50_000, b"\xff"):
         assert ada.http.post("/api/v1/optim_step", content=body).status_code == 400
 
 
@@ -214,8 +214,8 @@ def test_an_early_request_whose_result_is_gone(served: Served, ada: User) -> Non
     model = ada.create()
     refused = ada.send(make_message(model, 2, (1, VOCAB_SIZE, 3))).json()
     assert ada.retrieve(refused)["category"] == "user"
-    service = served.server._service
-    del service.futures[refused["request_id"]], service.models[model].seen[2]  # as the server does in ten minutes
+    state = served.server._service
+    del state.futures[refused["request_id"]], state.models[model].seen[2]  # as the server does in ten minutes
     assert ada.send(make_message(model, 3)).status_code == 200
     assert "its result is gone" in ada.retrieve(ada.send(make_message(model, 2)).json())["error"]
     first, second = ada.send(make_message(model, 1)).json(), ada.send(make_message(model, 4)).json()
@@ -317,6 +317,23 @@ def test_limits_are_refused_before_their_place_counts(served: Served) -> None:
     assert (refused.status_code, "max_requests" in refused.text) == (429, True)
     user.post(f"sessions/{user.session}/finish")
     user.http.close()
+
+
+def test_limits_of_sessions_samplers_and_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_NUM_SAMPLERS", 2)
+    first, second = (User(served.url, served.keys["fay"]) for _ in range(2))
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+    refused = first.call("create_session", **body)
+    assert (refused.status_code, "max_sessions" in refused.text) == (429, True)
+    second.post(f"sessions/{second.session}/finish")
+    first.post("create_session", **body)
+    body = {"session_id": first.session, "base_model": "base"}
+    samplers = [first.post("create_sampling_session", sampling_session_seq_id=n, **body) for n in range(3)]
+    statuses = [first.http.get(f"/api/v1/samplers/{each['sampling_session_id']}").status_code for each in samplers]
+    assert statuses == [404, 200, 200]
+    assert first.call("optim_step", user_metadata={"note": "x" * (1 << 16)}).status_code == 413
+    for user in (first, second):
+        user.http.close()
 
 
 @pytest.fixture(scope="module")

@@ -247,6 +247,14 @@ def test_samples_and_scores(clients: dict[str, Any]) -> None:
     named = model.save_weights_for_sampler("for sampling").result().path
     again = clients["ada"].create_sampling_client(model_path=named).result().sample(prompt, 1, greedy).result()
     assert list(again.sequences[0].tokens) == list(output.sequences[0].tokens)
+    # Saved again under the same name, it is another checkpoint, though the first one is still loaded.
+    model.forward_backward(data, "cross_entropy")
+    model.optim_step(ADAM).result()
+    assert model.save_weights_for_sampler("for sampling").result().path == named
+    latest = clients["ada"].create_sampling_client(model_path=named).result().compute_logprobs(prompt).result()
+    snapshot = model.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result()
+    assert latest[1:] == pytest.approx(snapshot[1:], abs=1e-5)
+    assert latest[1:] != pytest.approx(scores[1:], abs=1e-3)
     base = clients["ada"].create_sampling_client(base_model="base").result()
     assert base.compute_logprobs(prompt).result()[1:] != pytest.approx(scores[1:], abs=1e-3)
 

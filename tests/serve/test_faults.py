@@ -156,7 +156,7 @@ def test_a_checkpoint_that_cannot_be_acknowledged(
 
 
 def test_results_that_nobody_retrieves(users: dict[str, User]) -> None:
-    """Eve may keep 2000 bytes: the oldest are gone, and the last one is there."""
+    """Eve may keep 6000 bytes: the oldest are gone, and the last one is there."""
     eve = users["eve"]
     model = eve.create()
     promises = [eve.send(make_message(model, seq_id)).json() for seq_id in range(1, 31)]

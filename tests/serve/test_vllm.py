@@ -92,6 +92,10 @@ def test_snapshots_are_sampled_by_vllm(
     assert paths == ["/v1/load_lora_adapter", *["/v1/completions"] * 3], "an adapter is loaded once"
     assert vllm.requests[1][1]["stop_token_ids"] == [9]
     assert vllm.requests[1][1]["ignore_eos"] is True
+    for _ in range(2):  # under one name, and so in one folder
+        latest = client.create_sampling_client(model.save_weights_for_sampler("latest").result().path).result()
+        latest.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+    assert len({body["lora_name"] for path, body in vllm.requests if "lora_name" in body}) == 3
     base = client.create_sampling_client(base_model="base").result()
     base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
     assert vllm.requests[-1][1]["model"] == "base"

@@ -46,6 +46,9 @@ _TTL_S: Final = range(3600, 10 * 365 * 86400 + 1)
 
 _UNLOGGED: Final = ("/api/v1/session_heartbeat", "/api/v1/telemetry", "/status", "/metrics")
 
+_MAX_JSON_BYTES: Final = 1 << 16
+"""Bytes of a JSON body without a prompt. Metadata of users is kept as long as their models are."""
+
 Call = Callable[[Request, UserKey], Awaitable[Response]]
 
 
@@ -423,8 +426,10 @@ class App:
     def _make_sampler(self, key: UserKey, session_id: str, path: str | None, base_model: str | None) -> Sampler:
         name = self._service.settings.name
         if path is not None:
-            _, folder = self._find_checkpoint(key, path)
-            return Sampler(key, session_id, f"sampler {digest_of(folder.encode())[:40]}", folder)
+            checkpoint, folder = self._find_checkpoint(key, path)
+            # A checkpoint that is saved again under its name is another one, also while this one is loaded.
+            version = digest_of(f"{folder} {checkpoint.time_s}".encode())
+            return Sampler(key, session_id, f"sampler {version[:40]}", folder)
         if base_model != name:
             raise StatusError(404, f"base_model={base_model!r}: this server has {name!r}")
         return Sampler(key, session_id)
@@ -436,7 +441,7 @@ class App:
         return JSONAnswer({"sampler_id": sampler_id, "base_model": name, "model_path": None})
 
     async def _sample(self, request: Request, key: UserKey) -> Response:
-        data, values = await _read_object(request)
+        data, values = await _read_object(request, messages.MAX_BODY_BYTES)
         sampler_id, seq_id = values.get("sampling_session_id"), values.get("seq_id")
         if isinstance(sampler_id, str):
             sampler = self._service.get_sampler(key, sampler_id)
@@ -521,21 +526,20 @@ def _promise(request_id: str, num_samples: int | None = None) -> Response:
     return JSONAnswer(answer, headers={"x-request-id": request_id})
 
 
-async def _read_bytes(request: Request) -> bytes:
-    """Return the body without its encoding, of at most MAX_BODY_BYTES."""
+async def _read_bytes(request: Request, max_bytes: int = messages.MAX_BODY_BYTES) -> bytes:
+    """Return the body without its encoding. Raise StatusError 413 if it has more than ``max_bytes``."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > messages.MAX_BODY_BYTES:
-            raise StatusError(413, f"the body has more than {messages.MAX_BODY_BYTES} bytes")
+        if size > max_bytes:
+            raise StatusError(413, f"the body has more than {max_bytes} bytes")
         parts.append(part)
-    return messages.decompress(b"".join(parts), request.headers.get("content-encoding", ""))
+    return messages.decompress(b"".join(parts), request.headers.get("content-encoding", ""), max_bytes)
 
 
-async def _read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
+async def _read_object(request: Request, max_bytes: int = _MAX_JSON_BYTES) -> tuple[bytes, dict[str, Any]]:
     """Return the body and its JSON object."""
-    data: bytes = getattr(request.state, "data", None) or await _read_bytes(request)
-    request.state.data = data
+    data = await _read_bytes(request, max_bytes)
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:

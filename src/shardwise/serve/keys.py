@@ -22,6 +22,7 @@ class UserKey(pydantic.BaseModel):
         name: name of the user, for logs and metrics.
         sha256: of the key, in hexadecimal digits. "" for everybody, without a file of keys.
         is_operator: whether the user sees the models of all users in ``/status``, and ``/metrics``.
+        max_sessions: sessions. Each client has one.
         max_models: models.
         max_rank: rank of a LoRA.
         max_snapshots: copies of a model in memory to sample from. Older ones are forgotten.
@@ -35,6 +36,7 @@ class UserKey(pydantic.BaseModel):
     name: str
     sha256: str = pydantic.Field(default="", pattern="^[0-9a-f]{64}$")
     is_operator: bool = False
+    max_sessions: pydantic.PositiveInt = 256
     max_models: pydantic.PositiveInt = 8
     max_rank: pydantic.PositiveInt = 128
     max_snapshots: pydantic.PositiveInt = 4

@@ -47,8 +47,8 @@ class StatusError(Exception):
         self.status = status
 
 
-def decompress(body: bytes, encoding: str) -> bytes:
-    """Return a body without its content encoding.
+def decompress(body: bytes, encoding: str, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Return a body without its content encoding, of at most ``max_bytes``.
 
     Raises:
         StatusError: 400 or 413, the body cannot be used.
@@ -58,13 +58,13 @@ def decompress(body: bytes, encoding: str) -> bytes:
     elif encoding == "zstd":
         try:
             with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-                data = reader.read(MAX_BODY_BYTES + 1)  # no more, whatever the frame says
+                data = reader.read(max_bytes + 1)  # no more, whatever the frame says
         except zstandard.ZstdError as error:
             raise StatusError(400, f"the body is not zstd: {error}") from error
     else:
         raise StatusError(400, f"the body has the encoding {encoding!r}. Use zstd, or none")
-    if len(data) > MAX_BODY_BYTES:
-        raise StatusError(413, f"the body has more than {MAX_BODY_BYTES} bytes. Send fewer rows at once")
+    if len(data) > max_bytes:
+        raise StatusError(413, f"the body has more than {max_bytes} bytes. Send fewer rows at once")
     return data
 
 

@@ -43,9 +43,6 @@ _TIDY_S: Final = 5.0
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """Options of a server, as of the command."""
@@ -215,10 +212,7 @@ async def _tidy_regularly(service: Service) -> None:
     """Remove what is over, until the task is cancelled."""
     while True:
         await asyncio.sleep(_TIDY_S)
-        try:
-            await service.tidy()
-        except OSError:
-            _log.exception("checkpoints that are over cannot be removed")
+        await service.tidy()
 
 
 def _open(options: ServeOptions, stack: ExitStack) -> Server:

@@ -60,6 +60,12 @@ _MAX_FUSE_WAIT_S: Final = 0.1
 _NUM_GONE: Final = 4096
 """Ids of sessions and models that are gone and get 410. Older ones get 404."""
 
+_NUM_SAMPLERS: Final = 1024
+"""Sampling sessions of a user. A loop of reinforcement learning opens one in each step, and closes none."""
+
+_EXPIRY_S: Final = 60.0
+"""Seconds between two looks at the checkpoints whose time may be over."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -99,7 +105,8 @@ class Future:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.result) if isinstance(self.result, bytes) else 200
+        """Bytes in memory: of the objects around a result, too, which are more than most results."""
+        return 2048 + (len(self.result) if isinstance(self.result, bytes) else 0)
 
 
 @dataclass(slots=True)
@@ -243,13 +250,18 @@ class Service:
         self._has_arrived = asyncio.Event()
         self._last_turn_s = 0.0
         self._sampling: set[asyncio.Task[None]] = set()
-        self._loaded: dict[str, float] = {}
-        """When checkpoints that were loaded to sample from were used last."""
+        self._loaded: dict[str, tuple[UserKey, float]] = {}
+        """Checkpoints that were loaded to sample from, the one used last at the end: the user and the time."""
+        self._expired_s = 0.0
+        """When checkpoints whose time is over were deleted last."""
 
     # Sessions, models and samplers
 
     def open_session(self, key: UserKey, user_metadata: Mapping[str, Any] | None) -> Session:
         self.require_open()
+        num_sessions = sum(session.key is key for session in self.sessions.values())
+        if num_sessions >= key.max_sessions:
+            raise StatusError(429, f"max_sessions: you have {num_sessions} sessions. Finish one")
         session = Session(new_id(), key, time.monotonic(), user_metadata)
         self.sessions[session.session_id] = session
         return session
@@ -283,6 +295,10 @@ class Service:
         return StatusError(404, f"{kind} {name!r}: does not exist")
 
     def open_sampler(self, sampler: Sampler) -> str:
+        """Return the id of a sampling session. A user has the newest _NUM_SAMPLERS of them."""
+        own = [sampler_id for sampler_id, each in self.samplers.items() if each.key is sampler.key]
+        for sampler_id in own[: len(own) + 1 - _NUM_SAMPLERS]:
+            del self.samplers[sampler_id]
         sampler_id = new_id()
         self.samplers[sampler_id] = sampler
         return sampler_id
@@ -630,6 +646,11 @@ class Service:
     ) -> None:
         """Set the results of a turn, and note what they tell about models."""
         self._last_turn_s = duration_s
+        now_s = time.monotonic()
+        if self.store is not None and now_s - self._expired_s > _EXPIRY_S:
+            # Between two turns no rank writes: else a checkpoint that is just saved again would lose its files.
+            self._expired_s = now_s
+            self._delete_expired(self.store)
         if not requests:
             return
         counters = self.counters
@@ -642,9 +663,10 @@ class Service:
             if request.key is not None:
                 name = request.key.name
                 counters.tokens[name] = counters.tokens.get(name, 0) + request.cost.tokens
+            if model is not None:
+                model.is_offloaded = False  # whatever was done brought its values back
             if model is not None and isinstance(operation, Pass) and operation.backward:
                 trained.add(model.model_id)
-                model.is_offloaded = False
                 if isinstance(outcome, PassOutcome):
                     model.losses.append(outcome.loss / max(request.cost.tokens, 1))
                 else:
@@ -658,16 +680,37 @@ class Service:
                     model.is_ready, model.failed_seq_id = True, None  # with the window that was saved
                 elif not model.is_ready:
                     self._drop_model(model, "the model was not created")
-            elif isinstance(operation, Generate) and operation.folder is not None and operation.model is not None:
-                self._loaded[operation.model] = time.monotonic()
+            elif isinstance(operation, Generate) and operation.folder is not None:
+                self._note_loaded(request.key, operation.model)
             self._finish(request, outcome)
         if trained:
             counters.adapters.append(len(trained))
 
+    def _note_loaded(self, key: UserKey | None, name: str | None) -> None:
+        """Note the use of a checkpoint that was loaded to sample from. A user has the last ``max_snapshots``."""
+        assert key is not None
+        assert name is not None
+        self._loaded.pop(name, None)
+        self._loaded[name] = key, time.monotonic()
+        own = [loaded for loaded, (owner, _) in self._loaded.items() if owner is key]
+        self._forget_loaded(own[: -key.max_snapshots])
+
+    def _forget_loaded(self, names: Sequence[str]) -> None:
+        if names:
+            self._put_own(ForgetModels(new_id(), tuple(names)))
+        for name in names:
+            del self._loaded[name]
+
+    def _delete_expired(self, store: CheckpointStore) -> None:
+        try:
+            store.delete_expired()
+        except OSError:
+            _log.exception("checkpoints whose time is over cannot be deleted")
+
     # What the server does by itself
 
     async def tidy(self) -> None:
-        """Remove what is over: sessions without heartbeat, results, checkpoints. Offload models that are idle."""
+        """Remove what is over: sessions without heartbeat, results, copies. Offload models that are idle."""
         now_s = time.monotonic()
         for session in list(self.sessions.values()):
             if now_s - session.heartbeat_s > self.settings.session_timeout_s:
@@ -681,14 +724,9 @@ class Service:
             model.is_offloaded = True
         if idle:
             self._put_own(OffloadModels(new_id(), tuple(model.model_id for model in idle)))
-        unused = [name for name, used_s in self._loaded.items() if now_s - used_s > self.settings.session_timeout_s]
-        if unused:
-            self._put_own(ForgetModels(new_id(), tuple(unused)))
-            for name in unused:
-                del self._loaded[name]
+        timeout_s = self.settings.session_timeout_s
+        self._forget_loaded([name for name, (_, used_s) in self._loaded.items() if now_s - used_s > timeout_s])
         self._tidy_results(now_s)
-        if self.store is not None:
-            self.store.delete_expired()
 
     def _tidy_results(self, now_s: float) -> None:
         kept: dict[str, int] = {}

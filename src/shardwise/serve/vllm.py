@@ -44,7 +44,7 @@ class VllmClient:
         """
         name = self._base
         if operation.folder is not None:
-            name = await self._load(operation.folder)
+            name = await self._load(operation)
         sample = operation.settings
         stop = sample["stop"]
         body = {
@@ -67,9 +67,11 @@ class VllmClient:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"vLLM: its answer lacks {error}. Is it older than 0.11?") from error
 
-    async def _load(self, folder: str) -> str:
+    async def _load(self, operation: Generate) -> str:
         """Have vLLM load the adapter of a folder, once. Return its name there."""
-        name = "shardwise-" + hashlib.sha256(folder.encode()).hexdigest()[:24]
+        folder = operation.folder
+        # The model's name, too: a checkpoint that is saved again into its folder has another one.
+        name = "shardwise-" + hashlib.sha256(f"{folder} {operation.model}".encode()).hexdigest()[:24]
         if name not in self._loading or (self._loading[name].done() and self._loading[name].exception()):
             body = {"lora_name": name, "lora_path": folder}
             self._loading[name] = asyncio.ensure_future(self._post_load(body))
