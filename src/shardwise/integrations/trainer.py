@@ -464,6 +464,12 @@ class ShardwiseTrainer(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / folders.STATE_FOLDER).is_dir():
             return
+        if getattr(self.args, "sync_ref_model", False):
+            _log.warning(
+                "%s: has no reference model. The reference begins with its first values again and follows from "
+                "there (sync_ref_model), as in TRL. Set sync_ref_model: false to keep it as it is",
+                checkpoint,
+            )
         with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
         setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
