@@ -65,8 +65,10 @@ class Engine:
                 outcomes[each.request_id] = Refusal(
                     "the model or snapshot is gone, or its last step failed. Load a checkpoint, or save it again"
                 )
+        # Passes, then steps, then the rest: as within the queue of a model (Stage).
         if passes := [one for one in turn.passes if one.request_id not in outcomes]:
             self._run_passes(passes, outcomes)
+        # A step must not be taken on a part of a batch. Ranks decide it alike: the outcomes are the same on all.
         failed = {
             one.model: one.seq_id
             for one in turn.passes
@@ -84,11 +86,13 @@ class Engine:
                 raise
             except ShardwiseError as error:  # the same on all ranks
                 outcomes[operation.request_id] = refuse(error, getattr(operation, "folder", None))
+        # Samples come last: a copy or checkpoint of this turn is there.
         self._run_generates(generates, outcomes)
         return outcomes
 
     def _run_passes(self, passes: Sequence[Pass], outcomes: Outcomes) -> None:
         """Run the rows of all models in one call of the bank."""
+        # All ranks have all rows, and compute the same shares. shares[request][rank] are numbers of rows.
         size, rank = self._world.size, self._world.rank
         shares = deal_rows([[len(row["input_ids"]) for row in each.rows] for each in passes], size)
         requests = []

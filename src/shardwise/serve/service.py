@@ -321,7 +321,7 @@ class Service:
         self._gone.append(session.session_id)
         for model in [model for model in self.models.values() if model.session is session]:
             if self.store is not None and model.is_ready:
-                self._put_save(model, name, "", new_id())
+                self._put_save(model, name, "", new_id())  # before its removal in the same turn
             self.remove_model(model)
         for sampler_id in [key for key, each in self.samplers.items() if each.session_id == session.session_id]:
             del self.samplers[sampler_id]
@@ -378,6 +378,7 @@ class Service:
         if seq_id < 1:
             raise StatusError(400, f"seq_id={seq_id}: begins with 1")
         digest = digest_of(body)
+        # The client sends a request again when an answer was lost on its way.
         if seq_id in model.seen or seq_id in model.early or seq_id < model.next_seq_id:
             yield QueuedRequest(self._find_again(model, seq_id, digest), is_new=False)
             return
@@ -387,6 +388,7 @@ class Service:
             request.operation = Pass(request.request_id, model.model_id, (), seq_id, backward=is_backward)
         model.seen[seq_id] = digest, request.request_id
         model.early[seq_id] = request
+        # With next_seq_id 3 and requests 4 and 5 early, request 3 queues all of them. Request 6 would wait.
         queue = self._get_queue(model.key, model.model_id)
         while (ready := model.early.pop(model.next_seq_id, None)) is not None:
             queue.append(ready)
@@ -579,6 +581,7 @@ class Service:
             await asyncio.wait_for(self._has_work.wait(), timeout_s)
         except TimeoutError:
             return Turn(), []
+        # Models that train at the same pace come a few milliseconds apart, and cost less in one pass.
         await self._wait_for_others()
         costs = {
             key: {name: [request.cost for request in queue] for name, queue in queues.items()}
@@ -594,6 +597,7 @@ class Service:
                 requests += [queue.popleft() for _ in range(plan.num_requests[name])]
                 if queue:
                     queues[name] = queue  # at the end, so that models of a key take turns, too
+        # No await since the queues were read, so nothing has come in between that the event would miss.
         if not any(any(queues.values()) for queues in self._queues.values()):
             self._has_work.clear()
         self._queues = {key: queues for key, queues in self._queues.items() if queues}
@@ -631,6 +635,7 @@ class Service:
                 passes.append(operation)
             elif isinstance(operation, OptimStep):
                 assert model is not None  # requests of a model are refused when it is removed
+                # A pass that failed in an earlier turn, or as bad input above. Ranks know those of this turn.
                 request.operation = replace(operation, failed_seq_id=model.failed_seq_id)
                 model.failed_seq_id = None
                 steps.append(request.operation)
@@ -729,14 +734,16 @@ class Service:
         self._tidy_results(now_s)
 
     def _tidy_results(self, now_s: float) -> None:
-        kept: dict[str, int] = {}
-        for future in reversed(list(self.futures.values())):  # the newest first
+        num_bytes: dict[str, int] = {}  # of results, by user
+        for future in reversed(list(self.futures.values())):  # the newest first, so that the oldest go
             if future.result is None:
                 continue
-            kept[future.key.name] = kept.get(future.key.name, 0) + future.num_bytes
+            user = future.key.name
+            num_bytes[user] = num_bytes.get(user, 0) + future.num_bytes
             is_old = future.retrieved_s is not None and now_s - future.retrieved_s > _KEPT_S
-            if is_old or kept[future.key.name] > future.key.max_result_bytes:
+            if is_old or num_bytes[user] > future.key.max_result_bytes:
                 del self.futures[future.request_id]
+        # Places whose result is gone. A request that is sent again there is refused, since its place is taken.
         for seen in [*(m.seen for m in self.models.values()), *(s.seen for s in self.samplers.values())]:
             for seq_id in [seq_id for seq_id, (_, request_id) in seen.items() if request_id not in self.futures]:
                 del seen[seq_id]
@@ -745,6 +752,7 @@ class Service:
         """Take no more requests, and save all models as ``shutdown`` once those in the queue are done."""
         self.is_stopping = True
         for model in self.models.values():
+            # The gap before them cannot be filled: new requests get 503.
             for request in model.early.values():
                 self._finish(request, Refusal("the server is stopping", is_users=False))
             model.early.clear()

@@ -63,12 +63,15 @@ def next_turn(
         budget: maximum number of tokens of a turn. A request with more runs in a turn without other tokens.
         quantum: tokens, at least 1.
     """
+    # The key that began a turn longest ago comes first, a new one last.
     active = [key for key in queues if any(queues[key].values())]
     keys = [key for key in order if key in active] + [key for key in active if key not in order]
     left = {key: credits.get(key, 0) + quantum for key in keys}
     taken: dict[str, int] = {}
     stages: dict[str, Stage] = {}
     used = 0
+    # Each round deals requests to keys with credit. Another follows, with a quantum more for each key, as long as a
+    # request fits into the budget and only lacks credit.
     while True:
         lacks_credit = False
         for key in keys:
@@ -77,9 +80,11 @@ def next_turn(
                 has_taken = False
                 for name, requests in queues[key].items():
                     place = taken.get(name, 0)
+                    # A pass behind a step waits for the next turn: it needs the values of after the step.
                     if place == len(requests) or requests[place].stage < stages.get(name, Stage.PASS):
                         continue
                     cost = requests[place]
+                    # With used == 0, one request above the budget runs, and no other with tokens.
                     if cost.tokens and used and used + cost.tokens > budget:
                         continue
                     if cost.tokens > left[key]:
@@ -96,11 +101,11 @@ def next_turn(
             left[key] += quantum
     waiting = {key for key in keys if any(taken.get(name, 0) < len(of) for name, of in queues[key].items())}
     # Credit is for what waits. It is no more than the next request needs, so a key cannot hoard it.
-    kept = {}
+    next_credits = {}
     for key in keys:
         if key in waiting:
             heads = [
                 of[taken.get(name, 0)].tokens for name, of in queues[key].items() if taken.get(name, 0) < len(of)
             ]
-            kept[key] = min(left[key], max(heads))
-    return TurnPlan(taken, kept, (*keys[1:], *keys[:1]))
+            next_credits[key] = min(left[key], max(heads))
+    return TurnPlan(taken, next_credits, (*keys[1:], *keys[:1]))
