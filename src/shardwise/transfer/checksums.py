@@ -65,6 +65,8 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
         first, head = divmod(start, BLOCK_BYTES)
         padded = torch.nn.functional.pad(run, (head, -(head + run.numel()) % BLOCK_BYTES))
         words = padded.view(torch.int64).view(-1, BLOCK_WORDS)  # (blocks, words of a block)
+        # The block's weight is applied to the sum of its words. torch lacks arithmetic of uint64, and products
+        # of int64 have the same bits.
         weights = [_to_signed(block_weight(first + number)) for number in range(len(words))]
         total += ((words * weights_in_block).sum(1) * sent(torch.tensor(weights), words.device)).sum()
         start += run.numel()
