@@ -122,6 +122,7 @@ class _FourBitBases(BaseForm):
             local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
             whole: torch.Tensor = local
             if isinstance(codes, DTensor):
+                # The full shape is passed, because shards of unequal rows do not tell it.
                 shape, stride = torch.Size((codes.shape[0], columns)), (columns, 1)
                 whole = DTensor.from_local(
                     local, codes.device_mesh, codes.placements, run_check=False, shape=shape, stride=stride

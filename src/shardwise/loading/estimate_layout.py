@@ -50,6 +50,7 @@ def predict_layout(
     Raises:
         ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
     """
+    # Names in the result are FQNs, while a grouping has parameters.
     refs = collect_tensors(model)
     grouping = group_parameters(root or model, policy, kept_whole)
     fqns = {item.tensor: item.fqn for item in refs}
@@ -85,6 +86,7 @@ class _Spreader:
         tensor = item.tensor
         shape = tuple(tensor.shape)
         key: object = (shape, tuple(tensor.stride()))
+        # 1. Buffers, and parameters that FSDP2 cannot shard: the full tensor at every position.
         if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
             if key not in self.spreads:
                 boxes = local_boxes(tensor, item.fqn)
@@ -95,6 +97,7 @@ class _Spreader:
                 f"{item.fqn}: has shape {shape} and strides {tuple(tensor.stride())}, and fully_shard takes only "
                 "contiguous parameters. Make it contiguous in the model's class"
             )
+        # 2. Sharded along the last axis of the mesh, and replicated along the others (HSDP).
         dim = shard_dim(tensor.shape, self.mesh.shard_size)
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
         key = (shape, dim)

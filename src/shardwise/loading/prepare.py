@@ -191,6 +191,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     layout = build_layout(tensors, partial(find_origin, initializers, computed))
     rules = get_rules(additions.base or model)
     plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
+    # Conversions and initializers that exceed the budget are refused here, before anything is read.
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
     device, fsdp_params = memory.compute_device(tensors, options.device), torch_private.fsdp_params(model)
@@ -295,6 +296,7 @@ def tie_declared(model: nn.Module, refs: Sequence[TensorRef], bindings: Bindings
     by_name = {name: item for item in refs for name in item.names}
     untied: list[tuple[str, str]] = []
     for target, source in pretrained.get_declared_ties(model).items():
+        # Both names exist, are two tensors, and the checkpoint does not store both.
         is_shared = target in by_name and by_name[target] is by_name.get(source)
         are_both_stored = bindings.matched.get(target) and bindings.matched.get(source)
         if target in by_name and source in by_name and not is_shared and not are_both_stored:

@@ -35,6 +35,7 @@ def select_shared(
         # A mesh of a part of the ranks: the others do not know its boxes.
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size:
             continue
+        # Boxes of all ranks, worked out from the placement without communication.
         placement = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         layout = tuple(tensor.shape), placement
         if layout not in boxes_by_layout:
