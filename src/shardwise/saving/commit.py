@@ -122,6 +122,8 @@ def publish(
 def is_committed(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
     """Return True if this save is the committed one, and complete."""
     sizes = writer.sizes()
+    # Complete means: each file has its final name and size, no name is left that would be read instead, and the
+    # small files have this save's content.
     if any(sizes.get(name) != nbytes for name, nbytes in commit.final_files.items()):
         return False
     if commit.absent_files & sizes.keys():

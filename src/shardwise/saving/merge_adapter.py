@@ -108,6 +108,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
 def find_new_vocab_size(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> int | None:
     """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
     by_name, rows, renamed = built.layout.by_name, {}, make_renamer(built)
+    # 1. Tensors of the adapter that have another number of rows than the base's, but are otherwise equal.
     for key, whole_name in merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
         name = renamed(whole_name) or whole_name
         shape, base_shape = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
@@ -119,6 +120,7 @@ def find_new_vocab_size(lora: _AdapterSource, built: MetaModel, adapter_name: st
         ):
             rows[name] = shape[0]
     try:
+        # 2. Of these, the embedding and the head. They have to agree on one number of tokens.
         vocabulary = find_vocabulary_tensors(built.model, collect_tensors(built.model)) if rows else set()
     except ConfigError:
         return None
@@ -133,6 +135,7 @@ def find_class_with_head(lora: _AdapterSource, built: MetaModel, adapter_name: s
     """
     renamed = make_renamer(built)
     names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
+    # The base has a place for each of the adapter's tensors, so it has the head, too.
     if all(renamed(name) is not None for name in names):
         return None
     name = _TASKS.get(lora.config.task_type or "") or lora.config.auto_mapping.get("base_model_class")
@@ -143,6 +146,7 @@ def find_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> dict
     """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
     names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
     ties = pretrained.get_declared_ties(built.model)
+    # A tied tensor is stored under one of its names, so the other ones are not absent.
     stored = {*built.bindings.matched, *ties, *ties.values()}
     absent = {name for tensor in built.layout.saved() for name in tensor.names} - stored
     return {name: key for key, name in names.items() if name in absent}
@@ -150,6 +154,7 @@ def find_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> dict
 
 def find_num_labels(lora: _AdapterSource, built: MetaModel, head: Mapping[str, str]) -> int | None:
     """Return the number of rows of a head, if that is not the number of labels in the config."""
+    # A head of shape (labels, hidden) must differ from the model's in its first dimension only.
     expected = built.model.config.num_labels
     rows = set()
     for name, key in head.items():
@@ -218,11 +223,14 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
         for target, origin in pretrained.get_declared_ties(built.model).items()
         if target in built.layout.by_name
     }
+    # With ensure_weight_tying, PEFT keeps the tie whatever the adapter stores.
     separate: set[str] = set()
     for target, origin in ties.items():
         stored_names = [name for name in (target, origin) if name in whole]
         if not stored_names or lora.config.ensure_weight_tying:
             continue
+        # Stored under one name: PEFT copies a module of modules_to_save, which then has values of its own.
+        # Stored under both names: the values decide.
         if len(stored_names) == 1:
             is_tied = not lora.config.saves_module(stored_names[0].rpartition(".")[0])
         else:
@@ -230,6 +238,7 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
             is_tied = are_equal(one, other, built.layout.by_name[target].dtype, lora.executor, rank=0, size=1)
         if not is_tied:
             separate.add(target)
+    # No tie is affected, so the config of the base still holds.
     if not separate and adapted.isdisjoint([*ties, *ties.values()]):
         return set(), {}
     return set(ties), {target: origin for target, origin in ties.items() if target not in separate}
@@ -275,8 +284,10 @@ def fuse_single_experts(
         f"{module}.weight": {key.rpartition(".lora_")[2].partition(".")[0]: key for key in found}
         for module, found in merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name).items()
     }
+    # Factors of modules that are no tensors of the checkpoint: single experts of a fused weight.
     plain = [name for name, found in keys.items() if name not in outputs and found.keys() == {"A", "B"}]
     matched = match_former_names(source.built.model, plain, names, source.built.transforms)
+    # All pairs of an expert weight become one pair of stacked factors, which is merged into the fused tensor.
     pairs = {}
     for name in matched.former.values():
         module, found = name.removesuffix(".weight"), keys[name]
@@ -300,6 +311,7 @@ def merge_tensors(
 ) -> dict[str, tuple[DType, Expression]]:
     """Return the tensors of the output: those of the base, with the edits of the adapter under each name."""
     expressions = source.by_every_name()
+    # A shared tensor may be edited under any of its names. All names get the same result.
     for tensor in source.layout.saved():
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
         if edits and tensor.fqn in source.expressions:
@@ -308,6 +320,7 @@ def merge_tensors(
                 tensor.fqn, base, [_with_unique_keys(edit, joined) for edit in edits], tensor.dtype, changed
             )
             expressions |= dict.fromkeys(tensor.names, merged)
+    # Edits by name are inside of the outputs now. Edits by key are of tensors that only the checkpoint has.
     tensors = offline.substitute_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
         dtype, base = tensors[key]
@@ -448,12 +461,15 @@ def _plan_edits(
     base_path: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
 ) -> _PlannedEdits:
     """Open both, read headers and configs, and plan the edits."""
+    # 1. Open the adapter and the base, and build the base's model on meta.
     lora = open_for_merging(lora_folder, stack)
     opened, config = open_storage(base_path), load_config(folder, options)
     reader = stack.enter_context(opened.reader)
     index = offline.read_index(opened, config)
     executor = offline.create_executor(reader, index)
     built = build_meta_model(folder, config, index, options)
+    # 2. Build it again as the adapter was trained: with a head, with its number of labels, with its vocabulary.
+    # Each step needs the model of the step before.
     model_class = None if "model_class" in options else find_class_with_head(lora, built, adapter_name)
     if model_class is not None:
         options = {**options, "model_class": model_class}
@@ -470,6 +486,7 @@ def _plan_edits(
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:
         built = build_meta_model(folder, config, index, options, vocab_size)
+    # 3. Bind the base's tensors, after it is known which ties are kept. The head's come from the adapter.
     untied, tied_in_training = find_untied(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied, provided=head)
     joined = merge_indexes(index, lora.executor.index, ADAPTER)
@@ -477,6 +494,8 @@ def _plan_edits(
     source.expressions.update({name: expressions[f"{ADAPTER}/{key}"] for name, key in head.items()})
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
+    # 4. Plan the edits. Patterns of the config are checked before any name is matched with them, because a
+    # hostile one may take forever.
     targets, what = find_merge_targets(source, outputs), f"{lora_folder} and {base_path}"
     require_quick_patterns(lora.config.patterns(), merge_plan.find_adapted_names(lora.config, lora.tensors))
     of_experts, used = fuse_single_experts(source, outputs, lora, adapter_name)
@@ -484,6 +503,7 @@ def _plan_edits(
     plan = merge_plan.plan_merge(lora.config, others, targets, adapter_name=adapter_name, what=what)
     plan = plan.with_edits(of_experts).with_tied(tied_in_training)
     require_all_rows(source, plan, what)
+    # 5. One index and one reader of both, over which the outputs are expressions.
     joined_executor = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}
     fields = get_config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))

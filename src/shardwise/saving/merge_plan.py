@@ -131,6 +131,7 @@ class MergePlan:
         a larger vocabulary) replaces all of them.
         """
         tensors = dict(self.tensors)
+        # All names of one tied tensor. The first one with a replacement passes it on to those that have none.
         for source in dict.fromkeys(ties.values()):
             names = [source, *(target for target, other in ties.items() if other == source)]
             replacements = {
@@ -168,6 +169,7 @@ def plan_merge(
 
 def find_adapted_names(config: LoraConfig, stored: Mapping[str, Stored]) -> set[str]:
     """Return names of modules with factors, and of their targeted parameters: the config's patterns match these."""
+    # Modules that factors belong to, and their parameters that target_parameters may select.
     factors = [match for key in stored if (match := _FACTOR.fullmatch(key.removeprefix(_PREFIX)))]
     modules = {_unwrap(match["module"])[0] for match in factors}
     targets = [item.rpartition(".") for item in config.target_parameters]
@@ -208,6 +210,7 @@ def find_repeated_copies(stored: Mapping[str, Stored], *, adapter_name: str) -> 
 
 def _strip_wrappers(key: str, adapter_name: str) -> str:
     """Return the name in the model of an adapter tensor that is not a factor."""
+    # "base_model.model.lm_head.modules_to_save.default.weight" is "lm_head.weight".
     name = key.removeprefix(_PREFIX)
     for wrapper in (f".modules_to_save.{adapter_name}.", *_OF_A_COPY, ".base_layer."):
         name = name.replace(wrapper, ".")
@@ -299,6 +302,7 @@ class _MergePlanner:
         """Return the shapes of all pairs of factors of stacked experts."""
         pairs: list[ExpertFactors] = []
         for name, matrices in factors.items():
+            # Only factors of stacked experts, whose weight has three dimensions.
             weight = self.parameter(name)
             target = self.find(weight) if weight is not None and {"lora_A", "lora_B"} <= matrices.keys() else None
             if weight is None or target is None or len(target[2]) != 3:
@@ -311,6 +315,7 @@ class _MergePlanner:
 
     def parameter(self, name: str) -> str | None:
         """Return the parameter that factors under this PEFT name belong to, or None for those of a module."""
+        # The wrapper of the last parameter is the outermost one, so depth 0 is the last parameter.
         module, depth = _unwrap(name)
         parameters = self.targeted(module)
         return f"{module}.{parameters[-1 - depth]}" if depth < len(parameters) else None
@@ -354,6 +359,7 @@ class _MergePlanner:
     def find(self, name: str) -> tuple[dict[str, list[Edit]], str, Shape] | None:
         """Find a tensor by its name or its renamed form. Return its edits, its name there and its shape."""
         targets = self.targets
+        # First a tensor of the model, under its present name. Otherwise a tensor that only the checkpoint has.
         renamed = targets.renamed(name)
         if renamed is not None and renamed in targets.tensors:
             return self.tensors, renamed, targets.tensors[renamed]
@@ -363,6 +369,7 @@ class _MergePlanner:
 
     def add(self, target: tuple[dict[str, list[Edit]], str, Shape], module: str, edit: Edit, key: str) -> None:
         edits, name, _ = target
+        # One edit of each kind for a tensor. A second one would be applied on top of the first.
         first = self.sources.setdefault((type(edit), name), key)
         if first != key:
             self.fault("tensors that are stored twice", f"{shown(first)} and {shown(key)}")
@@ -372,6 +379,7 @@ class _MergePlanner:
     # Factors
 
     def fold_low_rank(self, module: str, weight: str, matrices: _Matrices, *, is_parameter: bool) -> None:
+        # 1. The factors must be complete, and each must be there once.
         a = matrices.get("lora_A") or matrices.get("lora_embedding_A")
         b = matrices.get("lora_B") or matrices.get("lora_embedding_B")
         listed = ", ".join(shown(leaf.key) for leaf in matrices.values())
@@ -384,6 +392,7 @@ class _MergePlanner:
                 self.fault(
                     "tensors that are stored twice", f"{shown(matrices[one].key)} and {shown(matrices[other].key)}"
                 )
+        # 2. The tensor that they change, and the layout in which it is stored.
         target = self.find(weight)
         if target is None:
             self.fault("modules that the base does not have", f"{shown(weight)}, wanted by {listed}")
@@ -401,6 +410,7 @@ class _MergePlanner:
         ):
             self.fault("shapes that do not fit", f"{listed}: the base has {shown(weight)} as {shape}")
             return
+        # 3. Shapes follow from the weight, the rank and the layout. Nothing is inferred from the factors.
         expected = form.factors(shape, rank)
         for leaf, expected_shape in zip((a, b), expected, strict=True):
             if leaf.dtype.kind != "float":

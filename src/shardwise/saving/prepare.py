@@ -110,6 +110,7 @@ def collect_tensors_to_save(world: World, request: SaveRequest) -> tuple[list[Te
     """
     with world.collective("collect the state"):
         tensors = _collect(request)
+    # PEFT decides on the first rank which tensors belong to an adapter. All ranks follow it.
     names = request.names
     if not isinstance(names, AdapterOnly):
         return tensors, {}
@@ -160,10 +161,12 @@ def prepare(
     ``fqns`` are the names of an adapter's tensors in the model, by name in its file. ``shares`` are the boxes that
     each rank writes.
     """
+    # The tensors of the files, in the order of the save, as expressions over those of the model.
     _require_possible(request)
     layout = build_layout(tensors)
     outputs = four_bit_files.reshape_for_files(tensors, build_outputs(request, layout, fqns))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
+    # The training state of an adapter has a file of its own, and is no part of the number of parameters.
     training = {} if request.training is None else _training_outputs(layout, fqns)
     parameter_tensors = [
         item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in training
@@ -177,6 +180,7 @@ def prepare(
         stem=request.stem,
         training=_describe_training(request, training),
     )
+    # This rank's writes. They depend on its boxes, and everything above does not.
     is_on_host = all(item.local.device.type == "cpu" for item in tensors)
     staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
     cast = {
@@ -197,6 +201,7 @@ def prepare(
         policy,
         staging.nbytes,
     )
+    # What all ranks must have in common. `plan.files` contains the headers.
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
     return PreparedSave(
         request, tensors, shares, layout, outputs, parameters, plan, requests, staging, cast, digest

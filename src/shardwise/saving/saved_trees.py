@@ -54,6 +54,7 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
     index, metadata = open_state(reader), read_metadata(reader)
     keys = {metadata.levels[path]: ".".join(path) for path in metadata.tensors}
     stored = {item.key: item for item in index.tensors()}
+    # Tensors on meta first. Those of one element are read, since they are settings such as step counts.
     values: dict[Levels, Any] = {
         levels: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
         for levels, key in keys.items()
@@ -95,6 +96,7 @@ def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
         if len(path) > _MAX_DEPTH:
             raise FormatError(f"{shown(file)} in {reader.root}: its dicts are nested too deeply for an optimizer's")
         if isinstance(value, torch.Tensor):
+            # The key under which open_state() lists this tensor.
             keys[path] = ".".join(map(str, path))
             return value.clone() if value.numel() == 1 else torch.empty_like(value, device="meta")
         if isinstance(value, Mapping):

@@ -61,6 +61,7 @@ def walk_tensors(
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
+        # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         held, outputs, sender = _prepare_sender(world, model, names, only, arguments, options)
         targets = range(1) if to == "first_rank" else range(world.size)
@@ -92,6 +93,7 @@ def _gather_full(
     ]
     with world.collective("plan the rounds"):
         rounds = plan_rounds([moves], sender.shares, bucket_bytes)
+    # Of the kind that the process group's backend moves. The yielded tensors may be on another device.
     staging_device = compute_device(refs, refs[0].local.device if refs else None)
     shapes = {key: item.shape for key, item in outputs.items()}
     received = _ReceivedTensors(shapes, dtypes, device or staging_device)
@@ -122,9 +124,11 @@ class _ReceivedTensors:
         """Yield tensors in order, each when its last block has arrived. Those without elements have no block."""
         waiting = iter(self.shapes)
         for block in itertools.chain.from_iterable(arrivals):
+            # Blocks of a tensor arrive in row-major order, so the one at its last corner completes it.
             ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
             if tuple(ends) != self.shapes[block.key]:
                 continue
+            # Up to this tensor. The ones before it without elements have no block, and are yielded on the way.
             for key in waiting:
                 yield key, self.take(key)
                 if key == block.key:
@@ -145,6 +149,7 @@ def _prepare_sender(
     with world.collective("collect the state"):
         held = _collect(model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
+    # Only the adapter's tensors are compared and sent.
     fqns: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
         fqns = selection.broadcast_names_outside(world, model, held, only)
@@ -175,6 +180,7 @@ def _make_merging_sender(
     Collective: yes.
     """
     layout, shares = build_layout(refs), sender.shares
+    # The adapter is gathered first, by the same rounds as any tensors. Then each rank merges its own shares.
     factors = [name for pair in adapted.factors.values() for name in (pair.lora_A, pair.lora_B)]
     outputs = {name: Output.unchanged(name, layout.by_name[name]) for name in factors}
     dtypes = {name: to_torch(output.dtype) for name, output in outputs.items()}
@@ -183,6 +189,7 @@ def _make_merging_sender(
     base_refs = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     with world.collective("plan packed rows"):
         packed = find_packed_rows(base_refs)
+    # Shares of packed weights count bytes. Those of the outputs count values, two for each byte.
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(rows.logical_boxes, base_shares[name])) for name, rows in packed.items()}
     return MergingShardSender(base_refs, base_shares, world.rank, adapted.factors, matrices, packed)

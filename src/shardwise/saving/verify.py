@@ -56,6 +56,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
     start = time.perf_counter()
     opened = open_storage(directory)
     with opened.reader as reader:
+        # What there is: an adapter without a model, or the weights that the config names.
         adapter = _find_adapter(reader) if opened.file is None else None
         training = None if adapter is None else find_training_file(reader, adapter)
         config = read_object(reader, _CONFIG_FILE) if adapter is None else {}
@@ -152,6 +153,7 @@ class ComparedFiles:
 def _compare_files(
     reader: StorageReader, index: CheckpointIndex, stems: Sequence[str] = (MODEL, ADAPTER)
 ) -> ComparedFiles:
+    # Records of the model and of the adapter. A damaged record is reported, and its save counts as unrecorded.
     saves: list[RecordedSave] = []
     broken: list[str] = []
     for file in map(fingerprints.fingerprint_file, stems):
@@ -187,6 +189,7 @@ class _FilesAsRead:
     @classmethod
     def read(cls, reader: StorageReader, index: CheckpointIndex) -> "_FilesAsRead":
         """Read all files."""
+        # A header is what precedes the first tensor of a file.
         ends = dict(index.files)
         for entry in index.entries.values():
             ends[entry.file] = min(ends[entry.file], entry.start)
@@ -195,6 +198,7 @@ class _FilesAsRead:
         return cls(dict(index.files), _compute_fingerprints(reader, index), headers, config)
 
     def compare(self, save: RecordedSave) -> ComparedFiles:
+        # A record of more files than were opened also has tensors of the others, which are not missed.
         keys = {*self.tensors, *(save.tensors if self.files == dict(save.files) else ())}
         faults = [
             f"{file}: its header"
@@ -263,6 +267,7 @@ def _compute_digest(reader: StorageReader, file: str) -> str:
 
 
 def _compute_fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:
+    # Blocks of all tensors, in any order: the fingerprint of a tensor is the sum over its blocks.
     sums = dict.fromkeys(index.entries, 0)
     lock = threading.Lock()
     blocks = [
