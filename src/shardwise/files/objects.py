@@ -59,6 +59,7 @@ class Objects:
 
     def __init__(self, url: str, options: Mapping[str, Any], *, doing: str) -> None:
         self.root = without_secrets(url)
+        # Kept to be removed from the texts of errors, and for nothing else.
         self._secrets = url, options
         self._folder = ""
         self._is_http = get_scheme(url) in ("http", "https")
@@ -128,6 +129,7 @@ class Objects:
                 f"{self.root}: {doing} needs obstore. Run pip install 'shardwise[remote]'"
             ) from error
         except Exception as error:
+            # The cause is an error of the same kind with the redacted text: a traceback shows no credentials.
             text = redact(str(error).partition("\n\nDebug source")[0], *self._secrets)
             kind, cause, remedy = _find_cause(error, text)
             raise StorageError(f"{self.label(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
@@ -176,6 +178,7 @@ def _with_timeouts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def fill(buffers: Iterable[memoryview], chunks: Iterable[Any]) -> bool:
     """Copy the chunks into the buffers, one after the other, and return whether the total sizes are equal."""
+    # Sizes of chunks and of buffers are independent: each step copies up to the nearer end of the two.
     targets: Iterator[memoryview] = iter(buffers)
     target = memoryview(b"")
     for chunk in chunks:

@@ -83,6 +83,7 @@ def _formats() -> Iterator[CheckpointFormat]:
 
 
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
+    # 1. Choose the files. 2. Read their headers into one index, faults included. 3. Raise all faults at once.
     faults = FormatFaults(reader.root)
     chosen, selection = _select(reader, weights_name, faults)
     extras = [name for name in extra_files if _may_be_read(reader, name)]
@@ -146,6 +147,7 @@ def _select(
     if weights_name is not None:
         return _select_named(reader, weights_name, faults)
     try:
+        # A folder that can be listed: the usual names first, then what formats find among all names.
         names = reader.list()
     except CannotListError:
         return _select_probed(reader, faults)
@@ -255,6 +257,7 @@ def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | 
     Raises:
         ConfigError: several parts have different ones.
     """
+    # A model of several parts may have the config in one of them, or the same one in several.
     sections = [content, *(section for section in content.values() if isinstance(section, Mapping))]
     configs = [section.get("quantization_config") for section in sections]
     quantizations: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
@@ -272,6 +275,7 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
         ConfigError, FormatError: the quantization is not supported, or tensors do not belong together.
         StorageError: the config cannot be read.
     """
+    # Only a checkpoint with dtypes that codes have can be quantized.
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
         return index  # without opening a file
     config = find_quantization_config(read_object(reader, _CONFIG))

@@ -46,6 +46,7 @@ def pack(
     Raises:
         ValueError: the form is MXFP4, and the matrix is stored in another one.
     """
+    # Stored in this very form: the codes and scales are read as they are, without rounding twice.
     stored = find_stored_rows(weights)
     if stored is not None and (stored.form, stored.block_size) == (form, block_size):
         # Scales of MXFP4 are bytes already.
@@ -121,6 +122,7 @@ def find_stored_rows(weights: Expression) -> StoredRows | None:
                 return StoredRows(Code.E2M1, block, *weights.sources)
         return None
     # A movement of elements: codes and scales are moved in the same way, if all sources have one form.
+    # If one source is stored in another form, the whole result is quantized again.
     matrices = [find_stored_rows(source) for source in weights.sources]
     rows_of_sources = [rows for rows in matrices if rows is not None]
     if (
@@ -138,6 +140,7 @@ def find_stored_rows(weights: Expression) -> StoredRows | None:
 
 def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | None:
     """Return the same node over rows of another width, or None if it does not keep rows whole."""
+    # A node may move rows, but not cut or join them along the last dimension, where blocks are.
     last = len(node.shape) - 1
     match node:
         case Concat(dim=dim) if dim != last:
@@ -267,6 +270,7 @@ def find_stored_nested(weights: Expression, form: Form4, block_size: int) -> tup
     """
     if find_quant_type(weights) != (form, block_size):
         return None
+    # The scales may be reshaped between the two levels.
     values, scales = weights.sources
     inner = scales.source if isinstance(scales, Reshape) else scales
     operation = inner.operation if isinstance(inner, Computed) else None

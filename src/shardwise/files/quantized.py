@@ -91,6 +91,7 @@ class _ScaledForms:
         return any(form.kind == "mxfp4" for form in self.targets)
 
     def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        # 1. Leave out what belongs to activations, and view words as bytes.
         activation_keys = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
         entries = {key: entry for key, entry in index.entries.items() if key not in activation_keys}
         shapes: Mapping[str, tuple[int, ...]] = {}
@@ -99,6 +100,7 @@ class _ScaledForms:
                 if key.endswith(("_packed", f"_{_ZERO_POINT}")):
                     entries[key] = words_as_bytes(entry)
             shapes = _read_stored_shapes(reader, index)
+        # 2. Match each entry with every form, and choose one.
         matchers = [_EntryMatcher(entries, form, shapes) for form in self.targets]
         faults = FormatFaults(index.root)
         composed: dict[str, Composed] = {}
@@ -151,6 +153,7 @@ class _ScaledForms:
         """
         if len(candidates) < 2:
             return candidates
+        # The targets of the config decide, by the most specific one that names the module.
         key = next(iter(candidates.values())).key
         module = key.removesuffix(".weight")
         closeness = {matcher: _measure_closeness(module, self.targets[matcher.form]) for matcher in candidates}
@@ -178,6 +181,7 @@ def _measure_closeness(module: str, targets: Collection[str]) -> tuple[int, int]
     For the module ``model.layers.0.mlp`` the target ``model.layers.0`` gives (3, 3), ``re:.*mlp`` (2, 0),
     ``Linear`` (1, 0), and names of other modules (0, 0).
     """
+    # By name: the module itself, or the innermost module around it.
     parts = module.split(".")
     for depth in range(len(parts), 0, -1):
         if ".".join(parts[:depth]) in targets:
@@ -230,6 +234,7 @@ _MODELOPT: Final = {
 
 
 def _parse_modelopt(config: Mapping[str, Any]) -> _ScaledForms:
+    # The settings are at the top, or in an object of hf_quant_config.json.
     inner = config.get("quantization")
     settings = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
     layers = settings.get("quantized_layers")
@@ -276,6 +281,8 @@ def _parse_group(group: Any, form: object) -> _ScaledForm:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise checkpoint_index.unknown_form("compressed-tensors without weights")
+    # Settings that change values are read, or refused if they are not known. Those of activations are not
+    # looked at.
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     form = group.get("format") or form
     size = weights.get("group_size")
@@ -395,6 +402,8 @@ class _EntryMatcher:
         Raises:
             FormatError: its entries do not match.
         """
+        # First what is stored, each entry alone. Then whether shapes of elements, scales and companions fit
+        # together.
         key, values, scales, overall = matched.key, matched.values, matched.scales, matched.overall
         self._require_elements(key, values)
         if scales is None:
@@ -450,6 +459,7 @@ class _EntryMatcher:
                     f"{shown(entry.key)} has {entry.dtype.label} {entry.shape}, and {shown(key)} needs {counts}"
                 )
             return Zeros(Whole(entry.key))
+        # Eight zero points of 4 bits in a word of 32, or four of 8 bits.
         in_a_word = _WORD_BITS // self.form.bits
         # In contrast to codes, zero points are packed along the rows: (out, groups) are words (out / 8, groups).
         words = (*counts[:-2], -(-shape[-2] // in_a_word), 4 * counts[-1]) if len(shape) > 1 else ()
@@ -545,6 +555,7 @@ def _read_stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[s
         key = name.removesuffix("_shape")
         if key != name and f"{key}_packed" in index.entries:
             shape_entries[key] = entry
+    # Checked before they are read: an entry of this name may have any size.
     for entry in shape_entries.values():
         if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MAX_SHAPE_BYTES:
             raise FormatError(

@@ -60,6 +60,8 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles) -> list[s
         named = _content(folder / name).get("weight_map")
         return sorted(available.intersection(map(str, named.values()))) if isinstance(named, dict) else []
 
+    # Choices in the order in which open_checkpoint() looks for files. The first that is not empty is
+    # downloaded.
     safetensors = [name for name in sorted(available) if name.endswith(".safetensors")]
     adapters = [name for name in _ADAPTERS if name in available][:1]
     if isinstance(wanted, AdapterFiles):
@@ -108,6 +110,7 @@ def resolve(
         return place
     repo_id = os.fspath(name_or_path)
     prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
+    # Without a listing, from the cache: whatever a download before has left there.
     listing = _listing(repo_id, options if download else replace(options, local_files_only=True))
     if listing is None:
         folder = _find_cached(repo_id, options) / prefix
@@ -118,6 +121,7 @@ def resolve(
         names = [name for name in below if "/" not in name]
         patterns = (*_SMALL, "*.py") if isinstance(wanted, ModelFiles) and wanted.code else _SMALL
         small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        # Small files first: configs and indexes tell which files of weights are needed.
         folder = _fetch(repo_id, pinned, prefix, small)
         if chosen := weights(names, folder, wanted):
             folder = _fetch(repo_id, pinned, prefix, chosen)
@@ -162,6 +166,8 @@ def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
         if options.local_files_only or constants.HF_HUB_OFFLINE:
             return None
         try:
+            # An invalid name and an unknown revision are errors. After any other failure, a cached copy is used
+            # if there is one.
             info = HfApi(token=options.token).repo_info(repo_id, revision=options.revision, timeout=_HUB_TIMEOUT_S)
         except (HFValidationError, RevisionNotFoundError):
             raise
@@ -306,6 +312,7 @@ class RemoteReader(StorageReader):
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         flat, nbytes = as_bytes(buffers)
+        # Against the size at the first access: another version since then is an error of fetch().
         stop, state = start + nbytes, self._state(file)
         if not 0 <= start <= stop <= state.nbytes:
             raise ends_early(self.root, file, (start, stop), state.nbytes)

@@ -44,6 +44,7 @@ def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
         entry = index.entries[key]
         return Stored(key, entry.shape, entry.dtype)
 
+    # Forms of quantization are not known here. Their nodes are imported when a checkpoint has one.
     match composition:
         case Whole(key):
             return leaf(key)
