@@ -374,11 +374,10 @@ class CheckpointIndex:
         """Return every tensor in the order of the entries, composed ones last."""
         # Entries that are parts of composed tensors, and extra ones, are not tensors of their own.
         composing = {key for item in self.composed.values() for key in iter_entry_keys(item.composition)}
-        simple = [
-            StoredTensor(key, entry.dtype, entry.shape, (entry,))
-            for key, entry in self.entries.items()
-            if key not in composing and key not in self.extra
-        ]
+        simple: list[StoredTensor] = []
+        for key, entry in self.entries.items():
+            if key not in composing and key not in self.extra:
+                simple.append(StoredTensor(key, entry.dtype, entry.shape, (entry,)))
         composed: list[StoredTensor] = []
         for key, item in self.composed.items():
             entries = tuple(self.entries[name] for name in iter_entry_keys(item.composition))
@@ -433,9 +432,8 @@ def add_prefix(composition: T, prefix: str) -> T:
         case tuple():
             prefixed = tuple(add_prefix(inner, prefix) for inner in composition)
         case _ if is_dataclass(composition) and not isinstance(composition, type):
-            values = {
-                item.name: add_prefix(getattr(composition, item.name), prefix) for item in fields(composition)
-            }
+            names = [item.name for item in fields(composition)]
+            values = {name: add_prefix(getattr(composition, name), prefix) for name in names}
             prefixed = replace(composition, **values)
     return cast(T, prefixed)
 

@@ -179,9 +179,11 @@ class _PackedFourBits:
         faults = FormatFaults(index.root)
         composed: dict[str, Composed] = {}
         used: set[str] = set()
-        companions_by_key = {
-            key: parts for key in index.entries if (parts := _Companions.find(index, key)) is not None
-        }
+        companions_by_key: dict[str, _Companions] = {}
+        for key in index.entries:
+            companions = _Companions.find(index, key)
+            if companions is not None:
+                companions_by_key[key] = companions
         # All at once, because a remote storage reads them concurrently.
         small = [entry for parts in companions_by_key.values() for entry in parts.small]
         texts = checkpoint_index.contents(reader, small)

@@ -101,10 +101,9 @@ def add_tensor(key: str, tensor: FoundTensor, index: IndexSoFar, faults: FormatF
         if not isinstance(composition, Whole):
             index.composed[key] = Composed(tensor.dtype, tensor.shape, composition)
         return
-    tiles = [
-        (box, _add_view(_chunk_key(key, box), chunk.view, index, faults))
-        for box, chunk in zip(boxes, chunks, strict=True)
-    ]
+    tiles: list[Tile] = []
+    for box, chunk in zip(boxes, chunks, strict=True):
+        tiles.append((box, _add_view(_chunk_key(key, box), chunk.view, index, faults)))
     tree = tiling(tensor.shape, tiles)
     if tree is None:
         faults.add(
@@ -415,8 +414,7 @@ def _siblings(reader: StorageReader) -> list[str]:
         return []
     root = Path(reader.root).absolute()
     try:
-        return sorted(
-            str(place) for place in root.parent.iterdir() if place != root and (place / METADATA).is_file()
-        )
+        others = [place for place in root.parent.iterdir() if place != root]
+        return sorted(str(place) for place in others if (place / METADATA).is_file())
     except OSError:
         return []

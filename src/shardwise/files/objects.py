@@ -38,7 +38,8 @@ class FileState:
     @classmethod
     def from_metadata(cls, meta: Mapping[str, Any]) -> FileState:
         """Return the state in a response of obstore: from the ETag, or else the modification time."""
-        return cls(meta["size"], f"ETag {meta['e_tag']}" if meta["e_tag"] else f"changed {meta['last_modified']}")
+        version = f"ETag {meta['e_tag']}" if meta["e_tag"] else f"changed {meta['last_modified']}"
+        return cls(meta["size"], version)
 
     @property
     def identity(self) -> str:
@@ -103,8 +104,9 @@ class Objects:
         Call it within :meth:`failures`.
         """
         # A whole file is requested without a range, which some servers do not support.
-        whole = (start, stop) == (0, expected.nbytes)
-        answer = self.store.get(self.path(file), options=None if whole else {"range": (start, stop)})
+        is_whole = (start, stop) == (0, expected.nbytes)
+        options = None if is_whole else {"range": (start, stop)}
+        answer = self.store.get(self.path(file), options=options)
         if (state := FileState.from_metadata(answer.meta)) != expected:
             raise StorageError(
                 f"{self.label(file)}: the file changed while it was being read ({expected.identity} before, "

@@ -63,7 +63,8 @@ def open_checkpoint(
     """
     if isinstance(path, StorageReader):
         return _open(path, weights_name, extra_files)
-    opened = open_storage(path if is_url(path) else Path(path))
+    place = path if is_url(path) else Path(path)
+    opened = open_storage(place)
     with opened.reader:
         if opened.file is not None:
             if weights_name is not None:

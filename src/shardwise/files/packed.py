@@ -212,9 +212,8 @@ def dequantize_packed_rows(
     # (8, 128) in blocks of 64 is computed as it is, and (8, 96) as (768,), in which blocks cross rows.
     *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
     computed = (*outer, columns)
-    sources = tuple(
-        reshape(source, (*outer, -(-columns // step))) for source, step in ((values, 2), (scales, block_size))
-    )
+    # Two codes in a byte, and one scale for each block.
+    sources = reshape(values, (*outer, -(-columns // 2))), reshape(scales, (*outer, -(-columns // block_size)))
     weights = Computed(DequantizeRows(computed, block_size, form, dtype), _VALUES, computed, dtype, sources)
     return reshape(weights, shape)
 
@@ -393,9 +392,10 @@ def _with_width(box: Box, width: int) -> Box:
 def _describe_rows(rows: Sequence[int], box: Box) -> str:
     """Name rows of a box, numbered over all outer dimensions, by their indices in the whole weight."""
     places = np.stack(np.unravel_index(rows, box.sizes[:-1]), axis=1) + np.array(box.offsets[:-1])
-    shown = ", ".join(
-        str(place[0]) if len(place) == 1 else str(tuple(place)) for place in places.tolist()[:_ROWS_SHOWN]
-    )
+    names: list[str] = []
+    for place in places.tolist()[:_ROWS_SHOWN]:
+        names.append(str(place[0]) if len(place) == 1 else str(tuple(place)))
+    shown = ", ".join(names)
     more = f" and {len(rows) - _ROWS_SHOWN} more" if len(rows) > _ROWS_SHOWN else ""
     return f"row {shown} has" if len(rows) == 1 else f"rows {shown}{more} have"
 

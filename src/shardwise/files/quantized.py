@@ -117,9 +117,8 @@ class _ScaledForms:
             except FormatError as error:
                 faults.add(_FAULTS, str(error))
                 # One fault for a weight: its other companions are not faults of their own.
-                used.update(
-                    f"{matched.key}_{name}" for matched in candidates.values() for name in (_ZERO_POINT, _GROUPS)
-                )
+                for matched in candidates.values():
+                    used |= {f"{matched.key}_{_ZERO_POINT}", f"{matched.key}_{_GROUPS}"}
         # Only now, because companions may be stored before and after their weights.
         for key in entries:
             if key in used:
@@ -299,9 +298,9 @@ def _parse_group(group: Any, form: object) -> _ScaledForm:
         raise checkpoint_index.unknown_form(f"compressed-tensors with {needs[0]} of {shown(repr(kind))}")
     match (kind, bits if type(bits) is int else 0, form):
         case ("float", 8, _):
-            return _ScaledForm(
-                "float8", _parse_block(weights.get("block_structure")) if strategy == "block" else ()
-            )
+            if strategy == "block":
+                return _ScaledForm("float8", _parse_block(weights.get("block_structure")))
+            return _ScaledForm("float8")
         case ("float", 4, "nvfp4-pack-quantized"):
             return _ScaledForm("nvfp4", block or (16,))
         case ("int", 4 | 8 as width, "pack-quantized"):
@@ -424,6 +423,7 @@ class _EntryMatcher:
         if overall is not None and numel(overall[0].shape) != 1:
             raise FormatError(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and must be one number")
         self._require_columns(key, values, shape, unit)
+        whole_scale = None if overall is None else (Whole(overall[0].key), overall[1])
         composition = Scaled(
             Whole(values.key),
             Whole(scales.key),
@@ -431,7 +431,7 @@ class _EntryMatcher:
             unit,
             self._select_code(values),
             has_exponents=scales.dtype is DType.U8,
-            overall=None if overall is None else (Whole(overall[0].key), overall[1]),
+            overall=whole_scale,
             swaps=self.form.kind == "mxfp4",
             zeros=self._find_zeros(key, shape, counts),
             groups=self._find_groups(key, shape),

@@ -111,7 +111,8 @@ def resolve(
     repo_id = os.fspath(name_or_path)
     prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
     # Without a listing, from the cache: whatever a download before has left there.
-    listing = _listing(repo_id, options if download else replace(options, local_files_only=True))
+    listing_options = options if download else replace(options, local_files_only=True)
+    listing = _listing(repo_id, listing_options)
     if listing is None:
         folder = _find_cached(repo_id, options) / prefix
     else:
@@ -232,7 +233,7 @@ def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind = next(found for base in type(error).__mro__ if (found := base.__name__) in _REMEDIES)
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _REMEDIES)
         raise StorageError(
             f"{shown(repo_id)} at revision {options.revision or 'main'}: is not a local directory, and cannot "
             f"be downloaded from the Hugging Face hub ({type(error).__name__}: {' '.join(str(error).split())}). "

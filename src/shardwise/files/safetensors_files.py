@@ -93,12 +93,12 @@ def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> 
             )
     # Whether the chunks tile this shape is checked by add_tensor().
     ends = [[start + size for start, size in zip(offsets, entry.shape, strict=True)] for offsets, entry in chunks]
-    pieces = tuple(
-        Chunk(offsets, StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape)))
-        for offsets, entry in chunks
-    )
+    pieces: list[Chunk] = []
+    for offsets, entry in chunks:
+        view = StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape))
+        pieces.append(Chunk(offsets, view))
     shape = tuple(map(max, zip(*ends, strict=True)))  # the end of the last chunk in each dimension
-    return FoundTensor((key,), first.dtype, shape, pieces)
+    return FoundTensor((key,), first.dtype, shape, tuple(pieces))
 
 
 _USUAL_INDEX: Final = "model.safetensors.index.json"
@@ -137,7 +137,8 @@ class _SafetensorsFiles(CheckpointFormat):
         if not files:
             return None
         _check_numbering(files, faults)
-        return FileSelection("single file" if len(files) == 1 else "several files without an index", files)
+        layout = "single file" if len(files) == 1 else "several files without an index"
+        return FileSelection(layout, files)
 
     def read(
         self,

@@ -26,12 +26,13 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     Raises:
         ConfigError: a tensor is quantized in a format that has no entry in :data:`NODES`.
     """
-    return {
-        item.key: _expression(index, index.composed[item.key].composition)
-        if item.key in index.composed
-        else Stored(item.key, item.shape, item.dtype)
-        for item in index.tensors()
-    }
+    expressions: dict[str, Expression] = {}
+    for item in index.tensors():
+        if item.key in index.composed:
+            expressions[item.key] = _expression(index, index.composed[item.key].composition)
+        else:
+            expressions[item.key] = Stored(item.key, item.shape, item.dtype)
+    return expressions
 
 
 def extra_tensors(index: CheckpointIndex) -> dict[str, Expression]:

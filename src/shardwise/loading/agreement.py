@@ -62,10 +62,12 @@ def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool)
     needed: Counter[str] = Counter()
     for _, container, estimate, _ in ranks:
         needed[container] += estimate.host_bytes
-    for _, container, estimate, available in ranks if check_memory else ():
-        # Each rank needs its device for itself, but all ranks of its container allocate from one host memory.
-        rank = world.global_ranks[estimate.rank]
-        require_fits(replace(estimate, rank=rank, host_bytes=needed[container]), available, sharers[container])
+    if check_memory:
+        for _, container, estimate, available in ranks:
+            # Each rank needs its device for itself, but all ranks of its container allocate from one host memory.
+            rank = world.global_ranks[estimate.rank]
+            needs = replace(estimate, rank=rank, host_bytes=needed[container])
+            require_fits(needs, available, sharers[container])
     return max(sharers.values())
 
 
@@ -99,7 +101,8 @@ def _find_differences(
 ) -> dict[str, tuple[str, str]]:
     """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
     # All ranks take part, but only the two that are compared send anything.
-    values = world.all_gather_object(local if world.rank in (0, mismatched.first) else {})
+    is_compared = world.rank in (0, mismatched.first)
+    values = world.all_gather_object(local if is_compared else {})
     first, other = values[0], values[mismatched.first]
     pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

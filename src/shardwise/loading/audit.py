@@ -69,10 +69,10 @@ def require_equal_buffers(world: World, refs: Sequence[TensorRef]) -> None:
     if world.size == 1:
         return
     buffers = {item.fqn: item.local for item in refs if item.kind is TensorKind.BUFFER}
-    sums = {
-        name: (tuple(tensor.shape), tensor.dtype, value)
-        for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)
-    }
+    values = checksums(list(buffers.values()))
+    sums: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
+    for (name, tensor), value in zip(buffers.items(), values, strict=True):
+        sums[name] = tuple(tensor.shape), tensor.dtype, value
     # One digest of each rank first. Names and checksums are exchanged only if these differ.
     # Sorted, because modules may register buffers in the order of a set.
     if world.all_reduce_object(repr_digest(sorted(sums.items())), world.find_mismatched) is None:

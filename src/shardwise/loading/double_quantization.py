@@ -132,9 +132,10 @@ class _FourBitBases(BaseForm):
         return replace(bindings, matched=matched)
 
     def deferred_names(self, model: nn.Module) -> frozenset[str]:
-        return frozenset(
-            f"{name}.{local}" for name, _ in _find_unquantized(model) for local in (SCALES, NESTED, OFFSET)
-        )
+        names: set[str] = set()
+        for name, _ in _find_unquantized(model):
+            names.update(f"{name}.{local}" for local in (SCALES, NESTED, OFFSET))
+        return frozenset(names)
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
         """Quantize the scales that have been read, and free them. Return the numbers of written elements by name.

@@ -61,14 +61,14 @@ def predict_layout(
         spread, placement = spreader.spread(item)
         spreads[item.fqn] = spread
         tensors.append(tensor_layout(item, find_origin(item), spread.boxes[0], placement))
+    groups: list[GroupLayout] = []
+    for group in (*grouping.blocks, grouping.root):
+        groups.append(GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters)))
     return WorldLayout(
         mesh=mesh,
         first=ModelLayout(tuple(tensors)),
         spreads=spreads,
-        groups=tuple(
-            GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters))
-            for group in (*grouping.blocks, grouping.root)
-        ),
+        groups=tuple(groups),
         whole={fqns[parameter]: reason for parameter, reason in grouping.whole.items()},
     )
 

@@ -250,9 +250,8 @@ def fill_with_norms(
 
 def set_value(item: TensorRef, value: torch.Tensor, staging: StagingBuffer) -> None:
     """Give a buffer that has memory its value."""
-    is_expanded = any(
-        size > 1 and not stride for size, stride in zip(item.local.shape, item.local.stride(), strict=True)
-    )
+    dims = zip(item.local.shape, item.local.stride(), strict=True)
+    is_expanded = any(size > 1 and not stride for size, stride in dims)
     # Elements of an expanded tensor share memory, so that writing into it is an error: it is replaced.
     if is_expanded and item.local.device.type == "cpu":
         item.install(value)

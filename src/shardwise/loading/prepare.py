@@ -280,11 +280,11 @@ def read_targets(
     plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
 ) -> list[ReadItem]:
     """Return the targets of all reads."""
-    boxes = plan.layout.by_name
-    return [
-        ReadItem(name, read.expression, boxes[name].boxes, by_name[name].tensor.dtype, devices[name])
-        for name, read in plan.reads().items()
-    ]
+    items: list[ReadItem] = []
+    for name, read in plan.reads().items():
+        boxes, dtype = plan.layout.by_name[name].boxes, by_name[name].tensor.dtype
+        items.append(ReadItem(name, read.expression, boxes, dtype, devices[name]))
+    return items
 
 
 def tie_declared(model: nn.Module, refs: Sequence[TensorRef], bindings: Bindings) -> None:
@@ -322,12 +322,9 @@ def describe_plan(plan: LoadPlan) -> dict[str, Any]:
         if computes(read.expression):
             computed.append(name)
             continue
-        stored, target = (
-            next(iter_stored_leaves(read.expression)).dtype.label,
-            plan.layout.by_name[name].dtype.label,
-        )
-        if stored != target:
-            cast[name] = (stored, target)
+        stored, target = next(iter_stored_leaves(read.expression)), plan.layout.by_name[name]
+        if stored.dtype.label != target.dtype.label:
+            cast[name] = (stored.dtype.label, target.dtype.label)
     return {
         "tied": {name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
         "initialized": plan.names(Init),

@@ -66,10 +66,10 @@ def _divide_into_shares(
     """Return the boxes that each rank reads, by name. Small tensors are read by one holder, in turn."""
     # Sorted, so that all ranks take turns in one order: modules may register tensors in the order of a set.
     ordered = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
-    return {
-        name: move_plan.shares_by_rank(shared[name], turn, itemsize)
-        for turn, (name, itemsize) in enumerate(ordered)
-    }
+    shares: dict[str, tuple[Boxes, ...]] = {}
+    for turn, (name, itemsize) in enumerate(ordered):
+        shares[name] = move_plan.shares_by_rank(shared[name], turn, itemsize)
+    return shares
 
 
 def exchange_shared(

@@ -218,11 +218,8 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
     modules = merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name)
     adapted = {renamed(f"{module}.weight") for module in modules}
     expressions = stored_tensors(lora.executor.index)
-    ties = {
-        target: origin
-        for target, origin in pretrained.get_declared_ties(built.model).items()
-        if target in built.layout.by_name
-    }
+    declared = pretrained.get_declared_ties(built.model)
+    ties = {target: origin for target, origin in declared.items() if target in built.layout.by_name}
     # With ensure_weight_tying, PEFT keeps the tie whatever the adapter stores.
     separate: set[str] = set()
     for target, origin in ties.items():
@@ -280,18 +277,18 @@ def fuse_single_experts(
     """
     layout = source.layout
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
-    keys = {
-        f"{module}.weight": {key.rpartition(".lora_")[2].partition(".")[0]: key for key in found}
-        for module, found in merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name).items()
-    }
+    keys: dict[str, dict[str, str]] = {}
+    for module, factor_keys in merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name).items():
+        # "... .lora_A.default.weight" is factor "A".
+        keys[f"{module}.weight"] = {key.rpartition(".lora_")[2].partition(".")[0]: key for key in factor_keys}
     # Factors of modules that are no tensors of the checkpoint: single experts of a fused weight.
-    plain = [name for name, found in keys.items() if name not in outputs and found.keys() == {"A", "B"}]
+    plain = [name for name, by_factor in keys.items() if name not in outputs and by_factor.keys() == {"A", "B"}]
     matched = match_former_names(source.built.model, plain, names, source.built.transforms)
     # All pairs of an expert weight become one pair of stacked factors, which is merged into the fused tensor.
     pairs = {}
     for name in matched.former.values():
-        module, found = name.removesuffix(".weight"), keys[name]
-        pairs[name] = LowRankPair(lora.tensors[found["A"]], lora.tensors[found["B"]], lora.config.scaling(module))
+        lora_A, lora_B = lora.tensors[keys[name]["A"]], lora.tensors[keys[name]["B"]]
+        pairs[name] = LowRankPair(lora_A, lora_B, lora.config.scaling(name.removesuffix(".weight")))
     fused = fuse_experts(source.built.model, layout, matched, pairs, what=str(lora.executor.reader.root))
     columns = find_transposed_modules(source.built.model)
     edits: dict[str, merge_plan.Edit] = {}
@@ -315,34 +312,28 @@ def merge_tensors(
     for tensor in source.layout.saved():
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
         if edits and tensor.fqn in source.expressions:
-            base = source.expressions[tensor.fqn]
-            merged = apply_edits(
-                tensor.fqn, base, [_with_unique_keys(edit, joined) for edit in edits], tensor.dtype, changed
-            )
+            base, joined_edits = source.expressions[tensor.fqn], [_with_unique_keys(edit, joined) for edit in edits]
+            merged = apply_edits(tensor.fqn, base, joined_edits, tensor.dtype, changed)
             expressions |= dict.fromkeys(tensor.names, merged)
     # Edits by name are inside of the outputs now. Edits by key are of tensors that only the checkpoint has.
     tensors = offline.substitute_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
-        dtype, base = tensors[key]
-        tensors[key] = (
-            dtype,
-            apply_edits(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed),
-        )
+        (dtype, base), joined_edits = tensors[key], [_with_unique_keys(edit, joined) for edit in edits]
+        tensors[key] = dtype, apply_edits(key, base, joined_edits, dtype, changed)
     return tensors
 
 
 def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
     """Return an edit with keys of leaves that are unique among those of the base."""
 
-    def found(tensor: Expression) -> Expression:
-        return substitute(
-            tensor, {leaf.key: joined[f"{ADAPTER}/{leaf.key}"] for leaf in iter_stored_leaves(tensor)}
-        )
+    def rename(tensor: Expression) -> Expression:
+        leaves = {leaf.key: joined[f"{ADAPTER}/{leaf.key}"] for leaf in iter_stored_leaves(tensor)}
+        return substitute(tensor, leaves)
 
     if isinstance(edit, merge_plan.LowRank):
-        magnitude = None if edit.magnitude is None else found(edit.magnitude)
-        return replace(edit, a=found(edit.a), b=found(edit.b), magnitude=magnitude)
-    return replace(edit, leaf=found(edit.leaf))
+        magnitude = None if edit.magnitude is None else rename(edit.magnitude)
+        return replace(edit, a=rename(edit.a), b=rename(edit.b), magnitude=magnitude)
+    return replace(edit, leaf=rename(edit.leaf))
 
 
 def merge_adapter(

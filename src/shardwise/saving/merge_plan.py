@@ -134,9 +134,9 @@ class MergePlan:
         # All names of one tied tensor. The first one with a replacement passes it on to those that have none.
         for source in dict.fromkeys(ties.values()):
             names = [source, *(target for target, other in ties.items() if other == source)]
-            replacements = {
-                name: [edit for edit in tensors.get(name, ()) if isinstance(edit, Replaced)] for name in names
-            }
+            replacements: dict[str, list[Edit]] = {}
+            for name in names:
+                replacements[name] = [edit for edit in tensors.get(name, ()) if isinstance(edit, Replaced)]
             first = next(filter(None, replacements.values()), [])
             for name in names:
                 if first and not replacements[name]:
@@ -183,13 +183,15 @@ def find_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> di
     With ``save_embedding_layers``, PEFT stores a copied embedding three times: as ``embed_tokens.weight``, which is
     what it loads, and as ``modules_to_save`` and ``original_module`` of its wrapper, which are left out here.
     """
-    whole = [key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))]
-    names = {key: _strip_wrappers(key, adapter_name) for key in whole}
-    return {
-        key: name
-        for key, name in names.items()
-        if _PREFIX + name not in stored or not any(part in key for part in _OF_A_COPY)
-    }
+    names: dict[str, str] = {}
+    for key in stored:
+        if _FACTOR.fullmatch(key.removeprefix(_PREFIX)):
+            continue
+        name = _strip_wrappers(key, adapter_name)
+        is_repeated = _PREFIX + name in stored and any(part in key for part in _OF_A_COPY)
+        if not is_repeated:
+            names[key] = name
+    return names
 
 
 def group_factor_keys(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, list[str]]:
@@ -340,11 +342,9 @@ class _MergePlanner:
         patterns = self.config.target_parameters
         renamed = self.module_in_base(module, patterns)
         names = self.targets.parameters.get(renamed, ()) if renamed is not None else ()
-        return [
-            name
-            for name in names
-            if any(f"{module}.{name}" == item or f".{module}.{name}".endswith(f".{item}") for item in patterns)
-        ]
+        # A pattern is the end of a name, cut at a dot. The leading dots make the whole name such an end.
+        ends = tuple(f".{item}" for item in patterns)
+        return [name for name in names if f".{module}.{name}".endswith(ends)]
 
     def module_in_base(self, module: str, parameters: Sequence[str]) -> str | None:
         """Return the base's name of a module that has parameters of these names."""

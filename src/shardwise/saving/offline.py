@@ -77,14 +77,14 @@ class OfflineModel:
     def revert(self) -> dict[str, Output]:
         """Return the model's tensors in the checkpoint's form, without those that need absent tensors."""
         # An output that needs an absent tensor is left out: the checkpoint does not have it in the first place.
-        outputs = revert(self.built.model, self.layout)
         names = {name for tensor in self.layout.saved() for name in tensor.names}
         absent = names - self.by_every_name().keys()
-        return {
-            key: output
-            for key, output in outputs.items()
-            if absent.isdisjoint(leaf.key for leaf in iter_stored_leaves(output.expression))
-        }
+
+        def is_complete(output: Output) -> bool:
+            return absent.isdisjoint(leaf.key for leaf in iter_stored_leaves(output.expression))
+
+        outputs = revert(self.built.model, self.layout)
+        return {key: output for key, output in outputs.items() if is_complete(output)}
 
     def by_every_name(self) -> dict[str, Expression]:
         """Return ``expressions`` under all names of each tensor."""

@@ -228,9 +228,8 @@ def read_rename_lists(folder: Path) -> list[Renames]:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
-    return [
-        renames for file in commit_plan.find_journals(names) if (renames := read_list(folder, file)) is not None
-    ]
+    lists = [read_list(folder, file) for file in commit_plan.find_journals(names)]
+    return [renames for renames in lists if renames is not None]
 
 
 @contextmanager

@@ -300,9 +300,8 @@ def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter)
     """
     # One array of all sums and sizes: one meeting of the ranks, however many tensors there are.
     keys, files = list(plan.entries), [file.name for file in plan.files]
-    local = [shard_writer.sums.get(key, 0) for key in keys] + [
-        shard_writer.written_bytes.get(name, 0) for name in files
-    ]
+    local = [shard_writer.sums.get(key, 0) for key in keys]
+    local += [shard_writer.written_bytes.get(name, 0) for name in files]
     # (tensors + files,): the fingerprints are sums modulo 2**64, which uint64 adds up as they are defined.
     unsigned = np.array([value % (1 << 64) for value in local], dtype=np.uint64)
     total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()

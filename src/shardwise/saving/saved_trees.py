@@ -55,10 +55,9 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
     keys = {metadata.levels[path]: ".".join(path) for path in metadata.tensors}
     stored = {item.key: item for item in index.tensors()}
     # Tensors on meta first. Those of one element are read, since they are settings such as step counts.
-    values: dict[Levels, Any] = {
-        levels: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
-        for levels, key in keys.items()
-    }
+    values: dict[Levels, Any] = {}
+    for levels, key in keys.items():
+        values[levels] = torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
     scalars = {levels: key for levels, key in keys.items() if stored[key].numel == 1}
     files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
     values |= zip(scalars, files.whole(list(scalars.values())), strict=True)

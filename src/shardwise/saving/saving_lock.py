@@ -162,14 +162,10 @@ class _LockRecord:
         return has_finished or self.process.has_ended()
 
 
-def _lock_content(save_id: str) -> bytes:
-    return _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
-
-
 def _create_lock(writer: StorageWriter, save_id: str) -> None:
     """Create the lock file, after a stale one has been removed."""
     _take_over(writer)
-    content = _lock_content(save_id)
+    content = _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
     try:
         writer.create(LOCK_FILE, len(content))
     except StorageError as error:

@@ -87,10 +87,10 @@ def _gather_full(
 
     ``targets`` are the ranks that receive the values. The others pass meta as their device.
     """
-    moves = [
-        Move(key, item.expression, dtypes[key].itemsize, full_on_ranks(targets, item.shape, world.size))
-        for key, item in outputs.items()
-    ]
+    moves: list[Move] = []
+    for key, item in outputs.items():
+        target_boxes = full_on_ranks(targets, item.shape, world.size)
+        moves.append(Move(key, item.expression, dtypes[key].itemsize, target_boxes))
     with world.collective("plan the rounds"):
         rounds = plan_rounds([moves], sender.shares, bucket_bytes)
     # Of the kind that the process group's backend moves. The yielded tensors may be on another device.
@@ -221,9 +221,8 @@ def _select_outputs(
                 f"{type(model).__name__}: has PEFT adapters, and the hub has no names for base and adapter "
                 "together. Pass only=MergedAdapter(), only=AdapterOnly(), or names='internal'"
             )
-        return four_bit_files.reshape_for_files(
-            refs, revert(model, layout, internal_names=names == "internal")
-        ), None
+        outputs = revert(model, layout, internal_names=names == "internal")
+        return four_bit_files.reshape_for_files(refs, outputs), None
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
     layout = adapted.layout(four_bit_files.dequantize_layout(layout, refs))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted

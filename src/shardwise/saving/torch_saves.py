@@ -112,7 +112,9 @@ def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: 
     with world.all_gather("write the file") as exchange:
         exchange.local = write_torch_file(saving, names[world.rank], state)
     sizes: list[int] = exchange.result
-    return sizes[world.rank], WrittenFiles(dict(zip(names, sizes, strict=True)) if world.rank == 0 else {})
+    # The first rank commits the files of all.
+    written = dict(zip(names, sizes, strict=True)) if world.rank == 0 else {}
+    return sizes[world.rank], WrittenFiles(written)
 
 
 def write_torch_file(saving: Saving, name: str, state: Any) -> int:
@@ -344,10 +346,9 @@ def write_distributed_folder(
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     # Each rank knows the sizes of all files, which the commit checks.
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
-    files = {
-        data_file(rank, number): plan.nbytes(rank) + sum(rank_sizes.values())
-        for rank, rank_sizes in enumerate(sizes)
-    }
+    files: dict[str, int] = {}
+    for rank, rank_sizes in enumerate(sizes):
+        files[data_file(rank, number)] = plan.nbytes(rank) + sum(rank_sizes.values())
 
     with world.collective("write local files"):
         saving.require()

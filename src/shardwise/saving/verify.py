@@ -61,7 +61,8 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         training = None if adapter is None else find_training_file(reader, adapter)
         config = read_object(reader, _CONFIG_FILE) if adapter is None else {}
         weights_name = opened.file or adapter or config.get("transformers_weights")
-        index = open_checkpoint(reader, weights_name=weights_name, extra_files=[training] if training else [])
+        extra_files = [training] if training else []
+        index = open_checkpoint(reader, weights_name=weights_name, extra_files=extra_files)
         coverage = _Coverage("there is no config.json")
         if adapter is None and _CONFIG_FILE in reader.list():
             coverage = _find_coverage(directory, config)
@@ -169,11 +170,12 @@ def _compare_files(
     best = min(map(files.compare, candidates), key=attrgetter("faults"))
     small_files = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
-    changed = [
-        name if name in present else f"{name} (it is gone)"
-        for name in sorted(small_files)
-        if name not in present or _compute_digest(reader, name) not in {save.beside.get(name) for save in saves}
-    ]
+    changed: list[str] = []
+    for name in sorted(small_files):
+        if name not in present:
+            changed.append(f"{name} (it is gone)")
+        elif _compute_digest(reader, name) not in {save.beside.get(name) for save in saves}:
+            changed.append(name)
     return replace(best, damaged_files=(*broken, *best.damaged_files), changed=tuple(changed))
 
 
@@ -200,11 +202,11 @@ class _FilesAsRead:
     def compare(self, save: RecordedSave) -> ComparedFiles:
         # A record of more files than were opened also has tensors of the others, which are not missed.
         keys = {*self.tensors, *(save.tensors if self.files == dict(save.files) else ())}
-        faults = [
-            f"{file}: its header"
-            for file, digest in self.headers.items()
-            if save.headers and save.headers.get(file) != digest
-        ]
+        faults: list[str] = []
+        if save.headers:  # records of earlier versions have none
+            faults += [
+                f"{file}: its header" for file, digest in self.headers.items() if save.headers.get(file) != digest
+            ]
         if save.beside.get(ADAPTER_CONFIG, self.config) != self.config:
             faults.append(f"{ADAPTER_CONFIG}: edited, or damaged")
         damaged = tuple(sorted(key for key in keys if self.tensors.get(key) != save.tensors.get(key)))
@@ -227,7 +229,8 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
         FormatError: files are damaged or have no recorded checksums. The message names them.
         StorageError: bytes could not be read.
     """
-    index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
+    extra_files = [training] if training else []
+    index = open_checkpoint(reader, weights_name=adapter, extra_files=extra_files)
     comparison = _compare_files(reader, index, [ADAPTER])
     record = fingerprints.fingerprint_file(ADAPTER)
     if comparison.faults:
@@ -270,11 +273,10 @@ def _compute_fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict
     # Blocks of all tensors, in any order: the fingerprint of a tensor is the sum over its blocks.
     sums = dict.fromkeys(index.entries, 0)
     lock = threading.Lock()
-    blocks = [
-        (entry, start, min(start + _VERIFIED_BYTES, entry.stop))
-        for entry in index.entries.values()
-        for start in range(entry.start, entry.stop, _VERIFIED_BYTES)
-    ]
+    blocks: list[tuple[TensorEntry, int, int]] = []
+    for entry in index.entries.values():
+        for start in range(entry.start, entry.stop, _VERIFIED_BYTES):
+            blocks.append((entry, start, min(start + _VERIFIED_BYTES, entry.stop)))
 
     def add(block: tuple[TensorEntry, int, int], memory: bytearray) -> None:
         entry, start, stop = block

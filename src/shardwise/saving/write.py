@@ -273,9 +273,13 @@ class LocalFiles:
         """Write flat bytes from byte ``start`` of a tensor on. Their fingerprint is computed meanwhile."""
         is_on_host = values.device.type == "cpu"
         step = self._writer.policy.request_bytes
-        for chunk in values.split(step if is_on_host else min(step, self._staging.nbytes)):
+        if not is_on_host:
+            step = min(step, self._staging.nbytes)
+        for chunk in values.split(step):
             self._world.check()
-            data = as_memoryview(chunk if is_on_host else self._staging.stage(chunk))
+            if not is_on_host:
+                chunk = self._staging.stage(chunk)
+            data = as_memoryview(chunk)
             with in_background(self.written.add, entry.key, start, data):
                 self._writer.write(entry.file, entry.start + start, [data])
             start += len(data)

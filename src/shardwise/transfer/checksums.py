@@ -49,7 +49,9 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _on_host(tensor: torch.Tensor) -> int:
     total, start = 0, 0
-    for run in _runs(tensor, tensor.nbytes if tensor.is_contiguous() else _CHUNK_BYTES):
+    # Contiguous memory is read in place. Anything else is copied, chunk by chunk.
+    run_bytes = tensor.nbytes if tensor.is_contiguous() else _CHUNK_BYTES
+    for run in _runs(tensor, run_bytes):
         total += fingerprint(as_memoryview(run), start)
         start += run.numel()
     return total

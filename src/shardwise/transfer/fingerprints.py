@@ -60,18 +60,12 @@ def digest(content: bytes) -> str:
 
 def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
     """Serialize the records of saves: during a commit, of both the older save and the new one."""
-    content = {
-        "format": _FORMAT,
-        "saves": [
-            {
-                "files": dict(save.files),
-                "tensors": {key: f"{value:0{_DIGITS}x}" for key, value in save.tensors.items()},
-                "beside": dict(save.beside),
-                "headers": dict(save.headers),
-            }
-            for save in saves
-        ],
-    }
+    records: list[dict[str, object]] = []
+    for save in saves:
+        tensors = {key: f"{value:0{_DIGITS}x}" for key, value in save.tensors.items()}
+        beside, headers = dict(save.beside), dict(save.headers)
+        records.append({"files": dict(save.files), "tensors": tensors, "beside": beside, "headers": headers})
+    content = {"format": _FORMAT, "saves": records}
     return json.dumps({**content, "sha256": digest_json(content)}, indent=1, sort_keys=True).encode() + b"\n"
 
 

@@ -220,7 +220,9 @@ def match_groups(
         if common in positions and (common or not names):
             # Several groups have the same names only if they are empty: they are paired in order.
             candidates = positions[common]
-            source_groups.append(candidates.pop(0) if len(candidates) > 1 else candidates[0])
+            source_groups.append(candidates[0])
+            if len(candidates) > 1:
+                del candidates[0]
         elif common:
             # The parameters are in the state, but grouped in another way: there is no choice of settings.
             others = [position for position, group in enumerate(source) if common & frozenset(group)]

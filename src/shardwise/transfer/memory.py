@@ -131,7 +131,8 @@ def available_memory(device: torch.device) -> Available:
     For an accelerator, this includes memory that torch has reserved and not given to a tensor. For the host: memory
     available without swapping, limited by the control groups of this process.
     """
-    return Available(None if device.type == "cpu" else torch_private.free_memory(device), host_memory())
+    device_bytes = None if device.type == "cpu" else torch_private.free_memory(device)
+    return Available(device_bytes, host_memory())
 
 
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:

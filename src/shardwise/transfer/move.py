@@ -330,10 +330,10 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
         CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
     """
     by_name = {item.name: item for item in items}
-    shares = {
-        item.name: move_plan.shares_by_rank(item.source_boxes, number % world.size, item.dtype.itemsize)
-        for number, item in enumerate(items)
-    }
+    shares: dict[str, tuple[Boxes, ...]] = {}
+    for number, item in enumerate(items):
+        turn = number % world.size  # small tensors are sent by the ranks in turn
+        shares[item.name] = move_plan.shares_by_rank(item.source_boxes, turn, item.dtype.itemsize)
     last: dict[tuple[str, int], torch.Tensor] = {}  # at most one: consecutive pieces are parts of the same share
 
     def get_share(name: str, number: int) -> torch.Tensor:

@@ -232,13 +232,15 @@ class ReadExecutor:
         staged_bytes: int | None = None,
     ) -> tuple[ReadPlan, list[torch.Tensor]]:
         """Return the reads of boxes of expressions, and uninitialized memory for them."""
-        items = [
-            ReadItem("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, device)
-            for expression, box, dtype in boxes
-        ]
+        items: list[ReadItem] = []
+        values: list[torch.Tensor] = []
+        for expression, box, dtype in boxes:
+            whole = LocalBox(box, Strided.contiguous(box.sizes))
+            items.append(ReadItem("", expression, (whole,), dtype, device))
+            values.append(torch.empty(box.sizes, dtype=dtype, device=device))
         start_at = self.world.rank / self.world.size
         plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, start_at, staged_bytes)
-        return plan, [torch.empty(box.sizes, dtype=dtype, device=device) for _, box, dtype in boxes]
+        return plan, values
 
     def count(self, fqn: str, numel: int) -> None:
         """Add to the number of elements of a tensor that have been written."""
@@ -460,9 +462,8 @@ def evaluate(task: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, 
 
 def get_inputs(task: ComputeTask) -> list[ExpressionBox]:
     """Return the boxes that a block is computed from."""
-    return [
-        (source, box, to_torch(source.dtype)) for source, box in zip(task.inputs, task.block.inputs, strict=True)
-    ]
+    inputs = zip(task.inputs, task.block.inputs, strict=True)
+    return [(source, box, to_torch(source.dtype)) for source, box in inputs]
 
 
 def read_identities(

@@ -276,10 +276,11 @@ def agree_on_shares(world: World, held: Sequence[TensorRef]) -> Shares:
             raise ShardingError(
                 f"{few_names(on_meta)} on meta: without values, there is nothing to save. Load the model first"
             )
-        exchange.local = {
-            item.fqn: TensorMetadata.from_ref(item, str(item.tensor.dtype), get_boxes(item.tensor, item.fqn))
-            for item in saved
-        }
+        local: dict[str, TensorMetadata] = {}
+        for item in saved:
+            item_boxes = get_boxes(item.tensor, item.fqn)
+            local[item.fqn] = TensorMetadata.from_ref(item, str(item.tensor.dtype), item_boxes)
+        exchange.local = local
     boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
     return Shares(_shares_by_name(saved, boxes), differing)
 

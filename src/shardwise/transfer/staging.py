@@ -108,9 +108,8 @@ class DeviceStaging:
             # Not target.copy_(source): torch copies strided or cast values from the host through pageable memory,
             # and waits. On the device, the second copy follows the first in the order of the stream.
             if not self._on_device:
-                self._on_device = [
-                    torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in self._pinned
-                ]
+                for _ in self._pinned:
+                    self._on_device.append(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device))
             span = slice(start, start + segment.bytes.nbytes)
             buffer = self._on_device[self._turn]
             buffer[span].copy_(pinned[span], non_blocking=True)
