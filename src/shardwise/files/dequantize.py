@@ -162,6 +162,7 @@ class Dequantize:
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
             factors = table_for(POWERS, DType.F32, scales)[scales.int()]
+        # Checks are tensors that nobody has looked at: on an accelerator, looking waits for the device.
         checks: list[_Check] = [(factors.isfinite().all(), 1, "a scale is NaN or infinite")]
         if self.overall:
             whole = others.pop(0).float()

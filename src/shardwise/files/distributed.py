@@ -145,6 +145,7 @@ def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> 
                 return error
             raise
 
+    # All missing files in one error. Any other failure is raised at once.
     sizes_or_errors = dict(zip(files, checkpoint_index.each(reader, size, files), strict=True))
     missing = [file for file, nbytes in sizes_or_errors.items() if isinstance(nbytes, StorageError)]
     if missing:

@@ -205,6 +205,7 @@ def parse_form(config: Mapping[str, Any]) -> QuantizedForm:
         case "mxfp4":
             return _ScaledForms({_ScaledForm("mxfp4", (32,)): ()})
         case "compressed-tensors":
+            # Several groups may have one form. Their targets are united.
             groups = config.get("config_groups")
             if not isinstance(groups, Mapping) or not groups:
                 raise checkpoint_index.unknown_form("compressed-tensors without config_groups")
@@ -364,6 +365,7 @@ class _EntryMatcher:
             case "mxfp4" if entry.dtype in _BYTES and key.endswith("_blocks"):
                 whole = key.removesuffix("_blocks")
                 return _MatchedEntries(whole, entry, entries.get(f"{whole}_scales"))
+            # Scales may be stored under several names. More than one of them is an error of compose().
             case "float8" | "bytes" if entry.dtype in (_FLOAT8 if self.form.kind == "float8" else (DType.I8,)):
                 names = checkpoint_index.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
                 return _MatchedEntries(key, entry, next((entries[name] for name in names if name in entries), None))

@@ -52,6 +52,8 @@ def predict_layout(
     """
     # Names in the result are FQNs, while a grouping has parameters.
     refs = collect_tensors(model)
+    # The decisions of fully_shard without calling it: which parameters are in which group, and which are in
+    # none.
     grouping = group_parameters(root or model, policy, kept_whole)
     fqns = {item.tensor: item.fqn for item in refs}
     spreader = _Spreader(mesh, set(grouping.whole))

@@ -319,6 +319,7 @@ def describe_plan(plan: LoadPlan) -> dict[str, Any]:
     computed: list[str] = []
     cast: dict[str, tuple[str, str]] = {}
     for name, read in reads.items():
+        # Computed tensors are listed on their own. Of the others, the first leaf has the stored dtype.
         if computes(read.expression):
             computed.append(name)
             continue

@@ -372,6 +372,7 @@ def merge_adapter(
     start = time.perf_counter()
     options = check_keywords("merge_adapter", options, ModelOptions)
     max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
+    # Both from the cache, so that a merge never begins with a download.
     base_path = resolve(base, in_cache, download=False)
     lora_folder = find_adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
     folder, out = base_path if base_path.is_dir() else base_path.parent, Path(out).expanduser()
@@ -379,6 +380,8 @@ def merge_adapter(
     with ExitStack() as stack:
         merge = _plan_edits(base_path, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
+        # The tokenizer of the adapter, if it has one. The config is the base's, with the fields that the merge
+        # changes.
         companions = read_companions(folder, lora_folder)
         companions["config.json"] = merge.config_content(folder, options.get("dtype", "auto"))
         tensors = source.layout.tensors

@@ -314,12 +314,12 @@ def find_uncommitted(folder: Path, save_id: str | None = None) -> list[str]:
     with open_writer(folder) as writer:
         names = writer.list()
     # The second number of a name tells the save. torch's own files have small ones, and are left alone.
-    numbers = {name: int(found[1]) for name in names if (found := _DATA_FILE.fullmatch(name))}
-    own = [name for name, number in numbers.items() if number >= _FIRST_NUMBER]
+    numbers = _save_numbers(names)
+    files = [name for name, number in numbers.items() if number >= _FIRST_NUMBER]
     if save_id is not None:
-        own = [name for name in own if numbers[name] == number_of(save_id)]
-    if not own or METADATA not in names:
-        return own
+        files = [name for name in files if numbers[name] == number_of(save_id)]
+    if not files or METADATA not in names:
+        return files
     try:
         with LocalReader(folder) as reader:
             metadata = read_metadata(reader)
@@ -329,5 +329,11 @@ def find_uncommitted(folder: Path, save_id: str | None = None) -> list[str]:
     places = [place for tensor in metadata.tensors.values() for _, place in tensor.chunks]
     listed = {place.file for place in [*places, *metadata.objects.values()]}
     # The file of a rank that holds nothing is not listed, but belongs to the others of its save.
-    committed = {int(found[1]) for name in listed if (found := _DATA_FILE.fullmatch(name))}
-    return [name for name in own if numbers[name] not in committed]
+    committed = set(_save_numbers(listed).values())
+    return [name for name in files if numbers[name] not in committed]
+
+
+def _save_numbers(names: Collection[str]) -> dict[str, int]:
+    """Return the second number in the name of each data file."""
+    matches = {name: _DATA_FILE.fullmatch(name) for name in names}
+    return {name: int(match[1]) for name, match in matches.items() if match is not None}

@@ -359,9 +359,9 @@ def save(
     """
     model, clock = without_compile(model), Clock()
     with get_world(options, "save") as world:
-        given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
+        arguments: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
         with world.collective("plan the save"):
-            request = _make_request(given, directory, names, dtype, max_shard_size, tokenizer)
+            request = _make_request(arguments, directory, names, dtype, max_shard_size, tokenizer)
         return execute_save(world, request, options, clock, verify=verify)
 
 
@@ -415,8 +415,8 @@ def save_adapter(
     """
     model, clock = without_compile(model), Clock()
     with get_world(options, "save_adapter") as world:
-        given = {"model": model, "verify": verify, "options": options}
+        arguments = {"model": model, "verify": verify, "options": options}
         names = AdapterOnly(adapter)
         with world.collective("plan the save"):
-            request = _make_request(given, directory, names, dtype, sys.maxsize, tokenizer)
+            request = _make_request(arguments, directory, names, dtype, sys.maxsize, tokenizer)
         return execute_save(world, request, options, clock, verify=verify)

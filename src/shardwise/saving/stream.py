@@ -63,12 +63,12 @@ def walk_tensors(
     with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
         # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        held, outputs, sender = _prepare_sender(world, model, names, only, arguments, options)
+        refs, outputs, sender = _prepare_sender(world, model, names, only, arguments, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         device = options.device if world.rank in targets else torch.device("meta")
         # Half a bucket: while one round travels, the caller has the tensors of the round before.
-        tensors = _gather_full(world, outputs, dtypes, sender, targets, held, device, options.bucket_bytes // 2)
+        tensors = _gather_full(world, outputs, dtypes, sender, targets, refs, device, options.bucket_bytes // 2)
         with _report_exit():
             yield from tensors
 
@@ -147,29 +147,29 @@ def _prepare_sender(
 ) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
     with world.collective("collect the state"):
-        held = _collect(model, names, only)
+        refs = _collect(model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     # Only the adapter's tensors are compared and sent.
     fqns: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
-        fqns = selection.broadcast_names_outside(world, model, held, only)
+        fqns = selection.broadcast_names_outside(world, model, refs, only)
         adapter = set(fqns.values())
-        held = [item for item in held if adapter.intersection(item.names)]
-    shares = agree_on_shares(world, held).by_name
-    by_name = {name: item for item in held for name in item.names}
+        refs = [item for item in refs if adapter.intersection(item.names)]
+    shares = agree_on_shares(world, refs).by_name
+    by_name = {name: item for item in refs for name in item.names}
     sender = ShardSender(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
-        layout = build_layout(held)
+        layout = build_layout(refs)
         outputs: Mapping[str, Output] = {
             key: Output.unchanged(key, layout.by_name[name]) for key, name in fqns.items()
         }
     else:
         with world.collective("select outputs"):
-            outputs, adapted = _select_outputs(model, held, names, only)
+            outputs, adapted = _select_outputs(model, refs, names, only)
         if adapted is not None:
-            sender = _make_merging_sender(world, held, sender, adapted, options)
+            sender = _make_merging_sender(world, refs, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
-    return held, outputs, sender
+    return refs, outputs, sender
 
 
 def _make_merging_sender(

@@ -242,6 +242,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
                 f"resharded to {world.size}. Load it on {len(names)} ranks (load_accelerate_model does) and "
                 "save it in another form, or save with use_dcp=True"
             )
+        # Each rank reads the file of its own number. DTensors in it are checked, because unpickling does not.
         file = folder / names[world.rank]
         state = load_plain(file)
         for path, tensor in flatten_values(state):
@@ -263,20 +264,18 @@ _OTHER_TORCH = (
 )
 
 
-def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
+def load_plain(file: Path) -> Any:
     """Return the object in a ``torch.save`` file. Tensors are in host memory, read from the file as they are used.
-
-    ``also`` are functions and classes that are allowed in addition to torch's own.
 
     Raises:
         FormatError: it is no such file, is damaged, or holds more than data.
         StorageError: it could not be read.
     """
     with LocalReader(file.parent) as reader:
+        # Common other files have messages of their own. torch's errors for them say little.
         reject_others(reader, file.name)
     try:
-        with torch.serialization.safe_globals(list(also)):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise StorageError(f"{file}: reading it failed, {error.strerror}") from error
     except Exception as error:  # torch raises errors of many kinds for a damaged or malign file

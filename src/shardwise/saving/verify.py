@@ -231,6 +231,7 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
     """
     extra_files = [training] if training else []
     index = open_checkpoint(reader, weights_name=adapter, extra_files=extra_files)
+    # Before anything of the adapter is used. Only the first faults are listed.
     comparison = _compare_files(reader, index, [ADAPTER])
     record = fingerprints.fingerprint_file(ADAPTER)
     if comparison.faults:
