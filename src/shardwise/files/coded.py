@@ -279,6 +279,7 @@ def _parse_nested(
         -numel(scales.shape) // _NESTED_BLOCK
     ):
         raise FormatError(f"its nested_absmax is {nested_absmax.dtype.label} {nested_absmax.shape}")
+    # In contrast to the 4-bit table, this one is read and used.
     numbers = texts.get(companions.entries[NESTED_MAP].key, b"")
     if companions.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _MAP_BYTES:
         raise FormatError("its nested_quant_map does not have 256 float32 values")

@@ -249,6 +249,8 @@ class _Parser:
 
     def place(self, key: str, info: dict[object, object]) -> ChunkPlace:
         file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
+        # The metadata is untrusted. A name may not leave the folder, and the sum of start and length must fit
+        # 63 bits.
         if not isinstance(file, str):
             self.refuse(f"{shown(key)} has no file")
         if (fault := unsafe_name_reason(file)) is not None:

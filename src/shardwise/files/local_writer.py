@@ -91,6 +91,7 @@ class LocalWriter(storage.StorageWriter):
         folders: Collection[str] | None = None,
         policy: storage.WritePolicy | None = None,
     ) -> None:
+        # Nothing is created here: the root is made with the first file.
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: is a file. Pass a folder to write to")

@@ -163,6 +163,7 @@ def http_store(url: str, options: Mapping[str, Any]) -> Any:
     from obstore.store import HTTPStore
 
     components, options = urlsplit(url), _with_timeouts(options)
+    # The query stays in the URL, as it is sent with every request. User and password must not.
     user, _, host = components.netloc.rpartition("@")
     if not host:
         raise ValueError("it names no server")

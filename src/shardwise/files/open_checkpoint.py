@@ -185,6 +185,7 @@ def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[Checkpo
 
 
 def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
+    # The name decides the format, before the file is opened.
     chosen = next((item for item in _formats() if item.is_named(name)), None)
     if chosen is None:
         *endings, last = itertools.chain.from_iterable(item.endings for item in _formats())

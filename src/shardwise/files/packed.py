@@ -356,6 +356,8 @@ class QuantizeRows:
         Raises:
             BadValues: rows are not finite.
         """
+        # A tensor of torch, from which others of its library and device are made. This module does not import
+        # torch.
         none = cast(values[0].new_empty(0), DType.U8)
         codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
         weights = cast(values[0], self.dtype)

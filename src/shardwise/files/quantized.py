@@ -493,6 +493,7 @@ class _EntryMatcher:
         """
         if self.form.kind != "words":
             return
+        # 9 columns of 4 bits are 36 bits: two words, 8 bytes.
         nbytes = -(-shape[-1] * self.form.bits // _WORD_BITS) * 4
         if (*shape[:-1], nbytes) != values.shape or shape[-1] < 1:
             raise FormatError(

@@ -216,6 +216,7 @@ def local_path(name_or_path: str | os.PathLike[str], options: HubOptions) -> Pat
     Raises:
         StorageError: it is a URL, a path that does not exist, or a subfolder that leads out of the folder.
     """
+    # What looks like a path is one, whether it exists or not. So a typing error is no request to the hub.
     named = os.fspath(name_or_path)
     if is_url(named):
         raise StorageError(f"{shown(without_secrets(named))}: is a URL. Download it, and pass its folder")

@@ -73,6 +73,7 @@ def _iter_batches(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]
     batch: dict[str, Any] = {}
     used = 0
     for name, layer in layers:
+        # A float32 for each code of a scale.
         nbytes = 4 * layer.weight_scales.numel()
         if batch and used + nbytes > _AT_ONCE_BYTES:
             yield batch

@@ -75,6 +75,7 @@ def find_adapter_folder(path: Path, adapter_name: str) -> Path:
     """The folder itself, or that of the adapter of this name in it, where PEFT puts all but the default one."""
     if not path.is_dir():
         raise FormatError(f"{path}: is a file. Pass the folder with {ADAPTER_CONFIG}")
+    # The name becomes a part of a path, so it must not lead anywhere else.
     fault = unsafe_name_reason(adapter_name)
     if fault is not None or "/" in adapter_name:
         raise FormatError(f"{shown(adapter_name)}: is not the name of an adapter. Pass the name it was saved under")

@@ -324,6 +324,7 @@ class _MergePlanner:
 
     def fold(self, name: str, matrices: _Matrices) -> None:
         """Plan the edits for the factors under this PEFT name."""
+        # Factors of a targeted parameter, of too many wrappers, or of the module's own weight.
         module, depth = _unwrap(name)
         parameter = self.parameter(name)
         if parameter is not None:
@@ -448,6 +449,7 @@ class _MergePlanner:
                 )
         elif not self.config.use_dora:
             self.fault("tensors that are not used", f"{shown(vector.key)}: use_dora is not set")
+        # PEFT stores (out,), or for convolutions (1, out, 1, 1).
         elif sorted(vector.shape)[-1:] != [size] or any(other != 1 for other in sorted(vector.shape)[:-1]):
             self.fault("shapes that do not fit", f"{shown(vector.key)}: {vector.shape}, but ({size},) is wanted")
         return vector

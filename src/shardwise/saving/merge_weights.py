@@ -171,6 +171,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     """Open a checkpoint. The last value is True for the state of an optimizer."""
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
+    # Files that a journal lists still have temporary names, so the folder is a mix of two saves.
     if read_rename_lists(folder := journal_folder(checkpoint)):
         raise StorageError(
             f"{folder}: its last save was interrupted between its commit and its renames. Load it with "
@@ -349,6 +350,8 @@ def name_outputs(
 ) -> NamedOutputs:
     """Return the hub's names if the model is known, otherwise those of the checkpoint, with the reason."""
     options = _options(dtype, key_mapping)
+    # Without a config, or with one of an unknown class, there are no names of the hub. With a base, that is an
+    # error.
     config_folder = _config_folder(folder, base)
     if config_folder is None:
         why = f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's"

@@ -154,6 +154,7 @@ def _resolve_ties(built: MetaModel, executor: ReadExecutor, untied: Collection[s
 
 
 def _list_notes(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
+    # Ties of buffers are not worth a line.
     tied = [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]
     kinds = {name: tensor.kind for name, tensor in plan.layout.by_name.items()}
     parameters = [pair for pair in tied if kinds[pair[0]] is TensorKind.PARAMETER]

@@ -97,6 +97,7 @@ def lock_and_clean_up(world: World, folder: str | os.PathLike[str], also: Collec
     """
     with lock_on_first_rank(world, folder) as saving:
         try:
+            # The lock is held: only one save at a time finishes the renames of earlier ones.
             with world.broadcast("complete earlier renames"):
                 if world.rank == 0:
                     clean_up(saving)

@@ -223,6 +223,8 @@ def _select_outputs(
             )
         outputs = revert(model, layout, internal_names=names == "internal")
         return four_bit_files.reshape_for_files(refs, outputs), None
+    # The outputs are those of the base, as if PEFT had never wrapped it. 4-bit weights count as dequantized
+    # ones.
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
     layout = adapted.layout(four_bit_files.dequantize_layout(layout, refs))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted

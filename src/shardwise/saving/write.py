@@ -271,6 +271,8 @@ class LocalFiles:
 
     def _write_values(self, entry: TensorEntry, start: int, values: torch.Tensor) -> None:
         """Write flat bytes from byte ``start`` of a tensor on. Their fingerprint is computed meanwhile."""
+        # Host memory is written from where it is. Values on an accelerator go through pinned memory, piece by
+        # piece.
         is_on_host = values.device.type == "cpu"
         step = self._writer.policy.request_bytes
         if not is_on_host:

@@ -156,6 +156,7 @@ def _find_differing_buffers(
     parameters: dict[str, set[int]] = {}
     buffers: dict[str, set[int]] = {}
     for group, by_rank in sorted(_by_group(gathered).items(), key=lambda item: sorted(item[1])):
+        # All ranks are compared with the lowest one that holds the group.
         first, *others = sorted(by_rank)
         by_name = buffers if group.has_buffers else parameters
         for name in dict.fromkeys(name for sums in by_rank.values() for name in sums):
