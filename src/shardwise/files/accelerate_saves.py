@@ -120,6 +120,8 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
         if numbered:
             return _find_rank_files(place.parent, kind, int(numbered[1] or 0))
         return WholeFile(str(place.parent), place.name)
+    # A folder: of a distributed checkpoint itself, or one that contains models and optimizers in any of the
+    # three forms.
     names = _names_in(place)
     if METADATA in names:
         return Distributed(str(place))
@@ -160,6 +162,7 @@ def _find_rank_files(folder: Path, kind: SavedKind, number: int) -> FilePerRank:
         if rank in by_rank:
             raise FormatError(f"{folder}: {by_rank[rank]} and {name} are both of rank {rank}. Leave one of them")
         by_rank[rank] = name
+    # Ranks in names are untrusted: with files of ranks 0 and 999999999, the first few absent ones are enough.
     absent = [rank for rank in range(min(max(by_rank) + 1, len(by_rank) + 8)) if rank not in by_rank]
     if absent:
         raise FormatError(

@@ -56,6 +56,8 @@ class FormatFaults:
         self.add(kind, str(error))
 
     def raise_if_any(self) -> None:
+        # A fault of the content is a FormatError. If files could not be read, and nothing else is wrong, it is
+        # a StorageError: the same files may be readable later.
         kinds = dict(self.by_kind)
         if self.unread:
             kinds["files that could not be read"] = self.unread
@@ -358,6 +360,7 @@ class CheckpointIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, without headers. Bytes that several tensors share count once."""
+        # Ranges are united, because views of one storage share bytes.
         by_file = defaultdict(list)
         for entry in self.entries.values():
             by_file[entry.file].append(entry.range)
@@ -369,12 +372,12 @@ class CheckpointIndex:
 
     def tensors(self) -> list[StoredTensor]:
         """Return every tensor in the order of the entries, composed ones last."""
+        # Entries that are parts of composed tensors, and extra ones, are not tensors of their own.
         composing = {key for item in self.composed.values() for key in iter_entry_keys(item.composition)}
-        simple = [
-            StoredTensor(key, entry.dtype, entry.shape, (entry,))
-            for key, entry in self.entries.items()
-            if key not in composing and key not in self.extra
-        ]
+        simple: list[StoredTensor] = []
+        for key, entry in self.entries.items():
+            if key not in composing and key not in self.extra:
+                simple.append(StoredTensor(key, entry.dtype, entry.shape, (entry,)))
         composed: list[StoredTensor] = []
         for key, item in self.composed.items():
             entries = tuple(self.entries[name] for name in iter_entry_keys(item.composition))
@@ -387,6 +390,8 @@ def iter_entry_keys(composition: object) -> Iterator[str]:
     match composition:
         case Whole(key) | View(key):
             yield key
+        # Fields of quantized forms may be tuples of compositions. Numbers and strings in them are no
+        # dataclasses, and end here.
         case tuple():
             for inner in composition:
                 yield from iter_entry_keys(inner)
@@ -400,6 +405,7 @@ def without_wrappers(index: CheckpointIndex) -> tuple[CheckpointIndex, list[str]
 
     It is unchanged if two keys would be one. ``module.`` is left out if all keys have it.
     """
+    # `module.` is left out only if all keys have it: a model may have a module of this name.
     tensors = index.tensors()
     keys = {tensor.key: without_wrapper_parts(tensor.key) for tensor in tensors}
     if all(key.startswith(OF_DDP) for key in keys.values()):
@@ -412,6 +418,7 @@ def without_wrappers(index: CheckpointIndex) -> tuple[CheckpointIndex, list[str]
 
 def with_keys(index: CheckpointIndex, keys: Mapping[str, str]) -> CheckpointIndex:
     """Return a checkpoint with other keys, which are given by the present ones of all tensors."""
+    # Entries keep their keys, by which bytes are found. The new names are those of compositions over them.
     tensors = {item.key: Composed(item.dtype, item.shape, Whole(item.key)) for item in index.tensors()}
     return replace(index, composed={keys[key]: index.composed.get(key, item) for key, item in tensors.items()})
 
@@ -425,9 +432,8 @@ def add_prefix(composition: T, prefix: str) -> T:
         case tuple():
             prefixed = tuple(add_prefix(inner, prefix) for inner in composition)
         case _ if is_dataclass(composition) and not isinstance(composition, type):
-            values = {
-                item.name: add_prefix(getattr(composition, item.name), prefix) for item in fields(composition)
-            }
+            names = [item.name for item in fields(composition)]
+            values = {name: add_prefix(getattr(composition, name), prefix) for name in names}
             prefixed = replace(composition, **values)
     return cast(T, prefixed)
 

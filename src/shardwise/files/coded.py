@@ -155,6 +155,7 @@ class _Companions:
     def find(cls, index: CheckpointIndex, key: str) -> Self | None:
         """Return the entries that accompany packed bytes, or None for other entries."""
         for form in Form4:
+            # The key of the JSON has the data type in it, so each type is tried.
             state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
             if state is not None:
                 entries = {end: index.entries[f"{key}{end}"] for end in _ENDS if f"{key}{end}" in index.entries}
@@ -178,9 +179,11 @@ class _PackedFourBits:
         faults = FormatFaults(index.root)
         composed: dict[str, Composed] = {}
         used: set[str] = set()
-        companions_by_key = {
-            key: parts for key in index.entries if (parts := _Companions.find(index, key)) is not None
-        }
+        companions_by_key: dict[str, _Companions] = {}
+        for key in index.entries:
+            companions = _Companions.find(index, key)
+            if companions is not None:
+                companions_by_key[key] = companions
         # All at once, because a remote storage reads them concurrently.
         small = [entry for parts in companions_by_key.values() for entry in parts.small]
         texts = checkpoint_index.contents(reader, small)
@@ -220,6 +223,7 @@ def _compose(values: TensorEntry, companions: _Companions, texts: Mapping[str, b
     Raises:
         FormatError: their companion entries are invalid.
     """
+    # Everything is checked against the shape in the JSON: bytes, maps, number of scales.
     if companions.state.key not in texts:
         raise FormatError(f"its quant_state has {companions.state.nbytes} bytes, {_MAX_STATE_BYTES} is the limit")
     state = checkpoint_index.parse_object(texts[companions.state.key], what="its quant_state")
@@ -232,6 +236,7 @@ def _compose(values: TensorEntry, companions: _Companions, texts: Mapping[str, b
         )
     if values.nbytes != -(-numel(shape) // 2):
         raise FormatError(f"it has {values.nbytes} bytes, and its quant_state the shape {shape}")
+    # Values are looked up by data type. A file with another table of them would be read wrongly.
     numbers = struct.pack(f"<{len(companions.form.codebook)}f", *companions.form.codebook)
     if QUANT_MAP not in companions.entries or texts.get(companions.entries[QUANT_MAP].key) != numbers:
         raise FormatError("its quant_map is missing, or differs from that of bitsandbytes")
@@ -274,6 +279,7 @@ def _parse_nested(
         -numel(scales.shape) // _NESTED_BLOCK
     ):
         raise FormatError(f"its nested_absmax is {nested_absmax.dtype.label} {nested_absmax.shape}")
+    # In contrast to the 4-bit table, this one is read and used.
     numbers = texts.get(companions.entries[NESTED_MAP].key, b"")
     if companions.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _MAP_BYTES:
         raise FormatError("its nested_quant_map does not have 256 float32 values")

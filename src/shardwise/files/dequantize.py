@@ -79,6 +79,7 @@ class Dequantize:
         return (*(1 for _ in self.shape[:-1]), self.code.per_byte)
 
     def _get_scales(self, box: Box) -> Box:
+        # From the block of the first element to that of the last, both included.
         starts = (at // size for at, size in zip(box.offsets, self.unit, strict=True))
         return Box.between(starts, (-(-stop // size) for stop, size in zip(box.stops, self.unit, strict=True)))
 
@@ -93,9 +94,11 @@ class Dequantize:
 
     def _max_elements(self, most_bytes: int) -> int:
         """Return the elements of the largest block within ``most_bytes``, with full rows or within one row."""
+        # The same terms as in _nbytes(), solved for the number of elements.
         per_element = 5  # a stored code and a float32
         if self.unit:
             per_element += -(-self._bytes_per_scale // self.unit[-1])
+        # Below a strip, scratch memory grows with the elements. From a strip on it is constant.
         small = most_bytes // (per_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:
             return small
@@ -132,6 +135,7 @@ class Dequantize:
 
     def _write(self, box: Box, values: Sequence[Any], out: Any, strip_elements: int) -> Sequence[_Check]:
         """Write the values of a box, strip by strip. Return checks of the inputs."""
+        # Strip by strip, so that a strip's values are still in the cache when they are scaled and copied.
         packed, factors, zeros, checks = self._inputs(values)
         # (256, 1), or (256, 2) for two codes in a byte
         table = table_for(_values_by_byte(self.code), DType.F32, packed).view(256, self.code.per_byte)
@@ -150,6 +154,7 @@ class Dequantize:
 
     def _inputs(self, values: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[_Check]]:
         """Return the codes, scales and zero points (float32 or None), and checks."""
+        # In the order of blocks(): codes, scales, the scale of the whole tensor, zero points.
         codes, *others = values
         if not self.unit:
             return codes, None, None, ()
@@ -157,6 +162,7 @@ class Dequantize:
         factors = scales.float()
         if self.has_exponents and not scales.is_floating_point():
             factors = table_for(POWERS, DType.F32, scales)[scales.int()]
+        # Checks are tensors that nobody has looked at: on an accelerator, looking waits for the device.
         checks: list[_Check] = [(factors.isfinite().all(), 1, "a scale is NaN or infinite")]
         if self.overall:
             whole = others.pop(0).float()
@@ -177,6 +183,7 @@ class Dequantize:
 
         Values (3, 8) with scales (3, 2) are returned as (3, 2, 4) and (3, 2, 1), if blocks of 4 columns are whole.
         """
+        # Outer dimensions are repeated. Along the last one, views are broadcast if blocks are whole.
         *outer, last = range(len(box.sizes))
         for dim in outer:
             scales = self._repeat(scales, dim, box)
@@ -261,6 +268,7 @@ def dequantize(
             as many groups as columns.
     """
     shape, unit = tuple(shape), tuple(unit)
+    # Numbers of blocks, the last ones of a dimension possibly smaller. Scales may be stored under any shape.
     counts = tuple(-(-size // step) for size, step in zip(shape, unit, strict=True))
     factors = [reshape(scales, counts)]
     if zeros is not None:
@@ -324,6 +332,7 @@ class GatherRows:
         Raises:
             BadValues: a number is not that of a row.
         """
+        # Indices come from a file, so they are checked before they are used.
         rows, indices = values
         if bool(((indices < 0) | (indices >= self.count)).any()):
             raise BadValues(

@@ -15,6 +15,8 @@ LeafOf: TypeAlias = Callable[[str], Expression]
 
 def dequantize_scaled(coded: Scaled, leaf: LeafOf) -> Expression:
     """Build the expression ``(values - zero points) * scales``."""
+    # Each step is a node over the stored entries: cut off padding, dequantize, cut off the last code,
+    # transpose.
     *outer, columns = coded.shape
     values, per_byte = leaf(coded.values.key), coded.code.per_byte
     nbytes = -(-columns // per_byte)

@@ -73,6 +73,7 @@ def assemble(buffers: Iterable[memoryview], start: int, buffer: memoryview) -> I
     # From byte 5000 on, the first chunk has 3192 bytes, up to byte 8192. All others have the size of the buffer.
     filled, size = 0, -start % BLOCK_BYTES or buffer.nbytes
     for source in buffers:
+        # A buffer may end within a chunk, and a chunk may take several buffers.
         while source.nbytes:
             piece = source[: size - filled]
             buffer[filled : filled + piece.nbytes] = piece

@@ -93,7 +93,9 @@ def _add_chosen(
         StorageError: bytes cannot be read.
     """
     chosen = {path: tensor for path, tensor in metadata.tensors.items() if choice.model_key(path) is not None}
+    # Sizes first: a chunk beyond the end of its file is a fault, whatever the chunk holds.
     index.files.update(_sizes(reader, chosen.values(), f"{shown(folder + METADATA)} in {reader.root}"))
+    # Chunks of one shape have equal pickles, which are parsed once.
     cache: dict[bytes, object] = {}
 
     def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> Chunk:
@@ -128,6 +130,7 @@ def parse_metadata(content: bytes, folder: str, *, what: str) -> DistributedMeta
 
 def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> dict[str, int]:
     """Return the sizes of the chunks' files by name, and check that every chunk ends within its file."""
+    # The last byte that the metadata needs of each file.
     ends: dict[str, int] = {}
     for tensor in tensors:
         for _, place in tensor.chunks:
@@ -142,6 +145,7 @@ def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> 
                 return error
             raise
 
+    # All missing files in one error. Any other failure is raised at once.
     sizes_or_errors = dict(zip(files, checkpoint_index.each(reader, size, files), strict=True))
     missing = [file for file, nbytes in sizes_or_errors.items() if isinstance(nbytes, StorageError)]
     if missing:
@@ -236,6 +240,7 @@ class _Parser:
                 self.refuse(f"{shown(key)} has two places for the chunk at {chunk[1]}")
             places[chunk] = place
         for file, ranges in by_file.items():
+            # Sorted by start, so that any overlap is one between neighbors.
             ranges.sort()
             for (one, first, at), (two, second, also_at) in pairwise(ranges):
                 if two.start < one.stop and (one, at) != (two, also_at):  # otherwise one chunk with two names
@@ -244,6 +249,8 @@ class _Parser:
 
     def place(self, key: str, info: dict[object, object]) -> ChunkPlace:
         file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
+        # The metadata is untrusted. A name may not leave the folder, and the sum of start and length must fit
+        # 63 bits.
         if not isinstance(file, str):
             self.refuse(f"{shown(key)} has no file")
         if (fault := unsafe_name_reason(file)) is not None:
@@ -271,6 +278,8 @@ class _Parser:
             facts = self.fields(chunk, "ChunkStorageMetadata")
             offsets = self.sizes(facts.get("offsets"), f"the offsets of a chunk of {shown(key)}")
             sizes = self.sizes(facts.get("sizes"), f"the sizes of a chunk of {shown(key)}")
+            # The chunk lies in the tensor, and has a place in a file. Whether chunks tile the tensor is checked
+            # later.
             box = Box(offsets, sizes) if len(offsets) == len(sizes) else None
             if box is None or not box.is_within(shape):
                 self.refuse(f"{shown(key)} of shape {shape} has a chunk at {offsets} of sizes {sizes}")
@@ -325,6 +334,8 @@ class _DistributedFolders(CheckpointFormat):
     ) -> FileSelection | None:
         if METADATA in names:
             return FileSelection(LAYOUT, [])
+        # No checkpoint at the top: that of the only folder with a model's name, or else an error that says what
+        # is there.
         complete = join_entries.find_distributed_folders(names)
         models = [name for name in complete if any(fnmatchcase(name, pattern) for pattern in _MODEL_FOLDERS)]
         if len(models) == 1:
@@ -382,6 +393,7 @@ def open_state(
     else:
         metadata = read_metadata(reader) if metadata is None else metadata
         _add_chosen(reader, "", metadata, everything, index, faults)
+        # Files of values that are not tensors have to be removed and compared with the others.
         for place in metadata.objects.values():
             index.files.setdefault(place.file, reader.size(place.file))
     faults.raise_if_any()

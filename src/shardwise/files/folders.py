@@ -23,6 +23,7 @@ def remove_files(writer: LocalWriter, names: Collection[str]) -> None:
         StorageError: a file or folder cannot be removed, or a folder contains other files.
     """
     try:
+        # Files first, then links, then folders from the innermost one on.
         for name in names:
             writer.remove(name)
         # Links are not listed as files. Subfolders come before their parents, which must be empty to be removed.

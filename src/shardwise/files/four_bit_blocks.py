@@ -165,6 +165,8 @@ class _Scratch:
     """Memory for one chunk, and the operations on it, by methods of tensors if numpy's are slow."""
 
     def __init__(self, values: Any, dtype: DType, block: int, form: Form4) -> None:
+        # Allocated once, and reused for each chunk. Several names are views of one memory, used one after the
+        # other.
         count, none = min(CHUNK, values.numel()), values.new_empty(0)
         self.dtype, self.block, self.form = dtype, block, form
         self.magnitudes = (none.int() if dtype is DType.F32 else none.short()).new_empty(count)
@@ -199,6 +201,7 @@ class _Scratch:
 
     def _resolve(self, codes: NDArray[np.uint8], stored: NDArray[Any], factors: NDArray[np.float32]) -> None:
         """Compute ambiguous codes by comparing values with the bounds."""
+        # About one element in a thousand is compared with all bounds.
         bounds, order = bounds_and_order(self.form)
         ambiguous = np.flatnonzero(np.greater_equal(codes, _AMBIGUOUS, out=self.is_ambiguous[: codes.size]))
         for start in range(0, ambiguous.size, _COMPARED):
@@ -232,6 +235,7 @@ def _code_table(form: Form4, none: Any) -> Any:
     """Return the code of each index, or :data:`_AMBIGUOUS`, as uint8. ``none`` is any CPU tensor."""
     if form not in _tables:
         bounds, order = bounds_and_order(form)
+        # An index between those of two bounds determines the code. The index of a bound does not.
         of_bounds = (bounds + np.float32(_SHIFT)).view(np.int32) - _SHIFT_BITS  # the index of each bound
         signed = np.arange(-_INDICES // 2, _INDICES // 2)
         codes = order[np.searchsorted(of_bounds, signed)]
@@ -265,6 +269,7 @@ def dequantize_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out
     """
     _check(out, block, packed, absmax)
     _get_dtype(out)
+    # Flat: no block crosses a row, and chunks are whole blocks.
     keys, scales, flat = packed.detach().view(-1).numpy(), absmax.detach().view(-1).numpy(), out.detach().view(-1)
     numbers = absmax.new_empty(min(CHUNK, flat.numel()))
     products = numbers.numpy()
@@ -398,6 +403,7 @@ def dynamic_codebook() -> tuple[float, ...]:
     """
     values = [np.array([0, 1], np.float32)]
     for power in range(7):
+        # 2**power midpoints of equal parts of [0.1, 1], scaled: 1 for 1e-6, 64 for 1.
         edges = _linspace(np.float32(0.1), np.float32(1), 2**power + 1)
         middles = np.float32(10.0 ** (power - 6)) * ((edges[:-1] + edges[1:]) / np.float32(2))
         values += [middles, -middles]

@@ -77,6 +77,7 @@ def add_tensors(
         key = choice.model_key(tensor.path)
         if key is None:
             continue
+        # Two files, or two paths of one file, may give the same key after the wrapper is left out.
         if key in keys or key in index.entries or key in index.composed:
             faults.add("keys held twice", f"{shown(key)}: at {shown('.'.join(tensor.path))}, and elsewhere")
             continue
@@ -100,10 +101,9 @@ def add_tensor(key: str, tensor: FoundTensor, index: IndexSoFar, faults: FormatF
         if not isinstance(composition, Whole):
             index.composed[key] = Composed(tensor.dtype, tensor.shape, composition)
         return
-    tiles = [
-        (box, _add_view(_chunk_key(key, box), chunk.view, index, faults))
-        for box, chunk in zip(boxes, chunks, strict=True)
-    ]
+    tiles: list[Tile] = []
+    for box, chunk in zip(boxes, chunks, strict=True):
+        tiles.append((box, _add_view(_chunk_key(key, box), chunk.view, index, faults)))
     tree = tiling(tensor.shape, tiles)
     if tree is None:
         faults.add(
@@ -116,6 +116,7 @@ def add_tensor(key: str, tensor: FoundTensor, index: IndexSoFar, faults: FormatF
 
 def _add_view(key: str, view: StoredView, index: IndexSoFar, faults: FormatFaults) -> Whole | View:
     """Add the entry of a view. Return the view of that entry."""
+    # A view of a part of a storage: the storage is an entry of its own, as a flat tensor.
     composition: Whole | View = Whole(key)
     shape = view.shape
     if not view.is_whole:
@@ -135,6 +136,7 @@ def _chunk_key(key: str, box: Box) -> str:
 
 def merge_indexes(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
     """Merge two indexes. Files and keys of the second get names that begin with ``folder`` and a slash."""
+    # Compositions refer to entries by key, so their keys get the prefix, too.
     prefix = f"{folder}/"
     files = {prefix + file: nbytes for file, nbytes in second.files.items()}
     entries, composed = dict(first.entries), dict(first.composed)
@@ -230,6 +232,7 @@ def choose_model(paths: Collection[KeyPath]) -> WrapperChoice | None:
     others: list[KeyPath] = []
     remaining = list(paths)
     while remaining:
+        # One level at a time: leave out optimizers, and enter what is left if it is a single dict.
         depth = len(wrapper)
         inner = {path[depth] for path in remaining if len(path) > depth + 1}
         is_flat = any(len(path) == depth + 1 for path in remaining)
@@ -325,6 +328,7 @@ def _tiling(whole: Box, boxes: list[Tile], cuts: int) -> Composition | None:
         return boxes[0][1] if boxes[0][0] == whole else None
     if cuts == 0:
         return None
+    # Cut along the first dimension that can be cut, and go on within each part. Each level has fewer boxes.
     for dim in range(len(whole.sizes)):
         groups = _cut(whole, dim, boxes)
         if groups is None:
@@ -346,6 +350,7 @@ def _cut(whole: Box, dim: int, boxes: list[Tile]) -> list[tuple[Box, list[Tile]]
 
     Rows 0 to 2, 2 to 4 (two boxes side by side), and 4 to 6 are three groups of one, two and one box.
     """
+    # `stop` is the farthest end so far. A box that begins there starts a new group, one beyond it leaves a gap.
     ordered = sorted(boxes, key=lambda item: item[0].offsets[dim])
     groups: list[tuple[Box, list[Tile]]] = []
     start = stop = whole.offsets[dim]
@@ -409,8 +414,7 @@ def _siblings(reader: StorageReader) -> list[str]:
         return []
     root = Path(reader.root).absolute()
     try:
-        return sorted(
-            str(place) for place in root.parent.iterdir() if place != root and (place / METADATA).is_file()
-        )
+        others = [place for place in root.parent.iterdir() if place != root]
+        return sorted(str(place) for place in others if (place / METADATA).is_file())
     except OSError:
         return []

@@ -105,6 +105,8 @@ class LocalReader(StorageReader):
         A file that is rewritten in place with the same size within the resolution of the file system's clock (some
         milliseconds) is not detected.
         """
+        # A file that was replaced by a rename has another inode than the descriptor, whose bytes are still the
+        # old ones.
         opened, named = self._stat(file)
         if opened is None or os.path.samestat(opened, named):
             return self._state(named)
@@ -121,6 +123,7 @@ class LocalReader(StorageReader):
         position, stop = start, start + nbytes
         first = 0
         opened = self._get_open_file(file)
+        # A call may read less than was asked for, and takes a limited number of buffers.
         while first < len(pending):
             try:
                 count = os.preadv(opened.descriptor, one_call(pending, first), position)
@@ -214,6 +217,7 @@ CALL_BUFFERS = 1024
 def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
     """Return the buffers from ``first`` on that fit in one system call, the last one possibly cut."""
     batch: list[memoryview] = []
+    # Buffers are cut, not copied: the rest of the last one goes into the next call.
     remaining = CALL_BYTES
     for buffer in buffers[first : first + CALL_BUFFERS]:
         batch.append(buffer[:remaining])
@@ -309,6 +313,7 @@ def open_storage(
     """
     if is_url(name_or_path):
         return _open_url(os.fspath(name_or_path), hub)
+    # A path, or the name of a repository, which is resolved to the folder of its files.
     place = local_path(name_or_path, hub)
     if place is None:
         from shardwise.files.remote import resolve
@@ -325,6 +330,7 @@ def _open_url(url: str, hub: HubOptions) -> OpenStorage:
         raise StorageError(f"{where}: is on this machine. Pass the path without file://")
     if hub.local_files_only:
         raise StorageError(f"{where}: is read over the network, but local_files_only is set. Pass a local folder")
+    # The subfolder goes before the query, which is sent with every file.
     folder, file = split_file(url)
     if file is not None and hub.subfolder:
         raise StorageError(f"{where}: is a file, which has no subfolder. Leave subfolder out")
@@ -362,6 +368,7 @@ def file_system_type(path: str, mountinfo: str) -> str | None:
 
     ``path`` is absolute and free of links. ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)).
     """
+    # The mount point that is the longest prefix of the path counts.
     kind: str | None = None
     depth = -1
     place = PurePosixPath(path)

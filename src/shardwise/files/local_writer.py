@@ -91,6 +91,7 @@ class LocalWriter(storage.StorageWriter):
         folders: Collection[str] | None = None,
         policy: storage.WritePolicy | None = None,
     ) -> None:
+        # Nothing is created here: the root is made with the first file.
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: is a file. Pass a folder to write to")
@@ -163,6 +164,7 @@ class LocalWriter(storage.StorageWriter):
             raise StorageError(f"{shown(file)} in {self._root}: cannot be created with {nbytes} bytes")
         with self._failures(file, f"creating it with {in_bytes(nbytes)}"):
             self._make(os.path.dirname(path))
+            # If no space can be allocated, no file is left.
             opened = _OpenFile(_create(path), nbytes)
             try:
                 _allocate(opened.descriptor, nbytes)
@@ -176,6 +178,7 @@ class LocalWriter(storage.StorageWriter):
             self._files[file] = opened
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        # Three ways: through the page cache, deferred until the sync, or around the page cache.
         pending, nbytes = storage.as_bytes(buffers)
         stop = start + nbytes
         with self._using(file) as opened:
@@ -217,6 +220,7 @@ class LocalWriter(storage.StorageWriter):
                 del self._files[file]
 
     def rename(self, file: str, name: str) -> None:
+        # A name that counts must not refer to bytes that are not durable.
         source, target = self._path(file), self._path(name)
         with self._lock:
             self._require_writable(file)
@@ -231,6 +235,7 @@ class LocalWriter(storage.StorageWriter):
                 _sync_folder(folder)
 
     def replace(self, file: str, content: bytes) -> None:
+        # Readers see the old content or the new one, never a part: write under another name, sync, rename.
         folder, name = os.path.split(self._path(file))
         fresh = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{storage.INCOMPLETE}")
         with self._failures(file, f"writing it with {in_bytes(len(content))}"):
@@ -276,6 +281,7 @@ class LocalWriter(storage.StorageWriter):
             self._require_writable(file)
             opened = self._files.get(file) or self._open(file, path)
             self._files[file] = opened
+            # Counted under the lock, so that a sync knows whether all writes have ended before it.
             opened.users += 1
             opened.writes += 1
         try:
@@ -409,6 +415,7 @@ def _create(path: str) -> int:
 def _allocate(descriptor: int, nbytes: int) -> None:
     """Set the size of an empty file, and allocate its space on the disk if the file system can do so."""
     # Not os.posix_fallocate: where the file system cannot, the C library writes to every block, over a network too.
+    # Repeated after a signal (EINTR). Without fallocate, the size is set, and the disk may turn out full later.
     library = ctypes.CDLL(None, use_errno=True)
     while nbytes and hasattr(library, "fallocate"):
         if library.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
@@ -423,6 +430,7 @@ def _allocate(descriptor: int, nbytes: int) -> None:
 
 def make_folder(path: str) -> None:
     """Create a folder durably, even if a process that created it died before it synced the parent."""
+    # The parent is synced after the new name is in it, on each level, or a crash may lose the folder.
     parent = os.path.dirname(path)
     if not os.path.isdir(path):
         if parent != path:

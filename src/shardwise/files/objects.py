@@ -38,7 +38,8 @@ class FileState:
     @classmethod
     def from_metadata(cls, meta: Mapping[str, Any]) -> FileState:
         """Return the state in a response of obstore: from the ETag, or else the modification time."""
-        return cls(meta["size"], f"ETag {meta['e_tag']}" if meta["e_tag"] else f"changed {meta['last_modified']}")
+        version = f"ETag {meta['e_tag']}" if meta["e_tag"] else f"changed {meta['last_modified']}"
+        return cls(meta["size"], version)
 
     @property
     def identity(self) -> str:
@@ -59,6 +60,7 @@ class Objects:
 
     def __init__(self, url: str, options: Mapping[str, Any], *, doing: str) -> None:
         self.root = without_secrets(url)
+        # Kept to be removed from the texts of errors, and for nothing else.
         self._secrets = url, options
         self._folder = ""
         self._is_http = get_scheme(url) in ("http", "https")
@@ -102,8 +104,9 @@ class Objects:
         Call it within :meth:`failures`.
         """
         # A whole file is requested without a range, which some servers do not support.
-        whole = (start, stop) == (0, expected.nbytes)
-        answer = self.store.get(self.path(file), options=None if whole else {"range": (start, stop)})
+        is_whole = (start, stop) == (0, expected.nbytes)
+        options = None if is_whole else {"range": (start, stop)}
+        answer = self.store.get(self.path(file), options=options)
         if (state := FileState.from_metadata(answer.meta)) != expected:
             raise StorageError(
                 f"{self.label(file)}: the file changed while it was being read ({expected.identity} before, "
@@ -128,6 +131,7 @@ class Objects:
                 f"{self.root}: {doing} needs obstore. Run pip install 'shardwise[remote]'"
             ) from error
         except Exception as error:
+            # The cause is an error of the same kind with the redacted text: a traceback shows no credentials.
             text = redact(str(error).partition("\n\nDebug source")[0], *self._secrets)
             kind, cause, remedy = _find_cause(error, text)
             raise StorageError(f"{self.label(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
@@ -159,6 +163,7 @@ def http_store(url: str, options: Mapping[str, Any]) -> Any:
     from obstore.store import HTTPStore
 
     components, options = urlsplit(url), _with_timeouts(options)
+    # The query stays in the URL, as it is sent with every request. User and password must not.
     user, _, host = components.netloc.rpartition("@")
     if not host:
         raise ValueError("it names no server")
@@ -176,6 +181,7 @@ def _with_timeouts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def fill(buffers: Iterable[memoryview], chunks: Iterable[Any]) -> bool:
     """Copy the chunks into the buffers, one after the other, and return whether the total sizes are equal."""
+    # Sizes of chunks and of buffers are independent: each step copies up to the nearer end of the two.
     targets: Iterator[memoryview] = iter(buffers)
     target = memoryview(b"")
     for chunk in chunks:

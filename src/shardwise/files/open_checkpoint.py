@@ -63,7 +63,8 @@ def open_checkpoint(
     """
     if isinstance(path, StorageReader):
         return _open(path, weights_name, extra_files)
-    opened = open_storage(path if is_url(path) else Path(path))
+    place = path if is_url(path) else Path(path)
+    opened = open_storage(place)
     with opened.reader:
         if opened.file is not None:
             if weights_name is not None:
@@ -83,6 +84,7 @@ def _formats() -> Iterator[CheckpointFormat]:
 
 
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
+    # 1. Choose the files. 2. Read their headers into one index, faults included. 3. Raise all faults at once.
     faults = FormatFaults(reader.root)
     chosen, selection = _select(reader, weights_name, faults)
     extras = [name for name in extra_files if _may_be_read(reader, name)]
@@ -146,6 +148,7 @@ def _select(
     if weights_name is not None:
         return _select_named(reader, weights_name, faults)
     try:
+        # A folder that can be listed: the usual names first, then what formats find among all names.
         names = reader.list()
     except CannotListError:
         return _select_probed(reader, faults)
@@ -182,6 +185,7 @@ def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[Checkpo
 
 
 def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
+    # The name decides the format, before the file is opened.
     chosen = next((item for item in _formats() if item.is_named(name)), None)
     if chosen is None:
         *endings, last = itertools.chain.from_iterable(item.endings for item in _formats())
@@ -255,6 +259,7 @@ def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | 
     Raises:
         ConfigError: several parts have different ones.
     """
+    # A model of several parts may have the config in one of them, or the same one in several.
     sections = [content, *(section for section in content.values() if isinstance(section, Mapping))]
     configs = [section.get("quantization_config") for section in sections]
     quantizations: list[Mapping[str, Any]] = [config for config in configs if isinstance(config, Mapping)]
@@ -272,6 +277,7 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
         ConfigError, FormatError: the quantization is not supported, or tensors do not belong together.
         StorageError: the config cannot be read.
     """
+    # Only a checkpoint with dtypes that codes have can be quantized.
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
         return index  # without opening a file
     config = find_quantization_config(read_object(reader, _CONFIG))

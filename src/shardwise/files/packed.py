@@ -46,6 +46,7 @@ def pack(
     Raises:
         ValueError: the form is MXFP4, and the matrix is stored in another one.
     """
+    # Stored in this very form: the codes and scales are read as they are, without rounding twice.
     stored = find_stored_rows(weights)
     if stored is not None and (stored.form, stored.block_size) == (form, block_size):
         # Scales of MXFP4 are bytes already.
@@ -121,6 +122,7 @@ def find_stored_rows(weights: Expression) -> StoredRows | None:
                 return StoredRows(Code.E2M1, block, *weights.sources)
         return None
     # A movement of elements: codes and scales are moved in the same way, if all sources have one form.
+    # If one source is stored in another form, the whole result is quantized again.
     matrices = [find_stored_rows(source) for source in weights.sources]
     rows_of_sources = [rows for rows in matrices if rows is not None]
     if (
@@ -138,6 +140,7 @@ def find_stored_rows(weights: Expression) -> StoredRows | None:
 
 def _over_rows(node: Expression, sources: Sequence[Expression]) -> Expression | None:
     """Return the same node over rows of another width, or None if it does not keep rows whole."""
+    # A node may move rows, but not cut or join them along the last dimension, where blocks are.
     last = len(node.shape) - 1
     match node:
         case Concat(dim=dim) if dim != last:
@@ -209,9 +212,8 @@ def dequantize_packed_rows(
     # (8, 128) in blocks of 64 is computed as it is, and (8, 96) as (768,), in which blocks cross rows.
     *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
     computed = (*outer, columns)
-    sources = tuple(
-        reshape(source, (*outer, -(-columns // step))) for source, step in ((values, 2), (scales, block_size))
-    )
+    # Two codes in a byte, and one scale for each block.
+    sources = reshape(values, (*outer, -(-columns // 2))), reshape(scales, (*outer, -(-columns // block_size)))
     weights = Computed(DequantizeRows(computed, block_size, form, dtype), _VALUES, computed, dtype, sources)
     return reshape(weights, shape)
 
@@ -267,6 +269,7 @@ def find_stored_nested(weights: Expression, form: Form4, block_size: int) -> tup
     """
     if find_quant_type(weights) != (form, block_size):
         return None
+    # The scales may be reshaped between the two levels.
     values, scales = weights.sources
     inner = scales.source if isinstance(scales, Reshape) else scales
     operation = inner.operation if isinstance(inner, Computed) else None
@@ -353,6 +356,8 @@ class QuantizeRows:
         Raises:
             BadValues: rows are not finite.
         """
+        # A tensor of torch, from which others of its library and device are made. This module does not import
+        # torch.
         none = cast(values[0].new_empty(0), DType.U8)
         codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
         weights = cast(values[0], self.dtype)
@@ -389,9 +394,10 @@ def _with_width(box: Box, width: int) -> Box:
 def _describe_rows(rows: Sequence[int], box: Box) -> str:
     """Name rows of a box, numbered over all outer dimensions, by their indices in the whole weight."""
     places = np.stack(np.unravel_index(rows, box.sizes[:-1]), axis=1) + np.array(box.offsets[:-1])
-    shown = ", ".join(
-        str(place[0]) if len(place) == 1 else str(tuple(place)) for place in places.tolist()[:_ROWS_SHOWN]
-    )
+    names: list[str] = []
+    for place in places.tolist()[:_ROWS_SHOWN]:
+        names.append(str(place[0]) if len(place) == 1 else str(tuple(place)))
+    shown = ", ".join(names)
     more = f" and {len(rows) - _ROWS_SHOWN} more" if len(rows) > _ROWS_SHOWN else ""
     return f"row {shown} has" if len(rows) == 1 else f"rows {shown}{more} have"
 

@@ -76,6 +76,7 @@ class LoraConfig:
 
     def scaling(self, name: str) -> float:
         """Return the factor of ``lora_B @ lora_A`` for this module or parameter."""
+        # r=8, lora_alpha=16: 2, and 16 / sqrt(8) with use_rslora.
         alpha = self.alpha_pattern.get(_pattern_for(self.alpha_pattern, name), self.lora_alpha)
         rank = self.rank(name)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -92,6 +93,8 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
         FormatError: the file is invalid, or has an invalid value.
         ConfigError: an adapter of this kind cannot be merged.
     """
+    # Fields are taken out of `content` as they are checked. What is left at the end must be known to have no
+    # effect.
     content = parse_object(text, what=what)
     kind = content.pop("peft_type", None)
     if kind != "LORA":
@@ -103,6 +106,7 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
             "so that the adapter does not fit the base as it is stored. Save it as a plain LoRA first (PEFT's "
             "save_pretrained with path_initial_model_for_weight_conversion)"
         )
+    # All invalid fields are reported together.
     faults: list[str] = []
     for name, (is_sound, expected) in _FIELDS.items():
         is_default = name not in content or (content[name] is None and name in _OPTIONAL)

@@ -109,6 +109,7 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         key = f"{module}.{name}"
+        # Never imported: the name is only looked up in the table.
         if key not in _GLOBALS:
             raise FormatError(
                 f"it refers to {shown(key)}, which does not belong to a file of tensors and is never run. Save the "
@@ -118,6 +119,7 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         match pid:
+            # torch writes ("storage", type, name, device, number of elements).
             case ("storage", DType() as dtype, str(name), _, int(count)) if 0 <= count < 2**63:
                 return Storage(name, dtype, count * dtype.itemsize)
         raise ValueError("a persistent id does not describe a storage")
@@ -168,6 +170,7 @@ def _rebuild_tensor(
     dtype: object,
     metadata: object = None,
 ) -> PickledTensor:
+    # Arguments are untrusted, and each is checked before it is used in arithmetic.
     if not isinstance(storage, Storage):
         raise ValueError("a tensor has no storage")
     if not isinstance(dtype, DType):

@@ -91,6 +91,7 @@ class _ScaledForms:
         return any(form.kind == "mxfp4" for form in self.targets)
 
     def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        # 1. Leave out what belongs to activations, and view words as bytes.
         activation_keys = {key for key in index.entries if OF_ACTIVATIONS.fullmatch(key)}
         entries = {key: entry for key, entry in index.entries.items() if key not in activation_keys}
         shapes: Mapping[str, tuple[int, ...]] = {}
@@ -99,6 +100,7 @@ class _ScaledForms:
                 if key.endswith(("_packed", f"_{_ZERO_POINT}")):
                     entries[key] = words_as_bytes(entry)
             shapes = _read_stored_shapes(reader, index)
+        # 2. Match each entry with every form, and choose one.
         matchers = [_EntryMatcher(entries, form, shapes) for form in self.targets]
         faults = FormatFaults(index.root)
         composed: dict[str, Composed] = {}
@@ -115,9 +117,8 @@ class _ScaledForms:
             except FormatError as error:
                 faults.add(_FAULTS, str(error))
                 # One fault for a weight: its other companions are not faults of their own.
-                used.update(
-                    f"{matched.key}_{name}" for matched in candidates.values() for name in (_ZERO_POINT, _GROUPS)
-                )
+                for matched in candidates.values():
+                    used |= {f"{matched.key}_{_ZERO_POINT}", f"{matched.key}_{_GROUPS}"}
         # Only now, because companions may be stored before and after their weights.
         for key in entries:
             if key in used:
@@ -151,6 +152,7 @@ class _ScaledForms:
         """
         if len(candidates) < 2:
             return candidates
+        # The targets of the config decide, by the most specific one that names the module.
         key = next(iter(candidates.values())).key
         module = key.removesuffix(".weight")
         closeness = {matcher: _measure_closeness(module, self.targets[matcher.form]) for matcher in candidates}
@@ -178,6 +180,7 @@ def _measure_closeness(module: str, targets: Collection[str]) -> tuple[int, int]
     For the module ``model.layers.0.mlp`` the target ``model.layers.0`` gives (3, 3), ``re:.*mlp`` (2, 0),
     ``Linear`` (1, 0), and names of other modules (0, 0).
     """
+    # By name: the module itself, or the innermost module around it.
     parts = module.split(".")
     for depth in range(len(parts), 0, -1):
         if ".".join(parts[:depth]) in targets:
@@ -202,6 +205,7 @@ def parse_form(config: Mapping[str, Any]) -> QuantizedForm:
         case "mxfp4":
             return _ScaledForms({_ScaledForm("mxfp4", (32,)): ()})
         case "compressed-tensors":
+            # Several groups may have one form. Their targets are united.
             groups = config.get("config_groups")
             if not isinstance(groups, Mapping) or not groups:
                 raise checkpoint_index.unknown_form("compressed-tensors without config_groups")
@@ -230,6 +234,7 @@ _MODELOPT: Final = {
 
 
 def _parse_modelopt(config: Mapping[str, Any]) -> _ScaledForms:
+    # The settings are at the top, or in an object of hf_quant_config.json.
     inner = config.get("quantization")
     settings = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
     layers = settings.get("quantized_layers")
@@ -276,6 +281,8 @@ def _parse_group(group: Any, form: object) -> _ScaledForm:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise checkpoint_index.unknown_form("compressed-tensors without weights")
+    # Settings that change values are read, or refused if they are not known. Those of activations are not
+    # looked at.
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     form = group.get("format") or form
     size = weights.get("group_size")
@@ -292,9 +299,9 @@ def _parse_group(group: Any, form: object) -> _ScaledForm:
         raise checkpoint_index.unknown_form(f"compressed-tensors with {needs[0]} of {shown(repr(kind))}")
     match (kind, bits if type(bits) is int else 0, form):
         case ("float", 8, _):
-            return _ScaledForm(
-                "float8", _parse_block(weights.get("block_structure")) if strategy == "block" else ()
-            )
+            if strategy == "block":
+                return _ScaledForm("float8", _parse_block(weights.get("block_structure")))
+            return _ScaledForm("float8")
         case ("float", 4, "nvfp4-pack-quantized"):
             return _ScaledForm("nvfp4", block or (16,))
         case ("int", 4 | 8 as width, "pack-quantized"):
@@ -358,6 +365,7 @@ class _EntryMatcher:
             case "mxfp4" if entry.dtype in _BYTES and key.endswith("_blocks"):
                 whole = key.removesuffix("_blocks")
                 return _MatchedEntries(whole, entry, entries.get(f"{whole}_scales"))
+            # Scales may be stored under several names. More than one of them is an error of compose().
             case "float8" | "bytes" if entry.dtype in (_FLOAT8 if self.form.kind == "float8" else (DType.I8,)):
                 names = checkpoint_index.companion_names(key, _SCALE_SUFFIXES, _SCALES_OF_WEIGHTS)
                 return _MatchedEntries(key, entry, next((entries[name] for name in names if name in entries), None))
@@ -395,6 +403,8 @@ class _EntryMatcher:
         Raises:
             FormatError: its entries do not match.
         """
+        # First what is stored, each entry alone. Then whether shapes of elements, scales and companions fit
+        # together.
         key, values, scales, overall = matched.key, matched.values, matched.scales, matched.overall
         self._require_elements(key, values)
         if scales is None:
@@ -415,6 +425,7 @@ class _EntryMatcher:
         if overall is not None and numel(overall[0].shape) != 1:
             raise FormatError(f"{shown(overall[0].key)} has the shape {overall[0].shape}, and must be one number")
         self._require_columns(key, values, shape, unit)
+        whole_scale = None if overall is None else (Whole(overall[0].key), overall[1])
         composition = Scaled(
             Whole(values.key),
             Whole(scales.key),
@@ -422,7 +433,7 @@ class _EntryMatcher:
             unit,
             self._select_code(values),
             has_exponents=scales.dtype is DType.U8,
-            overall=None if overall is None else (Whole(overall[0].key), overall[1]),
+            overall=whole_scale,
             swaps=self.form.kind == "mxfp4",
             zeros=self._find_zeros(key, shape, counts),
             groups=self._find_groups(key, shape),
@@ -450,6 +461,7 @@ class _EntryMatcher:
                     f"{shown(entry.key)} has {entry.dtype.label} {entry.shape}, and {shown(key)} needs {counts}"
                 )
             return Zeros(Whole(entry.key))
+        # Eight zero points of 4 bits in a word of 32, or four of 8 bits.
         in_a_word = _WORD_BITS // self.form.bits
         # In contrast to codes, zero points are packed along the rows: (out, groups) are words (out / 8, groups).
         words = (*counts[:-2], -(-shape[-2] // in_a_word), 4 * counts[-1]) if len(shape) > 1 else ()
@@ -481,6 +493,7 @@ class _EntryMatcher:
         """
         if self.form.kind != "words":
             return
+        # 9 columns of 4 bits are 36 bits: two words, 8 bytes.
         nbytes = -(-shape[-1] * self.form.bits // _WORD_BITS) * 4
         if (*shape[:-1], nbytes) != values.shape or shape[-1] < 1:
             raise FormatError(
@@ -545,6 +558,7 @@ def _read_stored_shapes(reader: StorageReader, index: CheckpointIndex) -> dict[s
         key = name.removesuffix("_shape")
         if key != name and f"{key}_packed" in index.entries:
             shape_entries[key] = entry
+    # Checked before they are read: an entry of this name may have any size.
     for entry in shape_entries.values():
         if entry.dtype not in _INTEGERS or len(entry.shape) != 1 or entry.nbytes > _MAX_SHAPE_BYTES:
             raise FormatError(

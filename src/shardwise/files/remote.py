@@ -60,6 +60,8 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles) -> list[s
         named = _content(folder / name).get("weight_map")
         return sorted(available.intersection(map(str, named.values()))) if isinstance(named, dict) else []
 
+    # Choices in the order in which open_checkpoint() looks for files. The first that is not empty is
+    # downloaded.
     safetensors = [name for name in sorted(available) if name.endswith(".safetensors")]
     adapters = [name for name in _ADAPTERS if name in available][:1]
     if isinstance(wanted, AdapterFiles):
@@ -108,7 +110,9 @@ def resolve(
         return place
     repo_id = os.fspath(name_or_path)
     prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
-    listing = _listing(repo_id, options if download else replace(options, local_files_only=True))
+    # Without a listing, from the cache: whatever a download before has left there.
+    listing_options = options if download else replace(options, local_files_only=True)
+    listing = _listing(repo_id, listing_options)
     if listing is None:
         folder = _find_cached(repo_id, options) / prefix
     else:
@@ -118,6 +122,7 @@ def resolve(
         names = [name for name in below if "/" not in name]
         patterns = (*_SMALL, "*.py") if isinstance(wanted, ModelFiles) and wanted.code else _SMALL
         small = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        # Small files first: configs and indexes tell which files of weights are needed.
         folder = _fetch(repo_id, pinned, prefix, small)
         if chosen := weights(names, folder, wanted):
             folder = _fetch(repo_id, pinned, prefix, chosen)
@@ -162,6 +167,8 @@ def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
         if options.local_files_only or constants.HF_HUB_OFFLINE:
             return None
         try:
+            # An invalid name and an unknown revision are errors. After any other failure, a cached copy is used
+            # if there is one.
             info = HfApi(token=options.token).repo_info(repo_id, revision=options.revision, timeout=_HUB_TIMEOUT_S)
         except (HFValidationError, RevisionNotFoundError):
             raise
@@ -226,7 +233,7 @@ def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind = next(found for base in type(error).__mro__ if (found := base.__name__) in _REMEDIES)
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _REMEDIES)
         raise StorageError(
             f"{shown(repo_id)} at revision {options.revision or 'main'}: is not a local directory, and cannot "
             f"be downloaded from the Hugging Face hub ({type(error).__name__}: {' '.join(str(error).split())}). "
@@ -306,6 +313,7 @@ class RemoteReader(StorageReader):
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         flat, nbytes = as_bytes(buffers)
+        # Against the size at the first access: another version since then is an error of fetch().
         stop, state = start + nbytes, self._state(file)
         if not 0 <= start <= stop <= state.nbytes:
             raise ends_early(self.root, file, (start, stop), state.nbytes)

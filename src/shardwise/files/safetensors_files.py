@@ -57,6 +57,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     for entry in header.entries:
         if entry.key not in described:
             continue
+        # One offset for each dimension, checked like the rest of a header, which is untrusted.
         value = described[entry.key]
         offsets = value.get(_OFFSETS) if isinstance(value, dict) else None
         if (
@@ -90,13 +91,14 @@ def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> 
                 f"{shown(key)}: {first.dtype.label} {first.shape} in {shown(first.file)}, and {entry.dtype.label} "
                 f"{entry.shape} in {shown(entry.file)}. The folder mixes two saves: write it again"
             )
+    # Whether the chunks tile this shape is checked by add_tensor().
     ends = [[start + size for start, size in zip(offsets, entry.shape, strict=True)] for offsets, entry in chunks]
-    pieces = tuple(
-        Chunk(offsets, StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape)))
-        for offsets, entry in chunks
-    )
+    pieces: list[Chunk] = []
+    for offsets, entry in chunks:
+        view = StoredView(entry.file, entry.range, entry.dtype, Strided.contiguous(entry.shape))
+        pieces.append(Chunk(offsets, view))
     shape = tuple(map(max, zip(*ends, strict=True)))  # the end of the last chunk in each dimension
-    return FoundTensor((key,), first.dtype, shape, pieces)
+    return FoundTensor((key,), first.dtype, shape, tuple(pieces))
 
 
 _USUAL_INDEX: Final = "model.safetensors.index.json"
@@ -122,6 +124,7 @@ class _SafetensorsFiles(CheckpointFormat):
 
     def find(self, reader: StorageReader, names: Sequence[str], faults: FormatFaults) -> FileSelection | None:
         here = [name for name in names if "/" not in name]
+        # One index decides. Several are ambiguous. Without any, all files of weights are one checkpoint.
         indexes = _without_side_files(name for name in here if name.endswith(_INDEX))
         if len(indexes) > 1:
             raise FormatError(
@@ -134,7 +137,8 @@ class _SafetensorsFiles(CheckpointFormat):
         if not files:
             return None
         _check_numbering(files, faults)
-        return FileSelection("single file" if len(files) == 1 else "several files without an index", files)
+        layout = "single file" if len(files) == 1 else "several files without an index"
+        return FileSelection(layout, files)
 
     def read(
         self,
@@ -243,6 +247,7 @@ def read_header(reader: StorageReader, file: str) -> FileHeader:
 
     Raises :class:`FormatError` for an invalid file, :class:`StorageError` if it cannot be read.
     """
+    # The first 8 bytes are the length of the header, little-endian. The JSON follows, then the data.
     file_nbytes = reader.size(file)
     if file_nbytes < _LENGTH_BYTES:
         what = "is empty" if file_nbytes == 0 else f"has {file_nbytes} bytes"
@@ -265,6 +270,7 @@ def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
     Raises :class:`FormatError` for the first fault. In the result every entry lies in the file, has the size of its
     dtype and shape, and no two overlap.
     """
+    # Again, for callers that have read the header themselves.
     _check_header_length(file, file_nbytes, len(header))
     fields = checkpoint_index.parse_object(header, what=f"{shown(file)}: header")
     data_start = _LENGTH_BYTES + len(header)
@@ -314,6 +320,7 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         value = _shown_value(offsets)
         raise ValueError(f"{name} has the data_offsets {value}, not [start, stop] with 0 <= start <= stop")
+    # Offsets count from the end of the header. Entries have them from the start of the file.
     start, stop = offsets
     described = f"{name} of {dtype.label} {_shown_value(shape)}"
     # Multiplied step by step with a bound: a shape of a million large sizes must not become a huge integer.
@@ -341,6 +348,7 @@ def _are_sizes(values: object) -> TypeGuard[list[int]]:
 
 def _check_tiling(entries: Sequence[TensorEntry], data_start: int, file_nbytes: int) -> None:
     """Check that tensors fill the file after the header without gap or overlap."""
+    # Sorted by start, so each tensor must begin where the one before ends.
     covered, previous = data_start, "the header"
     for entry in entries:
         name = f"tensor {shown(entry.key)}"

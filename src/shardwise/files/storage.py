@@ -154,6 +154,7 @@ def ends_early(root: str, file: str, wanted: tuple[int, int], nbytes: int) -> St
 
 def as_bytes(buffers: Sequence[memoryview]) -> tuple[list[memoryview], int]:
     """Return the non-empty buffers, cast to bytes, and their total size in bytes."""
+    # As bytes, so that a buffer can be cut anywhere. Empty ones would only count for the limit of a call.
     flat = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     return flat, sum(buffer.nbytes for buffer in flat)
 

@@ -26,12 +26,13 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     Raises:
         ConfigError: a tensor is quantized in a format that has no entry in :data:`NODES`.
     """
-    return {
-        item.key: _expression(index, index.composed[item.key].composition)
-        if item.key in index.composed
-        else Stored(item.key, item.shape, item.dtype)
-        for item in index.tensors()
-    }
+    expressions: dict[str, Expression] = {}
+    for item in index.tensors():
+        if item.key in index.composed:
+            expressions[item.key] = _expression(index, index.composed[item.key].composition)
+        else:
+            expressions[item.key] = Stored(item.key, item.shape, item.dtype)
+    return expressions
 
 
 def extra_tensors(index: CheckpointIndex) -> dict[str, Expression]:
@@ -44,6 +45,7 @@ def _expression(index: CheckpointIndex, composition: Composition) -> Expression:
         entry = index.entries[key]
         return Stored(key, entry.shape, entry.dtype)
 
+    # Forms of quantization are not known here. Their nodes are imported when a checkpoint has one.
     match composition:
         case Whole(key):
             return leaf(key)

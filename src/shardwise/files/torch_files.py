@@ -100,6 +100,7 @@ class FileWindow(io.RawIOBase):
         self.start = start
         self.nbytes = stop - start
         self._at = 0
+        # Two reads for most archives: the directory is at the end, the pickle at the beginning.
         ends = [(self.nbytes - _END_READ_BYTES, self.nbytes), (0, _END_READ_BYTES)]
         ranges = [(0, self.nbytes)] if self.nbytes <= _WHOLE_READ_BYTES else ends
         self._cached = [(first, reader.read(file, start + first, start + last)) for first, last in ranges]
@@ -148,6 +149,8 @@ class Archive:
 
         Raises :class:`FormatError` if it does not exist, is compressed or encrypted, or overlaps another.
         """
+        # Three facts must agree: the directory, the local header before the member, and the place of the next
+        # member.
         member = self.members.get(name)
         if member is None:
             self.refuse(f"it has no member {shown(name)}")
@@ -234,6 +237,7 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     _require_archive(window, what)
     archive = TorchArchive(window, what, {})
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
+    # Each storage once. Over a network, the local headers of all are requested concurrently.
     names = list(dict.fromkeys(tensor.storage.name for _, tensor in tensors))
     places = dict(zip(names, each(reader, archive.storage_range, names), strict=True))
     located: list[FoundTensor] = []
@@ -266,6 +270,7 @@ class TorchArchive(Archive):
     def __init__(self, window: FileWindow, what: str, cache: dict[bytes, object]) -> None:
         super().__init__(window, what)
         self._file = window.file
+        # The folder in an archive has any name, that of the file as a rule.
         name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
         if name is None:
             self.refuse("it is a zip archive, but not one of torch.save", remedy="Save the model's state dict")
@@ -287,6 +292,7 @@ class TorchArchive(Archive):
 
     def tensor_view(self, tensor: PickledTensor, place: ByteRange, name: str) -> StoredView:
         """Return a tensor as a view of its own bytes if they are contiguous, otherwise of its storage."""
+        # The storage as the pickle has it must be the member as the archive has it.
         nbytes = tensor.storage.nbytes
         if nbytes != place.nbytes:
             self.refuse(f"{shown(name)}: its storage has {place.nbytes} bytes, not {nbytes}")
@@ -337,6 +343,8 @@ def _walk(
     stack: list[tuple[KeyPath, object]] = [((), value)]
     visited = 0
     while stack:
+        # Without recursion, because the nesting is untrusted. In the order of the dicts, as items are pushed in
+        # reverse.
         path, item = stack.pop()
         visited += 1
         if len(path) > MAX_DEPTH or visited > max_items:

@@ -110,6 +110,7 @@ def split_file(url: str) -> tuple[str, str | None]:
 
     A query stays with the folder because it is sent with every file.
     """
+    # "https://host/a/model.safetensors?sig=1" is ("https://host/a?sig=1", "model.safetensors").
     before, mark, query = url.partition("?")
     folder, _, name = before.rpartition("/")
     if not _CHECKPOINT_FILE.fullmatch(before) or folder.endswith(":/"):
@@ -122,6 +123,7 @@ def without_secrets(url: str) -> str:
     if not is_url(url):
         return url
     components = _parts_of(url)
+    # The path may be needed to find the file. All else may contain secrets.
     host = components.netloc.rpartition("@")[2]
     return f"{components.scheme.lower()}://{host}{components.path}".rstrip("/")
 
@@ -136,6 +138,7 @@ def _parts_of(url: str) -> SplitResult:
 
 def redact(text: str, url: str, options: Mapping[str, object]) -> str:
     """Remove credentials from a foreign text: those of the URL, and the secrets among the options."""
+    # Known secrets first, the longest first, as one may contain another. Then everything that looks like one.
     components = _parts_of(url)
     secrets = {components.query, components.username or "", components.password or "", *_secrets(options)}
     for secret in sorted(secrets, key=len, reverse=True):
@@ -213,6 +216,7 @@ def local_path(name_or_path: str | os.PathLike[str], options: HubOptions) -> Pat
     Raises:
         StorageError: it is a URL, a path that does not exist, or a subfolder that leads out of the folder.
     """
+    # What looks like a path is one, whether it exists or not. So a typing error is no request to the hub.
     named = os.fspath(name_or_path)
     if is_url(named):
         raise StorageError(f"{shown(without_secrets(named))}: is a URL. Download it, and pass its folder")

@@ -37,6 +37,7 @@ def compare_plans(
         RankMismatchError: naming the settings in which configs differ, or the tensors that ranks plan differently.
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
+    # The same text on ranks that one control group limits. The namespace has the machine's boot ID in it.
     container = machine.cgroup_namespace() + machine.read_text(machine.OWN_GROUP)
     local = (plan.digest, repr_digest(settings)), container, estimate, available
     result = world.all_reduce_object(local, partial(_check_plans, world, check_memory=check_memory))
@@ -56,14 +57,17 @@ def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool)
     """Compare plans, and require enough memory. The ranks of a container share its free memory."""
     if mismatched := world.find_mismatched([digests for digests, *_ in ranks]):
         return mismatched
+    # Host memory is added up by container: each rank alone might fit, and all of them together might not.
     sharers = Counter(container for _, container, *_ in ranks)
     needed: Counter[str] = Counter()
     for _, container, estimate, _ in ranks:
         needed[container] += estimate.host_bytes
-    for _, container, estimate, available in ranks if check_memory else ():
-        # Each rank needs its device for itself, but all ranks of its container allocate from one host memory.
-        rank = world.global_ranks[estimate.rank]
-        require_fits(replace(estimate, rank=rank, host_bytes=needed[container]), available, sharers[container])
+    if check_memory:
+        for _, container, estimate, available in ranks:
+            # Each rank needs its device for itself, but all ranks of its container allocate from one host memory.
+            rank = world.global_ranks[estimate.rank]
+            needs = replace(estimate, rank=rank, host_bytes=needed[container])
+            require_fits(needs, available, sharers[container])
     return max(sharers.values())
 
 
@@ -96,7 +100,9 @@ def _find_differences(
     world: World, mismatched: MismatchedRanks, local: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
     """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
-    values = world.all_gather_object(local if world.rank in (0, mismatched.first) else {})
+    # All ranks take part, but only the two that are compared send anything.
+    is_compared = world.rank in (0, mismatched.first)
+    values = world.all_gather_object(local if is_compared else {})
     first, other = values[0], values[mismatched.first]
     pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

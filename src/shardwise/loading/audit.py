@@ -69,11 +69,12 @@ def require_equal_buffers(world: World, refs: Sequence[TensorRef]) -> None:
     if world.size == 1:
         return
     buffers = {item.fqn: item.local for item in refs if item.kind is TensorKind.BUFFER}
-    sums = {
-        name: (tuple(tensor.shape), tensor.dtype, value)
-        for (name, tensor), value in zip(buffers.items(), checksums(list(buffers.values())), strict=True)
-    }
+    values = checksums(list(buffers.values()))
+    sums: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
+    for (name, tensor), value in zip(buffers.items(), values, strict=True):
+        sums[name] = tuple(tensor.shape), tensor.dtype, value
     # One digest of each rank first. Names and checksums are exchanged only if these differ.
+    # Sorted, because modules may register buffers in the order of a set.
     if world.all_reduce_object(repr_digest(sorted(sums.items())), world.find_mismatched) is None:
         return
     with world.broadcast("compare buffers") as exchange:
@@ -81,6 +82,7 @@ def require_equal_buffers(world: World, refs: Sequence[TensorRef]) -> None:
             exchange.local = sums
     first = exchange.result
     differing = [name for name in {**first, **sums} if first.get(name) != sums.get(name)]
+    # Each rank knows only its own differences from the first. All of them raise with the names of all.
     names = sorted(set().union(*world.all_gather_object(differing)))
     if names:
         raise RankMismatchError(
@@ -120,6 +122,7 @@ def are_equal(
     # 1280, 2304, ... on.
     step = max(1, _BLOCK_NUMEL // max(1, numel(first.shape[1:])))
     for start in range(rank * step, rows, size * step):
+        # A tensor without dimensions is one block, which the first rank compares.
         box = Box((), ())
         if first.shape:
             box = Box((start, *[0] * (len(first.shape) - 1)), (min(step, rows - start), *first.shape[1:]))
@@ -157,6 +160,7 @@ def require_one_checkpoint(
     copies = exchange.result
     # By rank, the first rank that reads the same copy: (0, 0, 2, 2) for two machines of two ranks.
     firsts = [copies.index(copy) for copy in copies]
+    # Everyone reads the files of rank 0, so there is nothing to compare.
     if not any(firsts):
         return identities, ()
 
@@ -164,6 +168,7 @@ def require_one_checkpoint(
         # Before the samples are read, so that a later read detects a file that was replaced in between.
         if not identities:
             identities.update(read_identities(reader, files, world.check))
+        # One rank reads for each copy. The others report an empty list.
         exchange.local = []
         if world.rank in firsts:
             exchange.local = [_file_identity(world, reader, index, file) for file in files]
@@ -209,6 +214,7 @@ def content_identity(reader: StorageReader, file: str) -> str:
 def _file_identity(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:
     """Return size, digest of the header, and digest of blocks of the tensors of a file."""
     nbytes, size = index.files[file], reader.size(file)
+    # With another size, the places of the index may be beyond its end.
     if size != nbytes:
         return size, b"", b""
     # The header is all that precedes the first tensor, or follows the last one (archives have it at the end).

@@ -73,6 +73,7 @@ def _iter_batches(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]
     batch: dict[str, Any] = {}
     used = 0
     for name, layer in layers:
+        # A float32 for each code of a scale.
         nbytes = 4 * layer.weight_scales.numel()
         if batch and used + nbytes > _AT_ONCE_BYTES:
             yield batch
@@ -122,6 +123,7 @@ class _FourBitBases(BaseForm):
             local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
             whole: torch.Tensor = local
             if isinstance(codes, DTensor):
+                # The full shape is passed, because shards of unequal rows do not tell it.
                 shape, stride = torch.Size((codes.shape[0], columns)), (columns, 1)
                 whole = DTensor.from_local(
                     local, codes.device_mesh, codes.placements, run_check=False, shape=shape, stride=stride
@@ -131,9 +133,10 @@ class _FourBitBases(BaseForm):
         return replace(bindings, matched=matched)
 
     def deferred_names(self, model: nn.Module) -> frozenset[str]:
-        return frozenset(
-            f"{name}.{local}" for name, _ in _find_unquantized(model) for local in (SCALES, NESTED, OFFSET)
-        )
+        names: set[str] = set()
+        for name, _ in _find_unquantized(model):
+            names.update(f"{name}.{local}" for local in (SCALES, NESTED, OFFSET))
+        return frozenset(names)
 
     def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
         """Quantize the scales that have been read, and free them. Return the numbers of written elements by name.

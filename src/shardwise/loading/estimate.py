@@ -102,6 +102,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     if (optim := options.get("optim", _OPTIM)) not in {name.value for name in OptimizerNames}:
         raise ConfigError(f"optim: {optim} is none of TrainingArguments. Pass adamw_torch, sgd, ...")
     mesh = build_mesh(ranks, options)
+    # A plan downloads nothing, so a model that is not in the cache is an error.
     cached: Any = options
     if not is_url(name_or_path):
         cached = {**options, "hub": replace(options["hub"], local_files_only=True)}
@@ -117,6 +118,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estimate:
     """Forecast a load, and a training, of a checkpoint whose headers have been read."""
     index, reader = opened.source.index, opened.source.reader
+    # The model, as a load would build it: ties, four bits and adapters are settled on meta.
     built = meta_model.build_meta_model(
         opened.directory, opened.config, opened.index, options, options.get("resize_vocab")
     )
@@ -124,6 +126,7 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
     stored_twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in stored_twice)
     sharding = options.get("sharding", Sharding())
+    # The layout on all ranks and the plan of the load, from which all sizes follow.
     param_dtype, reduce_dtype = sharding.mp_policy.param_dtype, sharding.mp_policy.reduce_dtype
     tuned = meta_model.prepare_for_training(built, set(), options, adapters=opened.adapters, casts_to=param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
@@ -137,6 +140,7 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
     )
     if placement.offloads_shards and mesh.ranks == 1 and "tuning" in options:
         raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks")
+    # Sizes of groups, of ranks during the load, and of a training step if one is described.
     groups = estimate_arithmetic.estimate_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
     ranks = estimate_arithmetic.estimate_ranks(plan, world, placement)
     trained = [tensor for tensor in world.first.tensors if estimate_arithmetic.is_trained(tensor)]
@@ -201,6 +205,7 @@ def _training(
 ) -> TrainingEstimate:
     """Forecast a training step: with activations if the batch is given, with the largest batch if the memory is."""
     sharding = options.get("sharding", Sharding())
+    # Without rows and tokens, only parameters, gradients and optimizer states are counted.
     rows, tokens = options.get("per_device_train_batch_size", 0), options.get("max_length", 0)
     bank = options.get("bank")  # whose gradients exist at any time, as with accumulation
     accumulates = options.get("gradient_accumulation_steps", 1) > 1 or bank is not None
@@ -231,6 +236,8 @@ def _head(base: Any, param_dtype: torch.dtype | None, options: PlanOptions) -> H
     if module is None:
         return None
     vocab_size, hidden = module.weight.shape[-2:]
+    # The dtype in which FSDP2 gathers the weight. Autocast may compute in another one, and then copies the
+    # weight.
     gathered = param_dtype or module.weight.dtype
     computed = _autocast(options) or gathered
     return Head(
@@ -252,6 +259,7 @@ def _trace(
         blocks = find_repeated_blocks(tuned.base)
     except ShardingError:  # a model without repeated blocks is traced as a whole
         blocks = []
+    # Blocks are gathered one at a time. What is in the root group, or in none, exists for the whole pass.
     in_root = {*world.groups[-1].parameters, *world.whole}
     try:
         return trace_activations(

@@ -82,6 +82,8 @@ Any other optimizer is counted as AdamW, with two moments. 8-bit and 4-bit state
 
 def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
     """Return the bytes of optimizer states at a position of the mesh, without padding."""
+    # `moments` are tensors in the parameter's dtype, `more` bytes for each element. 2 moments of a bfloat16
+    # parameter are 4 bytes for each element, in float32 they are 8.
     moments, more = _STATES.get(optim, (2, 0))
     if optim.endswith("_8bit") and optim not in _STATES:
         moments, more = (0, 1 + 4 / 256) if optim.startswith(("lion", "paged_lion")) else (0, 2 + 8 / 256)
@@ -183,6 +185,7 @@ class Step:
 
         Traced with 2 and 4 rows as 30 and 50 bytes, activations of 8 rows take 30 + (50 - 30) * (8 / 2 - 1) = 90.
         """
+        # A line through the two traces, at `batch_size` rows and at twice that.
         share = rows / self.batch_size - 1
         sizes = zip(astuple(self.activations), astuple(self.twice), strict=True)
         activations = Activations(*(round(once + (twice - once) * share) for once, twice in sizes))
@@ -223,11 +226,14 @@ def estimate_training(
     root_names = set(world.groups[-1].parameters) | set(world.whole)
     gradients = [padded[tensor.fqn] for tensor in trained]
     weights, update = sum(padded.values()), _step_bytes(step.optim, gradients, placement)
+    # The adapters of the bank take the place of the layout's adapter. Their weights are as large as their
+    # gradients.
     if step.bank is not None:
         weights += sum(step.bank.gradients) - sum(gradients)
         states = [step.bank.optimizer_bytes] * len(states)
         gradients = step.bank.gradients
         update = max(_step_bytes(optim, gradients, placement) for optim, _ in step.bank.adapters)
+    # What does not depend on the number of rows is computed once. Activations and logits are added by phases().
     sizes = _GroupSizes.from_groups(world, groups, placement)
     fixed = _FixedSizes(
         groups=sizes,
@@ -274,6 +280,7 @@ class _GroupSizes:
         cls, world: WorldLayout, groups: Sequence[GroupEstimate], placement: MemoryPlacement
     ) -> _GroupSizes:
         copies = 2 if placement.device == "cpu" else 1  # gloo copies its input
+        # On one rank nothing is gathered: FSDP2 uses the parameters themselves.
         if world.mesh.ranks == 1:
             return cls(0, 0, 0, 0, 0)
         roots = [group for group in groups if "" in group.modules]
@@ -313,6 +320,7 @@ class _FixedSizes:
 
     def largest_batch(self, step: Step, memory_bytes: int) -> int:
         """Return the most rows that fit into memory, by bisection, or 0 if one row does not fit."""
+        # Invariant: `fitting` rows fit, and more than `most` do not.
         fitting, most = 0, _MOST_ROWS
         while fitting < most:
             rows = (fitting + most + 1) // 2
@@ -323,6 +331,8 @@ class _FixedSizes:
     def phases(self, step: Step) -> tuple[PhaseMemory, ...]:
         """Return the candidates for the peak of a step."""
         sizes, activations = self.groups, step.activations
+        # Sharded gradients of blocks exist at the end of a backward pass. With accumulation, all exist from the
+        # start.
         earlier = self.gradients if step.accumulates else 0  # of the micro-batches before
         gathered, ended = sizes.root + sizes.block, max(self.in_blocks, earlier)
         terms: dict[str, dict[str, int]] = {
@@ -364,6 +374,7 @@ def _step_bytes(optim: str, gradients: Sequence[int], placement: MemoryPlacement
     """
     if not gradients or optim.endswith("_fused") or optim == "sgd":
         return 0
+    # Foreach is for accelerators. Elsewhere, and by these optimizers, parameters are updated one at a time.
     if placement.device == "cpu" or placement.offloads_shards or optim.endswith(("_8bit", "_4bit")):
         return 2 * max(gradients)
     return sum(gradients)
@@ -372,6 +383,7 @@ def _step_bytes(optim: str, gradients: Sequence[int], placement: MemoryPlacement
 def _phase_memory(phase: str, terms: Mapping[str, int], placement: MemoryPlacement) -> PhaseMemory:
     if placement.device == "cpu":
         return PhaseMemory(phase, {}, terms)
+    # Without offloading, everything is on the device.
     host = {term: size for term, size in terms.items() if placement.offloads_shards and term in _ON_HOST}
     return PhaseMemory(phase, {term: size for term, size in terms.items() if term not in host}, host)
 

@@ -50,7 +50,10 @@ def predict_layout(
     Raises:
         ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
     """
+    # Names in the result are FQNs, while a grouping has parameters.
     refs = collect_tensors(model)
+    # The decisions of fully_shard without calling it: which parameters are in which group, and which are in
+    # none.
     grouping = group_parameters(root or model, policy, kept_whole)
     fqns = {item.tensor: item.fqn for item in refs}
     spreader = _Spreader(mesh, set(grouping.whole))
@@ -60,14 +63,14 @@ def predict_layout(
         spread, placement = spreader.spread(item)
         spreads[item.fqn] = spread
         tensors.append(tensor_layout(item, find_origin(item), spread.boxes[0], placement))
+    groups: list[GroupLayout] = []
+    for group in (*grouping.blocks, grouping.root):
+        groups.append(GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters)))
     return WorldLayout(
         mesh=mesh,
         first=ModelLayout(tuple(tensors)),
         spreads=spreads,
-        groups=tuple(
-            GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters))
-            for group in (*grouping.blocks, grouping.root)
-        ),
+        groups=tuple(groups),
         whole={fqns[parameter]: reason for parameter, reason in grouping.whole.items()},
     )
 
@@ -85,6 +88,7 @@ class _Spreader:
         tensor = item.tensor
         shape = tuple(tensor.shape)
         key: object = (shape, tuple(tensor.stride()))
+        # 1. Buffers, and parameters that FSDP2 cannot shard: the full tensor at every position.
         if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
             if key not in self.spreads:
                 boxes = local_boxes(tensor, item.fqn)
@@ -95,6 +99,7 @@ class _Spreader:
                 f"{item.fqn}: has shape {shape} and strides {tuple(tensor.stride())}, and fully_shard takes only "
                 "contiguous parameters. Make it contiguous in the model's class"
             )
+        # 2. Sharded along the last axis of the mesh, and replicated along the others (HSDP).
         dim = shard_dim(tensor.shape, self.mesh.shard_size)
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
         key = (shape, dim)

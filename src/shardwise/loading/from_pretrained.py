@@ -67,6 +67,7 @@ def check_call(
     if keywords.get("use_kernels", False):
         kernels.require_hub_kernels(load_weights=load_weights, is_compiled=sharding.compile is not False)
     return {
+        # What may differ between ranks is left out: the path, the device, progress, timeouts.
         "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
         **meta_model.comparable_model_settings(keywords),
         **{f"sharding.{name}": value for name, value in wrap.comparable_settings(sharding).items()},
@@ -187,11 +188,13 @@ def open_model(
     """Read the config and all headers. Readers are closed with ``stack``. Collective: yes."""
     hub = keywords.get("hub", HubOptions())
     files = ModelFiles(code=keywords.get("trust_remote_code", False))
+    # Configs first: they tell the class, and the class which files it needs.
     name = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
     if is_remote:
         directory = stack.enter_context(download_configs(world, name, hub))
     else:
+        # A path, or a repository of which the files that every model needs are downloaded.
         directory = resolve_everywhere(world, name_or_path, hub, files)
     with world.collective("load the config"):
         config = meta_model.load_config(directory, keywords)
@@ -204,6 +207,7 @@ def open_model(
     stack.enter_context(storage.reader)
     weights_name = getattr(config, "transformers_weights", None)
     source = read_index(world, storage, weights_name=weights_name, extra=extra)
+    # The adapters of the tuning join the index and the reader one by one. Names of their files have a prefix.
     adapters: dict[str, Adapter] = {}
     joined = source
     for adapter, folder in keywords.get("tuning", Full()).folders().items():
@@ -243,6 +247,7 @@ def _join_adapter(
         reader=CombinedReader(source.reader, reader, prefix),
         identities={**source.identities, **identities},
     )
+    # The adapter's tensors as leaves of the joined index, under the keys of its own file.
     stored = stored_tensors(joined.index).items()
     tensors = {key.removeprefix(f"{prefix}/"): item for key, item in stored if key.startswith(f"{prefix}/")}
     return joined, Adapter(str(folder), config, tensors)
@@ -258,6 +263,7 @@ def download_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
         if world.rank == 0:
             exchange.local = _read_configs(url, hub)
     contents: dict[str, bytes] = exchange.result
+    # transformers reads configs from a folder. Each process has one of its own.
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         for name, content in contents.items():
             Path(folder, name).write_bytes(content)
@@ -289,6 +295,8 @@ def build_together(
     A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
+        # transformers copies the code into a cache and imports it there. Two processes must not write it at
+        # once.
         first = world.is_first_at(mount_namespace())
         with world.collective("download the model's code"):
             if first:
@@ -320,6 +328,8 @@ def decide_ties(
     """
     if not pairs:
         return set(), 0
+    # Declared ties that are stored under both names are tied only if their values are equal, as in
+    # transformers.
     executor = ReadExecutor(source.reader, source.index, options.budget_bytes, world)
     with world.all_reduce("compare ties", unite_sorted) as exchange:
         exchange.local = meta_model.compare_ties(built, pairs, executor)

@@ -187,6 +187,7 @@ def fill(load: Load, written: dict[str, int], staging: StagingBuffer) -> None:
     ``written`` counts elements by FQN. The elements that are filled here are added to it.
     """
     layout, additions, seed = load.plan.layout, load.request.additions, load.request.options.seed
+    # Tensors that were read need nothing here, except for new rows of a resized one.
     by_name = {name: item for item in load.tensors for name in item.names}
     for item in load.tensors:
         tensor = layout.by_name[item.fqn]
@@ -249,13 +250,13 @@ def fill_with_norms(
 
 def set_value(item: TensorRef, value: torch.Tensor, staging: StagingBuffer) -> None:
     """Give a buffer that has memory its value."""
-    is_expanded = any(
-        size > 1 and not stride for size, stride in zip(item.local.shape, item.local.stride(), strict=True)
-    )
+    dims = zip(item.local.shape, item.local.stride(), strict=True)
+    is_expanded = any(size > 1 and not stride for size, stride in dims)
     # Elements of an expanded tensor share memory, so that writing into it is an error: it is replaced.
     if is_expanded and item.local.device.type == "cpu":
         item.install(value)
         return
+    # It gets memory of its own on the device before its value is copied there.
     if is_expanded:
         item.install(torch.empty(value.shape, dtype=value.dtype, device=item.local.device))
     staging.copy(value, item.local)

@@ -39,6 +39,7 @@ class MemoryPlacement:
         cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
     ) -> MemoryPlacement:
         """Return the placement of a load, counting only the part of the budget that the load uses."""
+        # Reads and computations share the budget, and do not take place at once, so the larger one counts.
         staging = plan_staging(budget_bytes, policy.concurrency, on_device=device != "cpu")
         return cls(device, max(staging.total_bytes, largest_computation(plan)), offloads_shards)
 
@@ -73,6 +74,7 @@ def estimate_rank(
     shared: dict[tuple[tuple[LocalBox, ...], int], Spread] = {}  # one spread for tensors with equal boxes
     spreads: dict[str, Spread] = {}
     for tensor in plan.layout.tensors:
+        # Elements in memory, at least those of the boxes: FSDP2 pads all shards to the size of the first.
         memory = padded.get(tensor.fqn, tensor.local_numel)
         spreads[tensor.fqn] = shared.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
     return LoadSizes(plan, plan.layout.tensors, spreads).at(rank, 0, placement)
@@ -93,6 +95,8 @@ class LoadSizes:
         self.itemsizes: Counter[Spread] = Counter()
         self.read_rates: dict[Spread, float] = {}
         for tensor in tensors:
+            # By spread: a rank's bytes are its elements of a spread times the sum of the item sizes of all
+            # tensors with it.
             spread, itemsize = spreads[tensor.fqn], tensor.dtype.bits // 8
             memory = spread.padded_numel * itemsize
             self.sharded += memory if is_sharded(tensor) else 0
@@ -122,6 +126,8 @@ def bytes_per_element(plan: LoadPlan) -> dict[str, float]:
     for name, read in plan.reads().items():
         expression = read.expression
         if not computes(expression):
+            # A resized tensor reads its stored rows only. Of 100 rows with 80 in the file, 0.8 of an element's
+            # bytes.
             stored = count_stored_rows(expression)
             fraction = 1.0 if stored is None else stored / expression.shape[0]
             rates[name] = next(iter_stored_leaves(expression)).dtype.itemsize * fraction

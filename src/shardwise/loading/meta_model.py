@@ -148,6 +148,7 @@ def normalize_keywords(options: Options) -> Options:
     Raises:
         ConfigError: two of them contradict each other, or one cannot be honored.
     """
+    # None counts as not given, as in the signatures of transformers.
     kwargs: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if "torch_dtype" in kwargs:
         torch_dtype = kwargs.pop("torch_dtype")
@@ -230,6 +231,7 @@ class MetaModel:
         Of all names tied to one source, the first that is stored (the source before its targets) is the other name
         of every pair, as in transformers' ``tie_weights``.
         """
+        # Names by their source, the source first.
         groups: dict[str, list[str]] = {}
         for target, source in pretrained.get_declared_ties(self.model).items():
             groups.setdefault(source, [source]).append(target)
@@ -246,6 +248,7 @@ class MetaModel:
 
     def tie(self, untied: set[str]) -> None:
         """Tie the declared ties, except for ``untied``, on meta."""
+        # Ties are made for the names that the checkpoint does not provide.
         saved = {name for tensor in self.layout.saved() for name in tensor.names}
         stored = set(self.bindings.matched) - self.equal_ties
         pretrained.tie(self.model, saved - stored, untied)
@@ -271,6 +274,7 @@ def load_config(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             raise ConfigError(
                 "config_overrides: changes the checkpoint's config, which config= replaces. Change that config"
             )
+        # A copy: building changes the config, for example its quantization and its implementations.
         config = copy.deepcopy(config)
     else:
         config = build.read_config(
@@ -348,6 +352,7 @@ def bind_checkpoint(
 
     Tensors that its class keeps in another dtype (``_keep_in_fp32_modules``) get this dtype.
     """
+    # Layout of the untied model: each name that is declared tied is a tensor of its own here.
     tensors = collect_tensors(model)
     layout = build_layout(tensors)
     kept_dtype = pretrained.get_kept_dtypes(model, dtype)
@@ -434,6 +439,7 @@ def convert_four_bit_base(
     quantization = options.get("quantization")
     # Popped, so that a save writes it only if the model stays quantized.
     stored: Any = model.config.__dict__.pop("quantization_config", None)
+    # "as_stored" requires a checkpoint in four bits, and keeps what it has in this form.
     keeps_experts = quantization == "as_stored"
     if keeps_experts and is_mxfp4(stored):
         return convert_base_to_four_bits(model, bindings, Mxfp4(), keeps_experts=True, config=stored)
@@ -444,6 +450,7 @@ def convert_four_bit_base(
         )
     if is_mxfp4(stored):
         stored = None  # dequantized by default
+    # The default for linear layers of bitsandbytes is to stay as they are stored.
     is_stored = (quantization is None or keeps_experts) and stored is not None
     if is_stored:
         quantization = from_transformers(stored)

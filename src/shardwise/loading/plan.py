@@ -199,6 +199,7 @@ class _LoadPlanner:
                 self.fills[alias] = Tie(tensor.fqn)
         # After the fills: keys of scales are no faults of their own where a fill has named its codes.
         self.check_unexpected()
+        # In the order of REMEDIES, whatever the order in which they were found.
         if self.faults:
             ordered = {kind: self.faults[kind] for kind in REMEDIES if kind in self.faults}
             head = f"the checkpoint {self.index.root} does not fit the model"
@@ -222,6 +223,7 @@ class _LoadPlanner:
                 keys = ", ".join(_keys(item) for item in stored)
                 self.fault("ambiguous", f"{name}: stored more than once, as {keys}")
             sources += stored[:1]
+        # A shared tensor may be stored under each of its names. One is read, the others are compared with it.
         if not sources:
             return self.fill_missing(tensor)
         for source in sources:
@@ -245,6 +247,7 @@ class _LoadPlanner:
     def fill_missing(self, tensor: TensorLayout) -> Fill:
         if tensor.origin is Origin.TUNING:
             return Init(tensor.origin)
+        # Consent for one of its names is enough. What the class allows to be missing is not reported.
         for name in map(self.base_name, tensor.names):
             if self.rules.allows_missing(name):
                 return self.init(tensor)
@@ -280,6 +283,7 @@ class _LoadPlanner:
         Values that were saved in a narrow dtype without quantization have no scales in the checkpoint, and no
         quantization config.
         """
+        # Integers into integers, such as packed weights: codes are what the model wants.
         if tensor.dtype.kind != "float" and not computes(source):
             return None
         for leaf in iter_stored_leaves(source):
@@ -314,6 +318,7 @@ class _LoadPlanner:
         return f"{source.shape} {source.dtype.label} in {file}" + (f" as {key}" if key else "")
 
     def check_unexpected(self) -> None:
+        # Keys that no tensor has matched, with the names that they were renamed to.
         for key, name in self.bindings.unmatched.items():
             if self.rules.allows_unexpected(name) or self.rules.allows_unexpected(key):
                 self.ignored.append(key)

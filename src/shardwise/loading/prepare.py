@@ -191,6 +191,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     layout = build_layout(tensors, partial(find_origin, initializers, computed))
     rules = get_rules(additions.base or model)
     plan = plan_load(source.index, layout, request.bindings, rules, request.consent, additions.base_names)
+    # Conversions and initializers that exceed the budget are refused here, before anything is read.
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
     device, fsdp_params = memory.compute_device(tensors, options.device), torch_private.fsdp_params(model)
@@ -279,11 +280,11 @@ def read_targets(
     plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
 ) -> list[ReadItem]:
     """Return the targets of all reads."""
-    boxes = plan.layout.by_name
-    return [
-        ReadItem(name, read.expression, boxes[name].boxes, by_name[name].tensor.dtype, devices[name])
-        for name, read in plan.reads().items()
-    ]
+    items: list[ReadItem] = []
+    for name, read in plan.reads().items():
+        boxes, dtype = plan.layout.by_name[name].boxes, by_name[name].tensor.dtype
+        items.append(ReadItem(name, read.expression, boxes, dtype, devices[name]))
+    return items
 
 
 def tie_declared(model: nn.Module, refs: Sequence[TensorRef], bindings: Bindings) -> None:
@@ -295,6 +296,7 @@ def tie_declared(model: nn.Module, refs: Sequence[TensorRef], bindings: Bindings
     by_name = {name: item for item in refs for name in item.names}
     untied: list[tuple[str, str]] = []
     for target, source in pretrained.get_declared_ties(model).items():
+        # Both names exist, are two tensors, and the checkpoint does not store both.
         is_shared = target in by_name and by_name[target] is by_name.get(source)
         are_both_stored = bindings.matched.get(target) and bindings.matched.get(source)
         if target in by_name and source in by_name and not is_shared and not are_both_stored:
@@ -317,15 +319,13 @@ def describe_plan(plan: LoadPlan) -> dict[str, Any]:
     computed: list[str] = []
     cast: dict[str, tuple[str, str]] = {}
     for name, read in reads.items():
+        # Computed tensors are listed on their own. Of the others, the first leaf has the stored dtype.
         if computes(read.expression):
             computed.append(name)
             continue
-        stored, target = (
-            next(iter_stored_leaves(read.expression)).dtype.label,
-            plan.layout.by_name[name].dtype.label,
-        )
-        if stored != target:
-            cast[name] = (stored, target)
+        stored, target = next(iter_stored_leaves(read.expression)), plan.layout.by_name[name]
+        if stored.dtype.label != target.dtype.label:
+            cast[name] = (stored.dtype.label, target.dtype.label)
     return {
         "tied": {name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
         "initialized": plan.names(Init),

@@ -35,6 +35,7 @@ def select_shared(
         # A mesh of a part of the ranks: the others do not know its boxes.
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size:
             continue
+        # Boxes of all ranks, worked out from the placement without communication.
         placement = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         layout = tuple(tensor.shape), placement
         if layout not in boxes_by_layout:
@@ -65,10 +66,10 @@ def _divide_into_shares(
     """Return the boxes that each rank reads, by name. Small tensors are read by one holder, in turn."""
     # Sorted, so that all ranks take turns in one order: modules may register tensors in the order of a set.
     ordered = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
-    return {
-        name: move_plan.shares_by_rank(shared[name], turn, itemsize)
-        for turn, (name, itemsize) in enumerate(ordered)
-    }
+    shares: dict[str, tuple[Boxes, ...]] = {}
+    for turn, (name, itemsize) in enumerate(ordered):
+        shares[name] = move_plan.shares_by_rank(shared[name], turn, itemsize)
+    return shares
 
 
 def exchange_shared(

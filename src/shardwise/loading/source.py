@@ -48,6 +48,7 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
     is_own = not isinstance(checkpoint, StorageReader)
     if isinstance(checkpoint, StorageReader):
+        # The caller has opened this reader on every rank.
         opened = OpenStorage(checkpoint, None)
     else:
         place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub)
@@ -88,6 +89,7 @@ def read_index(
     with ExitStack() as stack:
         if is_own:
             stack.enter_context(reader)
+        # One rank reads the headers of all files, so that a storage is not asked for them by every rank.
         with world.broadcast("read headers") as exchange:
             if world.rank == 0:
                 exchange.local = _read_headers(reader, weights_name=opened.file or weights_name, extra_files=extra)

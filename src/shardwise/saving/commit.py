@@ -122,6 +122,10 @@ def publish(
 def is_committed(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
     """Return True if this save is the committed one, and complete."""
     sizes = writer.sizes()
+    # Complete means: each file has its final name and size, no name is left that would be read instead, and the
+    # small files have this save's content.
+    # Complete means: each file has its final name and size, no name is left that would be read instead, and the
+    # small files have this save's content.
     if any(sizes.get(name) != nbytes for name, nbytes in commit.final_files.items()):
         return False
     if commit.absent_files & sizes.keys():
@@ -142,6 +146,7 @@ def make_file(writer: StorageWriter, name: str, content: bytes) -> None:
 
 def _require_files(writer: StorageWriter, files: Mapping[str, int]) -> None:
     sizes = writer.sizes()
+    # The sizes only: reading the bytes back is the caller's choice (verify=True).
     for name, nbytes in files.items():
         if sizes.get(name) != nbytes:
             change = "is gone" if name not in sizes else f"has {sizes[name]} bytes"
@@ -156,6 +161,7 @@ def _execute(writer: StorageWriter, step: Rename) -> None:
     try:
         writer.rename(step.file, step.name)
     except StorageError as error:
+        # The file is there, so the rename itself has failed. Otherwise its absence is the cause.
         if step.file in writer.list():
             raise
         raise StorageError(
@@ -169,6 +175,7 @@ def _restore_on_error(
     writer: StorageWriter, locked: LockedFolder, commit: commit_plan.Commit, small_files: Mapping[str, bytes]
 ) -> Iterator[None]:
     """If the block fails and this save is not committed, restore the files that it set aside or replaced."""
+    # Read before the first change. None means that there was no such file.
     before = {name: writer.read(name) for name in {**small_files, **commit.final_contents}}
     try:
         yield
@@ -222,6 +229,7 @@ def write_again(writer: StorageWriter, file: str, save_id: str) -> None:
     Raises:
         StorageError: it cannot be read or written, or changes during the copy.
     """
+    # The copy is synced under a temporary name, so that the name always has a complete file.
     folder, slash, name = file.rpartition("/")
     new = f"{folder}{slash}{commit_plan.pending_name(name, save_id)}"
     copy_in(writer, os.path.join(writer.root, file), new)
@@ -236,6 +244,8 @@ def copy_in(writer: StorageWriter, source: str, file: str) -> int:
     """
     try:
         with open(source, "rb") as opened:
+            # The size is fixed here, because space is allocated for it. A file that grows or shrinks is an
+            # error.
             nbytes = os.fstat(opened.fileno()).st_size
             writer.create(file, nbytes)
             position = 0
@@ -297,6 +307,7 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
 def undo_save(writer: StorageWriter, plan: SavePlan, state: CommitState) -> None:
     """Remove the files of this save unless it is committed. The older save is unchanged."""
     with contextlib.suppress(StorageError):
+        # Temporary names of this save are never valid. Its other files are, if the index on disk is its own.
         names = {name for name in writer.list() if commit_plan.is_pending(name) and plan.save_id in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
             names |= {file.name for file in plan.files} - _find_valid_trainings(writer, plan)
@@ -316,6 +327,7 @@ def _find_valid_trainings(writer: StorageWriter, plan: SavePlan) -> frozenset[st
     aside = [name for name in files if name.startswith(plan.stem) and name.endswith(OLDER)]
     try:
         with open_storage(writer.root).reader as reader:
+            # With an adapter under its final name, the ones that were set aside do not count.
             adapters = [plan.single_file] if plan.single_file in files else aside
             return trainings & {get_training_file(read_header(reader, name)) for name in adapters}
     except (FormatError, StorageError):
@@ -382,6 +394,7 @@ def commit_written(
         StorageError: as of :func:`commit_files`.
     """
     root = locked.writer.root
+    # One name is renamed by the commit itself. Several are listed in a journal, and renamed after it.
     renames = Renames(locked.save_id, tuple(written.named), tuple(older))
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
     with LocalWriter(root, folders=folders) as writer:

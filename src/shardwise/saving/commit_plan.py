@@ -124,6 +124,7 @@ def get_folder_state(files: Collection[str], index: bytes | None, single_file: s
             listed = {name for name in values if isinstance(name, str)} & set(files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             listed = set()
+    # As a reader decides: a single file comes before an index.
     weights = {single_file} & set(files) or listed
     return FolderState(frozenset(files), frozenset(weights), frozenset(listed))
 
@@ -138,11 +139,15 @@ def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, b
     """
     files = {file.name: file.nbytes for file in plan.files}
     final_files = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
+    # Three cases. One file without a new config: one rename. One file with a new config: older weights aside,
+    # config, weights. Several files: the index, then an older single file aside.
     removed = tuple(find_obsolete(plan, folder_state))
     aside: list[Rename] = []
     if plan.single_file in folder_state.files and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, aside_name(plan))]
     if plan.index is None:
+        # Between the first step and the last there are no weights, so that no reader pairs a config with the
+        # wrong ones.
         pending = {name: pending_name(name, plan.save_id) for name in bound}
         steps = [*aside, *(Rename(file, name) for name, file in pending.items())]
         steps.append(Rename(plan.files[0].name, plan.single_file))
@@ -171,6 +176,7 @@ def aside_name(plan: SavePlan) -> str:
 def find_obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:
     """Return the files to remove after the commit: those of the older save, and of uncommitted saves."""
     new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
+    # Weights that are valid now, and everything that only a save names. Files of other names are never removed.
     old = {name for name in folder_state.weights if name.endswith(".safetensors")}
     old |= {name for name in folder_state.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
     old |= {plan.index_file} & folder_state.files
@@ -231,6 +237,8 @@ class Renames:
             match = _LIST.fullmatch(file)
             if match is None or save_id != match[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
+            # A list is untrusted. New names must stay inside of the folder. Only names that accelerate gives
+            # are removed.
             if all(map(_is_safe, names)) and all(map(is_accelerate_file, older)):
                 return cls(save_id, tuple(names), tuple(older))
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -239,11 +247,13 @@ class Renames:
 
     def commit(self, written: WrittenFiles) -> Commit:
         """Return the commit of files that have been written."""
+        # Names on disk before the commit, which the sizes are checked for.
         files = {
             **{temporary_name(name, self.save_id): nbytes for name, nbytes in written.named.items()},
             **written.beside,
         }
         if len(self.names) == 1:
+            # No journal: the rename of the only file is the commit.
             [name] = self.names
             return Commit(
                 files,

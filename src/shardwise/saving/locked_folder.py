@@ -29,6 +29,7 @@ class LockedFolder:
     """
 
     def __init__(self, writer: StorageWriter, save_id: str) -> None:
+        # The thread starts once the lock is taken, so that it never renews another save's.
         saving_lock.take_lock(writer, save_id)
         self.writer = writer
         self.save_id = save_id
@@ -72,6 +73,7 @@ class Saving:
 
     def lock(self, stack: ExitStack) -> str:
         """Lock the folder on this rank, and return the id of the save. Its writer is closed with ``stack``."""
+        # The id is chosen by the rank that locks, and sent to the others with the end of the phase.
         self._locked = LockedFolder(stack.enter_context(open_writer(self.folder)), new_save_id())
         return self._locked.save_id
 
@@ -114,6 +116,7 @@ def lock_on_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Sa
     Raises:
         StorageError: another save holds the lock, or the folder is not writable.
     """
+    # All ranks have a Saving. The first one's has the lock, the others learn its id.
     saving = Saving("", fspath(folder), None)
     with ExitStack() as stack:
         try:

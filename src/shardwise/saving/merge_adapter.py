@@ -75,6 +75,7 @@ def find_adapter_folder(path: Path, adapter_name: str) -> Path:
     """The folder itself, or that of the adapter of this name in it, where PEFT puts all but the default one."""
     if not path.is_dir():
         raise FormatError(f"{path}: is a file. Pass the folder with {ADAPTER_CONFIG}")
+    # The name becomes a part of a path, so it must not lead anywhere else.
     fault = unsafe_name_reason(adapter_name)
     if fault is not None or "/" in adapter_name:
         raise FormatError(f"{shown(adapter_name)}: is not the name of an adapter. Pass the name it was saved under")
@@ -108,6 +109,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
 def find_new_vocab_size(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> int | None:
     """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
     by_name, rows, renamed = built.layout.by_name, {}, make_renamer(built)
+    # 1. Tensors of the adapter that have another number of rows than the base's, but are otherwise equal.
     for key, whole_name in merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
         name = renamed(whole_name) or whole_name
         shape, base_shape = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
@@ -119,6 +121,7 @@ def find_new_vocab_size(lora: _AdapterSource, built: MetaModel, adapter_name: st
         ):
             rows[name] = shape[0]
     try:
+        # 2. Of these, the embedding and the head. They have to agree on one number of tokens.
         vocabulary = find_vocabulary_tensors(built.model, collect_tensors(built.model)) if rows else set()
     except ConfigError:
         return None
@@ -133,6 +136,7 @@ def find_class_with_head(lora: _AdapterSource, built: MetaModel, adapter_name: s
     """
     renamed = make_renamer(built)
     names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
+    # The base has a place for each of the adapter's tensors, so it has the head, too.
     if all(renamed(name) is not None for name in names):
         return None
     name = _TASKS.get(lora.config.task_type or "") or lora.config.auto_mapping.get("base_model_class")
@@ -143,6 +147,7 @@ def find_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> dict
     """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
     names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
     ties = pretrained.get_declared_ties(built.model)
+    # A tied tensor is stored under one of its names, so the other ones are not absent.
     stored = {*built.bindings.matched, *ties, *ties.values()}
     absent = {name for tensor in built.layout.saved() for name in tensor.names} - stored
     return {name: key for key, name in names.items() if name in absent}
@@ -150,6 +155,7 @@ def find_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> dict
 
 def find_num_labels(lora: _AdapterSource, built: MetaModel, head: Mapping[str, str]) -> int | None:
     """Return the number of rows of a head, if that is not the number of labels in the config."""
+    # A head of shape (labels, hidden) must differ from the model's in its first dimension only.
     expected = built.model.config.num_labels
     rows = set()
     for name, key in head.items():
@@ -213,16 +219,16 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
     modules = merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name)
     adapted = {renamed(f"{module}.weight") for module in modules}
     expressions = stored_tensors(lora.executor.index)
-    ties = {
-        target: origin
-        for target, origin in pretrained.get_declared_ties(built.model).items()
-        if target in built.layout.by_name
-    }
+    declared = pretrained.get_declared_ties(built.model)
+    ties = {target: origin for target, origin in declared.items() if target in built.layout.by_name}
+    # With ensure_weight_tying, PEFT keeps the tie whatever the adapter stores.
     separate: set[str] = set()
     for target, origin in ties.items():
         stored_names = [name for name in (target, origin) if name in whole]
         if not stored_names or lora.config.ensure_weight_tying:
             continue
+        # Stored under one name: PEFT copies a module of modules_to_save, which then has values of its own.
+        # Stored under both names: the values decide.
         if len(stored_names) == 1:
             is_tied = not lora.config.saves_module(stored_names[0].rpartition(".")[0])
         else:
@@ -230,6 +236,7 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
             is_tied = are_equal(one, other, built.layout.by_name[target].dtype, lora.executor, rank=0, size=1)
         if not is_tied:
             separate.add(target)
+    # No tie is affected, so the config of the base still holds.
     if not separate and adapted.isdisjoint([*ties, *ties.values()]):
         return set(), {}
     return set(ties), {target: origin for target, origin in ties.items() if target not in separate}
@@ -271,16 +278,18 @@ def fuse_single_experts(
     """
     layout = source.layout
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
-    keys = {
-        f"{module}.weight": {key.rpartition(".lora_")[2].partition(".")[0]: key for key in found}
-        for module, found in merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name).items()
-    }
-    plain = [name for name, found in keys.items() if name not in outputs and found.keys() == {"A", "B"}]
+    keys: dict[str, dict[str, str]] = {}
+    for module, factor_keys in merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name).items():
+        # "... .lora_A.default.weight" is factor "A".
+        keys[f"{module}.weight"] = {key.rpartition(".lora_")[2].partition(".")[0]: key for key in factor_keys}
+    # Factors of modules that are no tensors of the checkpoint: single experts of a fused weight.
+    plain = [name for name, by_factor in keys.items() if name not in outputs and by_factor.keys() == {"A", "B"}]
     matched = match_former_names(source.built.model, plain, names, source.built.transforms)
+    # All pairs of an expert weight become one pair of stacked factors, which is merged into the fused tensor.
     pairs = {}
     for name in matched.former.values():
-        module, found = name.removesuffix(".weight"), keys[name]
-        pairs[name] = LowRankPair(lora.tensors[found["A"]], lora.tensors[found["B"]], lora.config.scaling(module))
+        lora_A, lora_B = lora.tensors[keys[name]["A"]], lora.tensors[keys[name]["B"]]
+        pairs[name] = LowRankPair(lora_A, lora_B, lora.config.scaling(name.removesuffix(".weight")))
     fused = fuse_experts(source.built.model, layout, matched, pairs, what=str(lora.executor.reader.root))
     columns = find_transposed_modules(source.built.model)
     edits: dict[str, merge_plan.Edit] = {}
@@ -300,36 +309,32 @@ def merge_tensors(
 ) -> dict[str, tuple[DType, Expression]]:
     """Return the tensors of the output: those of the base, with the edits of the adapter under each name."""
     expressions = source.by_every_name()
+    # A shared tensor may be edited under any of its names. All names get the same result.
     for tensor in source.layout.saved():
         edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
         if edits and tensor.fqn in source.expressions:
-            base = source.expressions[tensor.fqn]
-            merged = apply_edits(
-                tensor.fqn, base, [_with_unique_keys(edit, joined) for edit in edits], tensor.dtype, changed
-            )
+            base, joined_edits = source.expressions[tensor.fqn], [_with_unique_keys(edit, joined) for edit in edits]
+            merged = apply_edits(tensor.fqn, base, joined_edits, tensor.dtype, changed)
             expressions |= dict.fromkeys(tensor.names, merged)
+    # Edits by name are inside of the outputs now. Edits by key are of tensors that only the checkpoint has.
     tensors = offline.substitute_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
-        dtype, base = tensors[key]
-        tensors[key] = (
-            dtype,
-            apply_edits(key, base, [_with_unique_keys(edit, joined) for edit in edits], dtype, changed),
-        )
+        (dtype, base), joined_edits = tensors[key], [_with_unique_keys(edit, joined) for edit in edits]
+        tensors[key] = dtype, apply_edits(key, base, joined_edits, dtype, changed)
     return tensors
 
 
 def _with_unique_keys(edit: merge_plan.Edit, joined: Mapping[str, Expression]) -> merge_plan.Edit:
     """Return an edit with keys of leaves that are unique among those of the base."""
 
-    def found(tensor: Expression) -> Expression:
-        return substitute(
-            tensor, {leaf.key: joined[f"{ADAPTER}/{leaf.key}"] for leaf in iter_stored_leaves(tensor)}
-        )
+    def rename(tensor: Expression) -> Expression:
+        leaves = {leaf.key: joined[f"{ADAPTER}/{leaf.key}"] for leaf in iter_stored_leaves(tensor)}
+        return substitute(tensor, leaves)
 
     if isinstance(edit, merge_plan.LowRank):
-        magnitude = None if edit.magnitude is None else found(edit.magnitude)
-        return replace(edit, a=found(edit.a), b=found(edit.b), magnitude=magnitude)
-    return replace(edit, leaf=found(edit.leaf))
+        magnitude = None if edit.magnitude is None else rename(edit.magnitude)
+        return replace(edit, a=rename(edit.a), b=rename(edit.b), magnitude=magnitude)
+    return replace(edit, leaf=rename(edit.leaf))
 
 
 def merge_adapter(
@@ -368,6 +373,7 @@ def merge_adapter(
     start = time.perf_counter()
     options = check_keywords("merge_adapter", options, ModelOptions)
     max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
+    # Both from the cache, so that a merge never begins with a download.
     base_path = resolve(base, in_cache, download=False)
     lora_folder = find_adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
     folder, out = base_path if base_path.is_dir() else base_path.parent, Path(out).expanduser()
@@ -375,6 +381,8 @@ def merge_adapter(
     with ExitStack() as stack:
         merge = _plan_edits(base_path, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
+        # The tokenizer of the adapter, if it has one. The config is the base's, with the fields that the merge
+        # changes.
         companions = read_companions(folder, lora_folder)
         companions["config.json"] = merge.config_content(folder, options.get("dtype", "auto"))
         tensors = source.layout.tensors
@@ -448,12 +456,15 @@ def _plan_edits(
     base_path: Path, folder: Path, lora_folder: Path, adapter_name: str, options: ModelOptions, stack: ExitStack
 ) -> _PlannedEdits:
     """Open both, read headers and configs, and plan the edits."""
+    # 1. Open the adapter and the base, and build the base's model on meta.
     lora = open_for_merging(lora_folder, stack)
     opened, config = open_storage(base_path), load_config(folder, options)
     reader = stack.enter_context(opened.reader)
     index = offline.read_index(opened, config)
     executor = offline.create_executor(reader, index)
     built = build_meta_model(folder, config, index, options)
+    # 2. Build it again as the adapter was trained: with a head, with its number of labels, with its vocabulary.
+    # Each step needs the model of the step before.
     model_class = None if "model_class" in options else find_class_with_head(lora, built, adapter_name)
     if model_class is not None:
         options = {**options, "model_class": model_class}
@@ -470,6 +481,7 @@ def _plan_edits(
     vocab_size = find_new_vocab_size(lora, built, adapter_name)
     if vocab_size is not None:
         built = build_meta_model(folder, config, index, options, vocab_size)
+    # 3. Bind the base's tensors, after it is known which ties are kept. The head's come from the adapter.
     untied, tied_in_training = find_untied(lora, built, adapter_name)
     source = offline.bind_offline(config, index, built, executor, untied, provided=head)
     joined = merge_indexes(index, lora.executor.index, ADAPTER)
@@ -477,6 +489,8 @@ def _plan_edits(
     source.expressions.update({name: expressions[f"{ADAPTER}/{key}"] for name, key in head.items()})
     pretrained.record_conversions(built.model, built.transforms)
     outputs = source.revert()
+    # 4. Plan the edits. Patterns of the config are checked before any name is matched with them, because a
+    # hostile one may take forever.
     targets, what = find_merge_targets(source, outputs), f"{lora_folder} and {base_path}"
     require_quick_patterns(lora.config.patterns(), merge_plan.find_adapted_names(lora.config, lora.tensors))
     of_experts, used = fuse_single_experts(source, outputs, lora, adapter_name)
@@ -484,6 +498,7 @@ def _plan_edits(
     plan = merge_plan.plan_merge(lora.config, others, targets, adapter_name=adapter_name, what=what)
     plan = plan.with_edits(of_experts).with_tied(tied_in_training)
     require_all_rows(source, plan, what)
+    # 5. One index and one reader of both, over which the outputs are expressions.
     joined_executor = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}
     fields = get_config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))

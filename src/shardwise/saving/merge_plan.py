@@ -131,11 +131,12 @@ class MergePlan:
         a larger vocabulary) replaces all of them.
         """
         tensors = dict(self.tensors)
+        # All names of one tied tensor. The first one with a replacement passes it on to those that have none.
         for source in dict.fromkeys(ties.values()):
             names = [source, *(target for target, other in ties.items() if other == source)]
-            replacements = {
-                name: [edit for edit in tensors.get(name, ()) if isinstance(edit, Replaced)] for name in names
-            }
+            replacements: dict[str, list[Edit]] = {}
+            for name in names:
+                replacements[name] = [edit for edit in tensors.get(name, ()) if isinstance(edit, Replaced)]
             first = next(filter(None, replacements.values()), [])
             for name in names:
                 if first and not replacements[name]:
@@ -168,6 +169,7 @@ def plan_merge(
 
 def find_adapted_names(config: LoraConfig, stored: Mapping[str, Stored]) -> set[str]:
     """Return names of modules with factors, and of their targeted parameters: the config's patterns match these."""
+    # Modules that factors belong to, and their parameters that target_parameters may select.
     factors = [match for key in stored if (match := _FACTOR.fullmatch(key.removeprefix(_PREFIX)))]
     modules = {_unwrap(match["module"])[0] for match in factors}
     targets = [item.rpartition(".") for item in config.target_parameters]
@@ -181,13 +183,15 @@ def find_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> di
     With ``save_embedding_layers``, PEFT stores a copied embedding three times: as ``embed_tokens.weight``, which is
     what it loads, and as ``modules_to_save`` and ``original_module`` of its wrapper, which are left out here.
     """
-    whole = [key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))]
-    names = {key: _strip_wrappers(key, adapter_name) for key in whole}
-    return {
-        key: name
-        for key, name in names.items()
-        if _PREFIX + name not in stored or not any(part in key for part in _OF_A_COPY)
-    }
+    names: dict[str, str] = {}
+    for key in stored:
+        if _FACTOR.fullmatch(key.removeprefix(_PREFIX)):
+            continue
+        name = _strip_wrappers(key, adapter_name)
+        is_repeated = _PREFIX + name in stored and any(part in key for part in _OF_A_COPY)
+        if not is_repeated:
+            names[key] = name
+    return names
 
 
 def group_factor_keys(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, list[str]]:
@@ -208,6 +212,7 @@ def find_repeated_copies(stored: Mapping[str, Stored], *, adapter_name: str) -> 
 
 def _strip_wrappers(key: str, adapter_name: str) -> str:
     """Return the name in the model of an adapter tensor that is not a factor."""
+    # "base_model.model.lm_head.modules_to_save.default.weight" is "lm_head.weight".
     name = key.removeprefix(_PREFIX)
     for wrapper in (f".modules_to_save.{adapter_name}.", *_OF_A_COPY, ".base_layer."):
         name = name.replace(wrapper, ".")
@@ -299,6 +304,7 @@ class _MergePlanner:
         """Return the shapes of all pairs of factors of stacked experts."""
         pairs: list[ExpertFactors] = []
         for name, matrices in factors.items():
+            # Only factors of stacked experts, whose weight has three dimensions.
             weight = self.parameter(name)
             target = self.find(weight) if weight is not None and {"lora_A", "lora_B"} <= matrices.keys() else None
             if weight is None or target is None or len(target[2]) != 3:
@@ -311,12 +317,14 @@ class _MergePlanner:
 
     def parameter(self, name: str) -> str | None:
         """Return the parameter that factors under this PEFT name belong to, or None for those of a module."""
+        # The wrapper of the last parameter is the outermost one, so depth 0 is the last parameter.
         module, depth = _unwrap(name)
         parameters = self.targeted(module)
         return f"{module}.{parameters[-1 - depth]}" if depth < len(parameters) else None
 
     def fold(self, name: str, matrices: _Matrices) -> None:
         """Plan the edits for the factors under this PEFT name."""
+        # Factors of a targeted parameter, of too many wrappers, or of the module's own weight.
         module, depth = _unwrap(name)
         parameter = self.parameter(name)
         if parameter is not None:
@@ -335,11 +343,9 @@ class _MergePlanner:
         patterns = self.config.target_parameters
         renamed = self.module_in_base(module, patterns)
         names = self.targets.parameters.get(renamed, ()) if renamed is not None else ()
-        return [
-            name
-            for name in names
-            if any(f"{module}.{name}" == item or f".{module}.{name}".endswith(f".{item}") for item in patterns)
-        ]
+        # A pattern is the end of a name, cut at a dot. The leading dots make the whole name such an end.
+        ends = tuple(f".{item}" for item in patterns)
+        return [name for name in names if f".{module}.{name}".endswith(ends)]
 
     def module_in_base(self, module: str, parameters: Sequence[str]) -> str | None:
         """Return the base's name of a module that has parameters of these names."""
@@ -354,6 +360,7 @@ class _MergePlanner:
     def find(self, name: str) -> tuple[dict[str, list[Edit]], str, Shape] | None:
         """Find a tensor by its name or its renamed form. Return its edits, its name there and its shape."""
         targets = self.targets
+        # First a tensor of the model, under its present name. Otherwise a tensor that only the checkpoint has.
         renamed = targets.renamed(name)
         if renamed is not None and renamed in targets.tensors:
             return self.tensors, renamed, targets.tensors[renamed]
@@ -363,6 +370,7 @@ class _MergePlanner:
 
     def add(self, target: tuple[dict[str, list[Edit]], str, Shape], module: str, edit: Edit, key: str) -> None:
         edits, name, _ = target
+        # One edit of each kind for a tensor. A second one would be applied on top of the first.
         first = self.sources.setdefault((type(edit), name), key)
         if first != key:
             self.fault("tensors that are stored twice", f"{shown(first)} and {shown(key)}")
@@ -372,6 +380,7 @@ class _MergePlanner:
     # Factors
 
     def fold_low_rank(self, module: str, weight: str, matrices: _Matrices, *, is_parameter: bool) -> None:
+        # 1. The factors must be complete, and each must be there once.
         a = matrices.get("lora_A") or matrices.get("lora_embedding_A")
         b = matrices.get("lora_B") or matrices.get("lora_embedding_B")
         listed = ", ".join(shown(leaf.key) for leaf in matrices.values())
@@ -384,6 +393,7 @@ class _MergePlanner:
                 self.fault(
                     "tensors that are stored twice", f"{shown(matrices[one].key)} and {shown(matrices[other].key)}"
                 )
+        # 2. The tensor that they change, and the layout in which it is stored.
         target = self.find(weight)
         if target is None:
             self.fault("modules that the base does not have", f"{shown(weight)}, wanted by {listed}")
@@ -401,6 +411,7 @@ class _MergePlanner:
         ):
             self.fault("shapes that do not fit", f"{listed}: the base has {shown(weight)} as {shape}")
             return
+        # 3. Shapes follow from the weight, the rank and the layout. Nothing is inferred from the factors.
         expected = form.factors(shape, rank)
         for leaf, expected_shape in zip((a, b), expected, strict=True):
             if leaf.dtype.kind != "float":
@@ -438,6 +449,7 @@ class _MergePlanner:
                 )
         elif not self.config.use_dora:
             self.fault("tensors that are not used", f"{shown(vector.key)}: use_dora is not set")
+        # PEFT stores (out,), or for convolutions (1, out, 1, 1).
         elif sorted(vector.shape)[-1:] != [size] or any(other != 1 for other in sorted(vector.shape)[:-1]):
             self.fault("shapes that do not fit", f"{shown(vector.key)}: {vector.shape}, but ({size},) is wanted")
         return vector

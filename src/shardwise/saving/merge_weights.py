@@ -125,6 +125,7 @@ def merge_weights(
     checkpoint, out, limit = Path(checkpoint).expanduser(), Path(out).expanduser(), parse_size(max_shard_size)
     start = time.perf_counter()
     with ExitStack() as stack:
+        # 1. Open the checkpoint, and refuse what cannot be carried out, before anything is written.
         reader, index, is_optimizer = _open(checkpoint, stack)
         folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
         offline.require_other_folder(out, [folder, *_checkpoint_folders(folder, index)])
@@ -133,6 +134,7 @@ def merge_weights(
                 f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
                 "would be lost with it. Merge it without removing it"
             )
+        # 2. Choose the names, and write.
         executor = offline.create_executor(reader, index)
         if is_optimizer:
             outputs = name_optimizer_outputs(reader, index, executor, (base, dtype, key_mapping))
@@ -169,6 +171,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     """Open a checkpoint. The last value is True for the state of an optimizer."""
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
+    # Files that a journal lists still have temporary names, so the folder is a mix of two saves.
     if read_rename_lists(folder := journal_folder(checkpoint)):
         raise StorageError(
             f"{folder}: its last save was interrupted between its commit and its renames. Load it with "
@@ -209,6 +212,7 @@ def _write_torch_file(
     writer: LocalWriter, outputs: NamedOutputs, max_shard_bytes: int, companions: Mapping[str, bytes]
 ) -> WrittenTensors:
     tensors = outputs.places()
+    # Refused before the folder is locked: a file that is too large, or one that would never be read.
     nbytes = sum(numel(shape) * dtype.itemsize for _, dtype, shape in tensors.values())
     if nbytes > max_shard_bytes:
         raise ConfigError(
@@ -231,6 +235,7 @@ def _write_torch_file(
         file = temporary_name(outputs.torch_file, saving.save_id)
         # The archive's own bytes come first, because its layout says where the elements of each tensor go.
         contents = _write_around_tensors(writer, file, outputs)
+        # Then the elements, block by block, at the places that torch.save left for them.
         starts = {item.path: item.chunks[0].view.range.start for item in contents.tensors}
         for path, (key, _, shape) in tensors.items():
             position = 0
@@ -262,6 +267,7 @@ def _write_around_tensors(writer: LocalWriter, file: str, outputs: NamedOutputs)
         with LocalReader(folder) as reader:
             contents = read_torch_file(reader, outputs.torch_file)
         writer.create(file, contents.file_nbytes)
+        # Copy what lies between the tensors. Their own bytes are holes in the sparse file.
         ranges = [chunk.view.range for item in contents.tensors for chunk in item.chunks]
         ends = ByteRange(contents.file_nbytes, contents.file_nbytes)
         with sparse.open("rb") as content:
@@ -325,6 +331,7 @@ def _find_damaged(file: Path, written: WrittenTensors, outputs: NamedOutputs) ->
         tree = dict(flatten_values(load_plain(file)))
     except FormatError:
         return list(written.fingerprints)
+    # By path: a tensor that is gone, or is no tensor any more, has no fingerprint and counts as damaged.
     read = WrittenTensors()
     for path, (key, _, _) in outputs.places().items():
         if isinstance(tree.get(path), torch.Tensor):
@@ -343,6 +350,8 @@ def name_outputs(
 ) -> NamedOutputs:
     """Return the hub's names if the model is known, otherwise those of the checkpoint, with the reason."""
     options = _options(dtype, key_mapping)
+    # Without a config, or with one of an unknown class, there are no names of the hub. With a base, that is an
+    # error.
     config_folder = _config_folder(folder, base)
     if config_folder is None:
         why = f"no config.json in or above {folder}. Name the base (--base, base=) for the hub's"
@@ -359,6 +368,7 @@ def name_outputs(
 
 def _rename_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> tuple[CheckpointIndex, list[str]]:
     """Return a checkpoint of an unknown model with renamed keys, and notes."""
+    # Two keys with one name would overwrite each other without an error.
     if key_mapping:
         keys = rename_keys((item.key for item in index.tensors()), key_mapping)
         if repeated := [name for name, count in Counter(keys.values()).items() if count > 1]:
@@ -375,6 +385,7 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path}: there is no config.json. Pass a folder with the model's config")
         return path
+    # Trainers write checkpoints one or two folders below the config.
     absolute = folder.absolute()
     folders = [absolute, *absolute.parents[:2]]
     return next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)
@@ -408,6 +419,7 @@ def name_optimizer_outputs(
     """
     if any(others):
         raise ConfigError("base, dtype, key_mapping: an optimizer's state is written unchanged. Leave them out")
+    # The levels of the metadata tell numbers of lists from keys of dicts, which the joined keys do not.
     metadata = read_metadata(reader)
     skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
     nest = {".".join(path): metadata.levels[path][skipped:] for path in metadata.tensors}
@@ -446,6 +458,7 @@ def _name_as_on_hub(
     source = offline.bind_offline(config, index, built, executor)
     if "dtype" not in options:
         source = source.as_stored()
+    # The form of the base's own weights decides, or else that of this checkpoint: experts one by one, or fused.
     of_model = built.transforms[len(options["key_mapping"]) :]  # renames by the caller are not undone
     if has_base and (transforms := _find_conversions(folder, config, source)):
         pretrained.record_conversions(source.built.model, transforms)
@@ -466,6 +479,7 @@ def _find_conversions(folder: Path, config: PreTrainedConfig, source: offline.Of
         return []
     model = source.built.model
     transforms = pretrained.get_conversion_transforms(model, None)
+    # Assigning the base's keys marks the transforms that they need, which is all that is wanted here.
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
     assign_keys(model, keys, names, transforms)
     return transforms if any(item.was_used() for item in transforms) else []

@@ -76,14 +76,15 @@ class OfflineModel:
 
     def revert(self) -> dict[str, Output]:
         """Return the model's tensors in the checkpoint's form, without those that need absent tensors."""
-        outputs = revert(self.built.model, self.layout)
+        # An output that needs an absent tensor is left out: the checkpoint does not have it in the first place.
         names = {name for tensor in self.layout.saved() for name in tensor.names}
         absent = names - self.by_every_name().keys()
-        return {
-            key: output
-            for key, output in outputs.items()
-            if absent.isdisjoint(leaf.key for leaf in iter_stored_leaves(output.expression))
-        }
+
+        def is_complete(output: Output) -> bool:
+            return absent.isdisjoint(leaf.key for leaf in iter_stored_leaves(output.expression))
+
+        outputs = revert(self.built.model, self.layout)
+        return {key: output for key, output in outputs.items() if is_complete(output)}
 
     def by_every_name(self) -> dict[str, Expression]:
         """Return ``expressions`` under all names of each tensor."""
@@ -119,6 +120,7 @@ def bind_offline(
     # Ties come before the layout: a name that loses its tie is a tensor of its own in it.
     separate = tuple(sorted(_resolve_ties(built, executor, untied)))
     layout = build_layout(collect_tensors(built.model), Origin.INIT_WEIGHTS)
+    # Unexpected tensors are allowed, and carried along. Missing ones are errors, except for provided ones.
     missing: OnMissing = Initialize(only=tuple(provided)) if provided else "error"
     consent = Consent(missing, "error", Ignore(only=("*",)))
     plan = plan_load(index, layout, built.bindings_less_ties(), get_rules(built.model), consent)
@@ -152,6 +154,7 @@ def _resolve_ties(built: MetaModel, executor: ReadExecutor, untied: Collection[s
 
 
 def _list_notes(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
+    # Ties of buffers are not worth a line.
     tied = [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]
     kinds = {name: tensor.kind for name, tensor in plan.layout.by_name.items()}
     parameters = [pair for pair in tied if kinds[pair[0]] is TensorKind.PARAMETER]
@@ -218,6 +221,7 @@ def substitute_outputs(
     tensors: dict[str, tuple[DType, Expression]] = {}
     for key, output in outputs.items():
         tensors[key] = output.dtype, substitute(output.expression, expressions)
+    # Tensors that the model does not have are written unchanged, unless an output has their key.
     stored = {item.key: item for item in source.index.tensors()}
     for key in source.carried:
         if key not in outputs and key in stored:
@@ -251,6 +255,7 @@ def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
     If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
     """
     companions, code = _read_files(base, _COMPANIONS), _read_code(base)
+    # All of one tokenizer or all of the other: a mix of files of two tokenizers is neither.
     if own is not None and _read_files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
         companions = {name: content for name, content in companions.items() if not _is_any(name, _TOKENIZER)}
         companions |= _read_files(own, _TOKENIZER)
@@ -279,6 +284,7 @@ def config_content(
     """
     content = _parse_config(folder) | dict(fields)
     content.pop("transformers_weights", None)
+    # A config of several parts (text, vision) has these fields in each of them.
     sections = [content, *(value for value in content.values() if isinstance(value, dict))]
     for section in sections:
         section.pop("quantization_config", None)  # the output is not quantized
@@ -291,6 +297,7 @@ def config_content(
         content["dtype"] = dtype
     if untied:
         content["tie_word_embeddings"] = False
+    # The number of tokens is a field of the text part, if there is one.
     if vocab_size is not None:
         text = content.get("text_config")
         if isinstance(text, dict):

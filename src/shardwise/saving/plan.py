@@ -94,6 +94,7 @@ def plan_save(
     """
     groups = _group_by_file(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
+    # One file: committed by its rename. Several files: committed by the index.
     if len(groups) == 1:
         files: tuple[NewFile, ...] = ()
         if training is not None:
@@ -121,6 +122,7 @@ def _group_by_file(tensors: Sequence[TensorToSave], max_shard_bytes: int) -> lis
     used = 0
     for item in tensors:
         nbytes = _nbytes(item)
+        # It does not end the current group: smaller tensors after it still go there, as in huggingface_hub.
         if nbytes > max_shard_bytes:
             groups.append([item])
             continue

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import ModelLayout, TensorKind, locate_box
-from shardwise.core.tensors import DType, numel
+from shardwise.core.tensors import Box, DType, Strided, numel
 from shardwise.files.storage import WritePolicy
 from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors
 from shardwise.fsdp.torch_private import from_torch, saved_dtype
@@ -110,6 +110,7 @@ def collect_tensors_to_save(world: World, request: SaveRequest) -> tuple[list[Te
     """
     with world.collective("collect the state"):
         tensors = _collect(request)
+    # PEFT decides on the first rank which tensors belong to an adapter. All ranks follow it.
     names = request.names
     if not isinstance(names, AdapterOnly):
         return tensors, {}
@@ -137,11 +138,9 @@ def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
     """
     tensors = collect_tensors(model)
     four_bit_files.require_scales(tensors)
-    return (
-        four_bit_files.collect_file_tensors(tensors)
-        if names == "hub"
-        else four_bit_files.rename_mxfp4_codes(tensors)
-    )
+    if names == "hub":
+        return four_bit_files.collect_file_tensors(tensors)
+    return four_bit_files.rename_mxfp4_codes(tensors)
 
 
 @gc_disabled()
@@ -160,15 +159,17 @@ def prepare(
     ``fqns`` are the names of an adapter's tensors in the model, by name in its file. ``shares`` are the boxes that
     each rank writes.
     """
+    # The tensors of the files, in the order of the save, as expressions over those of the model.
     _require_possible(request)
     layout = build_layout(tensors)
     outputs = four_bit_files.reshape_for_files(tensors, build_outputs(request, layout, fqns))
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
+    # The training state of an adapter has a file of its own, and is no part of the number of parameters.
     training = {} if request.training is None else _training_outputs(layout, fqns)
-    parameter_tensors = [
-        item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in training
-    ]
-    parameters = sum(item.numel for item in parameter_tensors)
+    parameters = 0
+    for item in layout.tensors:
+        if item.kind is TensorKind.PARAMETER and item.fqn not in training:
+            parameters += item.numel
     plan = plan_save(
         list(saved.values()),
         max_shard_bytes=request.max_shard_bytes,
@@ -177,18 +178,19 @@ def prepare(
         stem=request.stem,
         training=_describe_training(request, training),
     )
+    # This rank's writes. They depend on its boxes, and everything above does not.
     is_on_host = all(item.local.device.type == "cpu" for item in tensors)
     staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
-    cast = {
-        key: (output.dtype.label, saved[key][1].label)
-        for key, output in outputs.items()
-        if output.dtype != saved[key][1]
-    }
+    cast: dict[str, tuple[str, str]] = {}
+    for key, output in outputs.items():
+        _, dtype, _ = saved[key]
+        if output.dtype != dtype:
+            cast[key] = (output.dtype.label, dtype.label)
     outputs = {**outputs, **training}
-    local_boxes = {
-        name: [(box, locate_box(box, layout.by_name[name].boxes)) for box in boxes[rank]]
-        for name, boxes in shares.by_name.items()
-    }
+    local_boxes: dict[str, list[tuple[Box, Strided]]] = {}
+    for name, boxes in shares.by_name.items():
+        boxes_in_memory = layout.by_name[name].boxes
+        local_boxes[name] = [(box, locate_box(box, boxes_in_memory)) for box in boxes[rank]]
     requests = arrange_writes(
         [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
         local_boxes,
@@ -197,6 +199,7 @@ def prepare(
         policy,
         staging.nbytes,
     )
+    # What all ranks must have in common. `plan.files` contains the headers.
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
     return PreparedSave(
         request, tensors, shares, layout, outputs, parameters, plan, requests, staging, cast, digest
@@ -229,11 +232,8 @@ def build_outputs(request: SaveRequest, layout: ModelLayout, fqns: Mapping[str, 
 def _training_outputs(layout: ModelLayout, fqns: Mapping[str, str]) -> dict[str, Output]:
     """Return the outputs of a training state, under their own names and dtypes."""
     adapter = set(fqns.values())
-    return {
-        tensor.fqn: Output.unchanged(tensor.fqn, tensor)
-        for tensor in layout.tensors
-        if adapter.isdisjoint(tensor.names)
-    }
+    training = [tensor for tensor in layout.tensors if adapter.isdisjoint(tensor.names)]
+    return {tensor.fqn: Output.unchanged(tensor.fqn, tensor) for tensor in training}
 
 
 def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:

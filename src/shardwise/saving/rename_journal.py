@@ -70,6 +70,7 @@ def clean_up(saving: Saving) -> None:
 
 def undo_renames(locked: LockedFolder, also: Collection[str] = ()) -> None:
     """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
+    # Once its list exists, a save is committed: its files are kept, and renamed by the next save.
     root = locked.writer.root
     folders = distributed_folders(root)
     also = [folder for folder in also if not is_through_link(root, folder)]
@@ -96,6 +97,7 @@ def lock_and_clean_up(world: World, folder: str | os.PathLike[str], also: Collec
     """
     with lock_on_first_rank(world, folder) as saving:
         try:
+            # The lock is held: only one save at a time finishes the renames of earlier ones.
             with world.broadcast("complete earlier renames"):
                 if world.rank == 0:
                     clean_up(saving)
@@ -151,6 +153,7 @@ def finish_renames(root: str, file: str, locked: LockedFolder) -> None:
     with LocalWriter(root, folders=()) as writer:
         for name in (*renames.names, *renames.older):
             writer.add_parent(name)
+        # In any order: each rename is durable alone, and one that is done already is skipped.
         present = set(writer.list())
         for name in renames.names:
             if (new := commit_plan.temporary_name(name, renames.save_id)) in present:
@@ -226,9 +229,8 @@ def read_rename_lists(folder: Path) -> list[Renames]:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
-    return [
-        renames for file in commit_plan.find_journals(names) if (renames := read_list(folder, file)) is not None
-    ]
+    lists = [read_list(folder, file) for file in commit_plan.find_journals(names)]
+    return [renames for renames in lists if renames is not None]
 
 
 @contextmanager
@@ -245,6 +247,7 @@ def link_as_renamed(folder: Path) -> Iterator[Path]:
         StorageError: the folder cannot be read.
     """
     with ExitStack() as stack:
+        # A new view whenever a save has changed the folder meanwhile, until one is complete.
         view = folder
         while pending := read_rename_lists(folder):
             view = Path(stack.enter_context(TemporaryDirectory(prefix="shardwise-renamed-")))
@@ -272,6 +275,8 @@ def has_broken_link(view: Path) -> bool:
 
 def _link(folder: Path, pending: Sequence[Renames], view: Path) -> list[str]:
     """Link the files of a folder under their final names. Return the listed names that are missing."""
+    # Links by final name: files under their names, without temporary ones, then those of the lists in their
+    # place.
     inner_folders = {inner for renames in pending for inner in _existing_folders(folder, renames)}
     links: dict[str, str] = {}
     for inner in ("", *sorted(inner_folders)):
@@ -309,19 +314,27 @@ def find_uncommitted(folder: Path, save_id: str | None = None) -> list[str]:
     """Return the data files of shardwise's saves (by default all) that ``.metadata`` does not list."""
     with open_writer(folder) as writer:
         names = writer.list()
-    numbers = {name: int(found[1]) for name in names if (found := _DATA_FILE.fullmatch(name))}
-    own = [name for name, number in numbers.items() if number >= _FIRST_NUMBER]
+    # The second number of a name tells the save. torch's own files have small ones, and are left alone.
+    numbers = _save_numbers(names)
+    files = [name for name, number in numbers.items() if number >= _FIRST_NUMBER]
     if save_id is not None:
-        own = [name for name in own if numbers[name] == number_of(save_id)]
-    if not own or METADATA not in names:
-        return own
+        files = [name for name in files if numbers[name] == number_of(save_id)]
+    if not files or METADATA not in names:
+        return files
     try:
         with LocalReader(folder) as reader:
             metadata = read_metadata(reader)
     except (FormatError, StorageError):
         return []  # it is unknown which files belong together
+    # Files that .metadata lists are committed, and so are all files of the same save.
     places = [place for tensor in metadata.tensors.values() for _, place in tensor.chunks]
     listed = {place.file for place in [*places, *metadata.objects.values()]}
     # The file of a rank that holds nothing is not listed, but belongs to the others of its save.
-    committed = {int(found[1]) for name in listed if (found := _DATA_FILE.fullmatch(name))}
-    return [name for name in own if numbers[name] not in committed]
+    committed = set(_save_numbers(listed).values())
+    return [name for name in files if numbers[name] not in committed]
+
+
+def _save_numbers(names: Collection[str]) -> dict[str, int]:
+    """Return the second number in the name of each data file."""
+    matches = {name: _DATA_FILE.fullmatch(name) for name in names}
+    return {name: int(match[1]) for name, match in matches.items() if match is not None}

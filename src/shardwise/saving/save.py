@@ -68,6 +68,8 @@ def execute_save(
                 prepared = prepare.prepare(
                     request, save_id, tensors, fqns, shares, world.rank, writer.policy, budget
                 )
+            # Before anything is created: ranks with other headers would write to other places of the same
+            # files.
             settings = prepared.digest, repr((request.names, verify)), budget
             world.require_equal(
                 settings, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
@@ -191,6 +193,7 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
     This is so on a network file system, for ranks on several machines, which would undo each other's bytes in the
     blocks that they share.
     """
+    # Ranks of one machine share its page cache, so only several machines are in each other's way.
     facts = world.all_gather_object((writer.policy.block_bytes > 1, machine.boot_id()))
     has_blocks, hosts = zip(*facts, strict=True)
     return any(has_blocks) and len(set(hosts)) > 1
@@ -235,6 +238,7 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, byt
             if not hasattr(tokenizer, "save_pretrained"):
                 raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained. Pass a tokenizer or processor")
             tokenizer.save_pretrained(folder)
+        # Written to a folder first, because these libraries write files only. The save commits their content.
         paths = sorted(Path(folder).iterdir())
         folders = [path.name for path in paths if path.is_dir()]
         if folders:
@@ -282,6 +286,7 @@ def _read_back(
 ) -> tuple[list[str], list[str]]:
     """Return the files whose header, and the keys of tensors whose bytes differ from memory on this rank."""
     with open_storage(prepared.request.directory).reader as reader:
+        # The first rank has written the headers, and every rank its own tensors.
         headers = prepared.plan.files if world.rank == 0 else ()
         files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
         return files, shard_writer.require_same(reader, prepared.requests)
@@ -293,10 +298,10 @@ def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter)
     Raises:
         StorageError: not every byte was written, or some twice.
     """
+    # One array of all sums and sizes: one meeting of the ranks, however many tensors there are.
     keys, files = list(plan.entries), [file.name for file in plan.files]
-    local = [shard_writer.sums.get(key, 0) for key in keys] + [
-        shard_writer.written_bytes.get(name, 0) for name in files
-    ]
+    local = [shard_writer.sums.get(key, 0) for key in keys]
+    local += [shard_writer.written_bytes.get(name, 0) for name in files]
     # (tensors + files,): the fingerprints are sums modulo 2**64, which uint64 adds up as they are defined.
     unsigned = np.array([value % (1 << 64) for value in local], dtype=np.uint64)
     total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
@@ -354,9 +359,9 @@ def save(
     """
     model, clock = without_compile(model), Clock()
     with get_world(options, "save") as world:
-        given: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
+        arguments: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
         with world.collective("plan the save"):
-            request = _make_request(given, directory, names, dtype, max_shard_size, tokenizer)
+            request = _make_request(arguments, directory, names, dtype, max_shard_size, tokenizer)
         return execute_save(world, request, options, clock, verify=verify)
 
 
@@ -410,8 +415,8 @@ def save_adapter(
     """
     model, clock = without_compile(model), Clock()
     with get_world(options, "save_adapter") as world:
-        given = {"model": model, "verify": verify, "options": options}
+        arguments = {"model": model, "verify": verify, "options": options}
         names = AdapterOnly(adapter)
         with world.collective("plan the save"):
-            request = _make_request(given, directory, names, dtype, sys.maxsize, tokenizer)
+            request = _make_request(arguments, directory, names, dtype, sys.maxsize, tokenizer)
         return execute_save(world, request, options, clock, verify=verify)

@@ -54,10 +54,10 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
     index, metadata = open_state(reader), read_metadata(reader)
     keys = {metadata.levels[path]: ".".join(path) for path in metadata.tensors}
     stored = {item.key: item for item in index.tensors()}
-    values: dict[Levels, Any] = {
-        levels: torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
-        for levels, key in keys.items()
-    }
+    # Tensors on meta first. Those of one element are read, since they are settings such as step counts.
+    values: dict[Levels, Any] = {}
+    for levels, key in keys.items():
+        values[levels] = torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
     scalars = {levels: key for levels, key in keys.items() if stored[key].numel == 1}
     files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
     values |= zip(scalars, files.whole(list(scalars.values())), strict=True)
@@ -95,6 +95,7 @@ def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
         if len(path) > _MAX_DEPTH:
             raise FormatError(f"{shown(file)} in {reader.root}: its dicts are nested too deeply for an optimizer's")
         if isinstance(value, torch.Tensor):
+            # The key under which open_state() lists this tensor.
             keys[path] = ".".join(map(str, path))
             return value.clone() if value.numel() == 1 else torch.empty_like(value, device="meta")
         if isinstance(value, Mapping):

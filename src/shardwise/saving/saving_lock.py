@@ -132,6 +132,8 @@ class _LockRecord:
         """Parse a lock file. Return None if it is not one."""
         try:
             fields = json.loads(content or b"")
+            # Untrusted: another program may have written anything under this name. The interval is at most our
+            # own, so that a lock cannot ask to be watched for hours.
             pid = int(fields["process"])
             process = ProcessId(str(fields["host"]), pid, str(fields["born"]), str(fields["space"]))
             return cls(process, str(fields["save_id"]), min(RENEWAL_S, float(fields["renewed_s"])))
@@ -155,18 +157,15 @@ class _LockRecord:
         """Whether the process has ended, or has finished this save. False if it cannot be seen from here."""
         if not self.process.is_visible or self.process.pid <= 0:
             return False
+        # A process whose id was given to another since has another start time, which has_ended() compares.
         has_finished = self.process.pid == os.getpid() and self.save_id not in _ACTIVE
         return has_finished or self.process.has_ended()
-
-
-def _lock_content(save_id: str) -> bytes:
-    return _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
 
 
 def _create_lock(writer: StorageWriter, save_id: str) -> None:
     """Create the lock file, after a stale one has been removed."""
     _take_over(writer)
-    content = _lock_content(save_id)
+    content = _LockRecord(ProcessId.here(), save_id, RENEWAL_S).to_bytes()
     try:
         writer.create(LOCK_FILE, len(content))
     except StorageError as error:
@@ -214,6 +213,7 @@ def _require_stale(writer: StorageWriter) -> bytes | None:
     Raises:
         StorageError: the lock is not stale.
     """
+    # An empty or partial file is a lock that is being written, or one of a process that died while it wrote it.
     content, deadline = writer.read(LOCK_FILE), time.monotonic() + _MAX_UNPARSED_S
     while content is not None and _LockRecord.from_bytes(content) is None:
         if time.monotonic() > deadline:
@@ -236,6 +236,7 @@ def _is_silent(writer: StorageWriter, record: _LockRecord) -> bool:
     """
     if record.renewed_s <= 0 or record.process.is_visible:
         return False
+    # The time itself is not compared with a clock, only with its own later values.
     first, deadline = _read_mtime_ns(writer), time.monotonic() + _MAX_MISSED * record.renewed_s
     while first is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)

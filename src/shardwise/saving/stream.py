@@ -61,13 +61,14 @@ def walk_tensors(
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
+        # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        held, outputs, sender = _prepare_sender(world, model, names, only, arguments, options)
+        refs, outputs, sender = _prepare_sender(world, model, names, only, arguments, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         device = options.device if world.rank in targets else torch.device("meta")
         # Half a bucket: while one round travels, the caller has the tensors of the round before.
-        tensors = _gather_full(world, outputs, dtypes, sender, targets, held, device, options.bucket_bytes // 2)
+        tensors = _gather_full(world, outputs, dtypes, sender, targets, refs, device, options.bucket_bytes // 2)
         with _report_exit():
             yield from tensors
 
@@ -86,12 +87,13 @@ def _gather_full(
 
     ``targets`` are the ranks that receive the values. The others pass meta as their device.
     """
-    moves = [
-        Move(key, item.expression, dtypes[key].itemsize, full_on_ranks(targets, item.shape, world.size))
-        for key, item in outputs.items()
-    ]
+    moves: list[Move] = []
+    for key, item in outputs.items():
+        target_boxes = full_on_ranks(targets, item.shape, world.size)
+        moves.append(Move(key, item.expression, dtypes[key].itemsize, target_boxes))
     with world.collective("plan the rounds"):
         rounds = plan_rounds([moves], sender.shares, bucket_bytes)
+    # Of the kind that the process group's backend moves. The yielded tensors may be on another device.
     staging_device = compute_device(refs, refs[0].local.device if refs else None)
     shapes = {key: item.shape for key, item in outputs.items()}
     received = _ReceivedTensors(shapes, dtypes, device or staging_device)
@@ -122,9 +124,11 @@ class _ReceivedTensors:
         """Yield tensors in order, each when its last block has arrived. Those without elements have no block."""
         waiting = iter(self.shapes)
         for block in itertools.chain.from_iterable(arrivals):
+            # Blocks of a tensor arrive in row-major order, so the one at its last corner completes it.
             ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
             if tuple(ends) != self.shapes[block.key]:
                 continue
+            # Up to this tensor. The ones before it without elements have no block, and are yielded on the way.
             for key in waiting:
                 yield key, self.take(key)
                 if key == block.key:
@@ -143,28 +147,29 @@ def _prepare_sender(
 ) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
     with world.collective("collect the state"):
-        held = _collect(model, names, only)
+        refs = _collect(model, names, only)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
+    # Only the adapter's tensors are compared and sent.
     fqns: dict[str, str] = {}
     if isinstance(only, selection.AdapterOnly):
-        fqns = selection.broadcast_names_outside(world, model, held, only)
+        fqns = selection.broadcast_names_outside(world, model, refs, only)
         adapter = set(fqns.values())
-        held = [item for item in held if adapter.intersection(item.names)]
-    shares = agree_on_shares(world, held).by_name
-    by_name = {name: item for item in held for name in item.names}
+        refs = [item for item in refs if adapter.intersection(item.names)]
+    shares = agree_on_shares(world, refs).by_name
+    by_name = {name: item for item in refs for name in item.names}
     sender = ShardSender(by_name, shares, world.rank)
     if isinstance(only, selection.AdapterOnly):
-        layout = build_layout(held)
+        layout = build_layout(refs)
         outputs: Mapping[str, Output] = {
             key: Output.unchanged(key, layout.by_name[name]) for key, name in fqns.items()
         }
     else:
         with world.collective("select outputs"):
-            outputs, adapted = _select_outputs(model, held, names, only)
+            outputs, adapted = _select_outputs(model, refs, names, only)
         if adapted is not None:
-            sender = _make_merging_sender(world, held, sender, adapted, options)
+            sender = _make_merging_sender(world, refs, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
-    return held, outputs, sender
+    return refs, outputs, sender
 
 
 def _make_merging_sender(
@@ -175,6 +180,7 @@ def _make_merging_sender(
     Collective: yes.
     """
     layout, shares = build_layout(refs), sender.shares
+    # The adapter is gathered first, by the same rounds as any tensors. Then each rank merges its own shares.
     factors = [name for pair in adapted.factors.values() for name in (pair.lora_A, pair.lora_B)]
     outputs = {name: Output.unchanged(name, layout.by_name[name]) for name in factors}
     dtypes = {name: to_torch(output.dtype) for name, output in outputs.items()}
@@ -183,6 +189,7 @@ def _make_merging_sender(
     base_refs = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
     with world.collective("plan packed rows"):
         packed = find_packed_rows(base_refs)
+    # Shares of packed weights count bytes. Those of the outputs count values, two for each byte.
     base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
     base_shares |= {name: tuple(map(rows.logical_boxes, base_shares[name])) for name, rows in packed.items()}
     return MergingShardSender(base_refs, base_shares, world.rank, adapted.factors, matrices, packed)
@@ -214,9 +221,10 @@ def _select_outputs(
                 f"{type(model).__name__}: has PEFT adapters, and the hub has no names for base and adapter "
                 "together. Pass only=MergedAdapter(), only=AdapterOnly(), or names='internal'"
             )
-        return four_bit_files.reshape_for_files(
-            refs, revert(model, layout, internal_names=names == "internal")
-        ), None
+        outputs = revert(model, layout, internal_names=names == "internal")
+        return four_bit_files.reshape_for_files(refs, outputs), None
+    # The outputs are those of the base, as if PEFT had never wrapped it. 4-bit weights count as dequantized
+    # ones.
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
     layout = adapted.layout(four_bit_files.dequantize_layout(layout, refs))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted

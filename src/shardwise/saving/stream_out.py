@@ -84,6 +84,7 @@ def stream_out(
 
 def plan_blocks(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
     """Yield the boxes of a plan's tensors in order, about ``block_bytes`` at a time."""
+    # Small tensors share a block, and a large one has several.
     block: list[TensorBox] = []
     used = 0
     for entry in plan.entries.values():
@@ -99,6 +100,7 @@ def plan_blocks(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
 
 def _write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], to_save: TensorsToSave) -> None:
     """Write blocks, each while the next is computed."""
+    # While block n is computed, block n - 1 is written.
     computed: list[tuple[str, Box, torch.Tensor]] = []
     untrimmed = 0
     for block in blocks:
@@ -169,6 +171,7 @@ def apply_edits(name: str, base: Expression, edits: Sequence[Edit], dtype: DType
     The leaves of the edits are tensors of the adapter. Modules whose edits change a value are added to ``changed``
     when the tensor is computed.
     """
+    # Edits accumulate in this dtype. Only the result is rounded.
     shape = base.shape
     computing = DType.F64 if base.dtype is DType.F64 else DType.F32
     # The order of the inputs is that in which _Merge.evaluate takes them: the base, then for each edit its leaves,
@@ -201,6 +204,8 @@ class _Merge:
     def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
         unit = (1,) * len(self.shape)
         for box in split_aligned(requested["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
+            # The inputs of a block in the order of apply_edits(): the base, then for each edit its leaves,
+            # norms, magnitude.
             boxes = [box]
             for edit in self.edits:
                 boxes += _leaf_boxes(edit, box, self.shape)
@@ -220,6 +225,7 @@ class _Merge:
             value = _apply_edit(edit, value, inputs, box, self.shape)
             if isinstance(edit, LowRank) and edit.magnitude is not None:
                 norms, magnitude = next(inputs), next(inputs).to(torch.float64)
+                # DoRA: each row is scaled from its norm after the edits so far to its magnitude.
                 scale = (magnitude.flatten() / norms).to(self.computing)  # (rows,), or (columns,) for COLUMNS
                 shape = [1] * value.ndim
                 shape[_magnitude_dim(edit)] = -1
@@ -329,6 +335,7 @@ def _delta(edit: LowRank, a: torch.Tensor, b: torch.Tensor, box: Box, shape: tup
     """Return a box of ``B @ A``, not yet scaled, in the shape of the box."""
     rank = edit.rank
     if edit.form.is_stacked:
+        # A is read for the experts of the box only, B for all of them, of which these are chosen here.
         first, count = box.offsets[0], box.sizes[0]
         b = b.view(-1, rank, shape[0])[:, :, first : first + count]  # (out, rank, experts of the box)
         # (experts, out, rank) @ (experts, rank, in) -> (experts, out, in)

@@ -75,9 +75,11 @@ def write_whole_file(
         ShardingError: ranks do not have, together, all of a tensor, or two tensors have one name.
         StorageError: the file could not be written.
     """
+    # One tensor under several paths has one key, that of its first path.
     first_keys: dict[int, str] = {}
     keys = {path: first_keys.setdefault(id(tensor), flat_key(path)) for path, tensor in tensors.items()}
     with world.collective("map the keys"):
+        # Sorted, because ranks may have built their dicts in different orders, and gather() compares the order.
         unique = _sort_by_key(keys, tensors)
     full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
 
@@ -110,7 +112,9 @@ def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: 
     with world.all_gather("write the file") as exchange:
         exchange.local = write_torch_file(saving, names[world.rank], state)
     sizes: list[int] = exchange.result
-    return sizes[world.rank], WrittenFiles(dict(zip(names, sizes, strict=True)) if world.rank == 0 else {})
+    # The first rank commits the files of all.
+    written = dict(zip(names, sizes, strict=True)) if world.rank == 0 else {}
+    return sizes[world.rank], WrittenFiles(written)
 
 
 def write_torch_file(saving: Saving, name: str, state: Any) -> int:
@@ -123,6 +127,8 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
     with open_writer(saving.folder) as writer:
         file = temporary_name(name, saving.save_id)
         try:
+            # The size first: a file is created with its final size, so that a full disk is an error before the
+            # write.
             nbytes = _measure_size(state)
             writer.create(file, nbytes)
             stream = _FileStream(writer, file)
@@ -171,6 +177,8 @@ class _FileStream(io.RawIOBase):
 
 def nest_values(values: Nest) -> object:
     """Return values in dicts and lists. A number leads into a list if all numbers from 0 on are there."""
+    # An empty path is the value itself. Otherwise values are grouped by their first key, and each group is
+    # nested.
     if () in values:
         return values[()]
     inner: dict[str | int, dict[Levels, object]] = {}
@@ -186,6 +194,7 @@ def flatten_values(value: Any, path: Levels = (), *, as_text: bool = False) -> I
 
     Empty dicts, and lists without tensors or dicts, are values. ``as_text`` converts keys of dicts to strings.
     """
+    # Only lists with tensors or dicts in them are entered. Others, such as betas, are values as they are.
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from flatten_values(item, (*path, str(key) if as_text else key), as_text=as_text)
@@ -233,6 +242,7 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
                 f"resharded to {world.size}. Load it on {len(names)} ranks (load_accelerate_model does) and "
                 "save it in another form, or save with use_dcp=True"
             )
+        # Each rank reads the file of its own number. DTensors in it are checked, because unpickling does not.
         file = folder / names[world.rank]
         state = load_plain(file)
         for path, tensor in flatten_values(state):
@@ -254,20 +264,18 @@ _OTHER_TORCH = (
 )
 
 
-def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
+def load_plain(file: Path) -> Any:
     """Return the object in a ``torch.save`` file. Tensors are in host memory, read from the file as they are used.
-
-    ``also`` are functions and classes that are allowed in addition to torch's own.
 
     Raises:
         FormatError: it is no such file, is damaged, or holds more than data.
         StorageError: it could not be read.
     """
     with LocalReader(file.parent) as reader:
+        # Common other files have messages of their own. torch's errors for them say little.
         reject_others(reader, file.name)
     try:
-        with torch.serialization.safe_globals(list(also)):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise StorageError(f"{file}: reading it failed, {error.strerror}") from error
     except Exception as error:  # torch raises errors of many kinds for a damaged or malign file
@@ -289,6 +297,8 @@ def _require_sound(tensor: torch.Tensor, what: str) -> None:
     if not isinstance(tensor, DTensor):
         return
     try:
+        # The boxes follow from mesh and placements, both of which come from the file, and must fit the local
+        # tensor.
         boxes = local_boxes(tensor, what)
         local = local_tensor(tensor)
         is_sound = (
@@ -324,6 +334,7 @@ def write_distributed_folder(
         StorageError: the folder could not be written to, or another save writes there, or has since.
     """
     with world.collective("collect tensors"):
+        # Only the first rank packs values that are not tensors: theirs are the ones that are saved.
         tensors, packed = _split_state(state, is_packed=world.rank == 0)
     by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
     with world.all_gather("describe tensors") as exchange:
@@ -332,11 +343,11 @@ def write_distributed_folder(
     with world.collective("plan the tensors"):
         plan = plan_tensors(tensors, metadata, global_ranks=world.global_ranks)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
+    # Each rank knows the sizes of all files, which the commit checks.
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
-    files = {
-        data_file(rank, number): plan.nbytes(rank) + sum(rank_sizes.values())
-        for rank, rank_sizes in enumerate(sizes)
-    }
+    files: dict[str, int] = {}
+    for rank, rank_sizes in enumerate(sizes):
+        files[data_file(rank, number)] = plan.nbytes(rank) + sum(rank_sizes.values())
 
     with world.collective("write local files"):
         saving.require()

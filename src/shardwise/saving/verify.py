@@ -56,11 +56,13 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
     start = time.perf_counter()
     opened = open_storage(directory)
     with opened.reader as reader:
+        # What there is: an adapter without a model, or the weights that the config names.
         adapter = _find_adapter(reader) if opened.file is None else None
         training = None if adapter is None else find_training_file(reader, adapter)
         config = read_object(reader, _CONFIG_FILE) if adapter is None else {}
         weights_name = opened.file or adapter or config.get("transformers_weights")
-        index = open_checkpoint(reader, weights_name=weights_name, extra_files=[training] if training else [])
+        extra_files = [training] if training else []
+        index = open_checkpoint(reader, weights_name=weights_name, extra_files=extra_files)
         coverage = _Coverage("there is no config.json")
         if adapter is None and _CONFIG_FILE in reader.list():
             coverage = _find_coverage(directory, config)
@@ -152,6 +154,7 @@ class ComparedFiles:
 def _compare_files(
     reader: StorageReader, index: CheckpointIndex, stems: Sequence[str] = (MODEL, ADAPTER)
 ) -> ComparedFiles:
+    # Records of the model and of the adapter. A damaged record is reported, and its save counts as unrecorded.
     saves: list[RecordedSave] = []
     broken: list[str] = []
     for file in map(fingerprints.fingerprint_file, stems):
@@ -167,11 +170,12 @@ def _compare_files(
     best = min(map(files.compare, candidates), key=attrgetter("faults"))
     small_files = {name for save in saves for name in save.beside} - {ADAPTER_CONFIG}
     present = set(reader.list())
-    changed = [
-        name if name in present else f"{name} (it is gone)"
-        for name in sorted(small_files)
-        if name not in present or _compute_digest(reader, name) not in {save.beside.get(name) for save in saves}
-    ]
+    changed: list[str] = []
+    for name in sorted(small_files):
+        if name not in present:
+            changed.append(f"{name} (it is gone)")
+        elif _compute_digest(reader, name) not in {save.beside.get(name) for save in saves}:
+            changed.append(name)
     return replace(best, damaged_files=(*broken, *best.damaged_files), changed=tuple(changed))
 
 
@@ -187,6 +191,7 @@ class _FilesAsRead:
     @classmethod
     def read(cls, reader: StorageReader, index: CheckpointIndex) -> "_FilesAsRead":
         """Read all files."""
+        # A header is what precedes the first tensor of a file.
         ends = dict(index.files)
         for entry in index.entries.values():
             ends[entry.file] = min(ends[entry.file], entry.start)
@@ -195,12 +200,13 @@ class _FilesAsRead:
         return cls(dict(index.files), _compute_fingerprints(reader, index), headers, config)
 
     def compare(self, save: RecordedSave) -> ComparedFiles:
+        # A record of more files than were opened also has tensors of the others, which are not missed.
         keys = {*self.tensors, *(save.tensors if self.files == dict(save.files) else ())}
-        faults = [
-            f"{file}: its header"
-            for file, digest in self.headers.items()
-            if save.headers and save.headers.get(file) != digest
-        ]
+        faults: list[str] = []
+        if save.headers:  # records of earlier versions have none
+            faults += [
+                f"{file}: its header" for file, digest in self.headers.items() if save.headers.get(file) != digest
+            ]
         if save.beside.get(ADAPTER_CONFIG, self.config) != self.config:
             faults.append(f"{ADAPTER_CONFIG}: edited, or damaged")
         damaged = tuple(sorted(key for key in keys if self.tensors.get(key) != save.tensors.get(key)))
@@ -223,7 +229,9 @@ def require_as_saved(reader: StorageReader, adapter: str, training: str | None) 
         FormatError: files are damaged or have no recorded checksums. The message names them.
         StorageError: bytes could not be read.
     """
-    index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
+    extra_files = [training] if training else []
+    index = open_checkpoint(reader, weights_name=adapter, extra_files=extra_files)
+    # Before anything of the adapter is used. Only the first faults are listed.
     comparison = _compare_files(reader, index, [ADAPTER])
     record = fingerprints.fingerprint_file(ADAPTER)
     if comparison.faults:
@@ -263,13 +271,13 @@ def _compute_digest(reader: StorageReader, file: str) -> str:
 
 
 def _compute_fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:
+    # Blocks of all tensors, in any order: the fingerprint of a tensor is the sum over its blocks.
     sums = dict.fromkeys(index.entries, 0)
     lock = threading.Lock()
-    blocks = [
-        (entry, start, min(start + _VERIFIED_BYTES, entry.stop))
-        for entry in index.entries.values()
-        for start in range(entry.start, entry.stop, _VERIFIED_BYTES)
-    ]
+    blocks: list[tuple[TensorEntry, int, int]] = []
+    for entry in index.entries.values():
+        for start in range(entry.start, entry.stop, _VERIFIED_BYTES):
+            blocks.append((entry, start, min(start + _VERIFIED_BYTES, entry.stop)))
 
     def add(block: tuple[TensorEntry, int, int], memory: bytearray) -> None:
         entry, start, stop = block

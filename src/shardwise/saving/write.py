@@ -112,6 +112,7 @@ class ShardWriter:
 
     def _staging_buffers(self) -> list[HostStaging]:
         is_pinned = any(tensor.device.type != "cpu" for tensor in self.tensors)
+        # Once for all workers: their streams do not wait for what computed the tensors.
         synchronize_streams(self.tensors)
         return [HostStaging(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
 
@@ -120,6 +121,8 @@ class ShardWriter:
         buffers: list[memoryview] = []
         used = 0
         for segment in request.segments:
+            # A direct segment is written from the tensor's own memory. Others are cast or copied to staging
+            # memory first.
             tensor = self.tensors[segment.target]
             if segment.is_direct:
                 start = segment.copy.target.offset * tensor.element_size()
@@ -195,6 +198,8 @@ def write_by_owners(
 
     Every error is the same on every rank.
     """
+    # One stream of moves for each rank, so that each round has blocks for all owners, and all of them write at
+    # once.
     owners = assign_owners(files, world.size)
     streams = plan_moves_to_owners(files, owners, expressions, world.size)
     buffer_bytes = budget_bytes // _BUFFERS
@@ -259,17 +264,24 @@ class LocalFiles:
             entry = self._entries[key]
             while self._file is None or self._file.name != entry.file:
                 self._start_next()
+            # The byte at which the box begins: boxes are contiguous runs of a row-major tensor.
             strides = contiguous_strides(entry.shape)
             start = entry.dtype.itemsize * sum(map(operator.mul, box.offsets, strides))
             self._write_values(entry, start, raw_bytes(values))
 
     def _write_values(self, entry: TensorEntry, start: int, values: torch.Tensor) -> None:
         """Write flat bytes from byte ``start`` of a tensor on. Their fingerprint is computed meanwhile."""
+        # Host memory is written from where it is. Values on an accelerator go through pinned memory, piece by
+        # piece.
         is_on_host = values.device.type == "cpu"
         step = self._writer.policy.request_bytes
-        for chunk in values.split(step if is_on_host else min(step, self._staging.nbytes)):
+        if not is_on_host:
+            step = min(step, self._staging.nbytes)
+        for chunk in values.split(step):
             self._world.check()
-            data = as_memoryview(chunk if is_on_host else self._staging.stage(chunk))
+            if not is_on_host:
+                chunk = self._staging.stage(chunk)
+            data = as_memoryview(chunk)
             with in_background(self.written.add, entry.key, start, data):
                 self._writer.write(entry.file, entry.start + start, [data])
             start += len(data)

@@ -49,7 +49,9 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _on_host(tensor: torch.Tensor) -> int:
     total, start = 0, 0
-    for run in _runs(tensor, tensor.nbytes if tensor.is_contiguous() else _CHUNK_BYTES):
+    # Contiguous memory is read in place. Anything else is copied, chunk by chunk.
+    run_bytes = tensor.nbytes if tensor.is_contiguous() else _CHUNK_BYTES
+    for run in _runs(tensor, run_bytes):
         total += fingerprint(as_memoryview(run), start)
         start += run.numel()
     return total
@@ -65,6 +67,8 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
         first, head = divmod(start, BLOCK_BYTES)
         padded = torch.nn.functional.pad(run, (head, -(head + run.numel()) % BLOCK_BYTES))
         words = padded.view(torch.int64).view(-1, BLOCK_WORDS)  # (blocks, words of a block)
+        # The block's weight is applied to the sum of its words. torch lacks arithmetic of uint64, and products
+        # of int64 have the same bits.
         weights = [_to_signed(block_weight(first + number)) for number in range(len(words))]
         total += ((words * weights_in_block).sum(1) * sent(torch.tensor(weights), words.device)).sum()
         start += run.numel()

@@ -71,6 +71,8 @@ def envelope(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
     torch writes them, into a file with a hole in place of the tensor's bytes. Their checksum field is that of empty
     content, which torch does not check.
     """
+    # The archive depends on shape and dtype only. So one is written for each form, and its envelope used for
+    # all chunks.
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         place = Path(folder, "archive")
         save_without_data(partial(torch.empty, shape, dtype=dtype), place)
@@ -139,6 +141,7 @@ def plan_tensors(
         RankMismatchError: the ranks have different tensors.
         ShardingError: together they do not hold all of one.
     """
+    # From the metadata of all ranks, so that each rank plans the files of all.
     boxes_by_key = collect_boxes(metadata, global_ranks)
     ends = [0] * len(metadata)  # of each rank's file, in bytes
     files: list[list[ArchivedChunk]] = [[] for _ in metadata]
@@ -196,6 +199,7 @@ def build_metadata(
         described[key] = dcp.TensorStorageMetadata(
             dcp.TensorProperties(dtype=dtype), torch.Size(shape), chunks[key]
         )
+    # Aliases: the same places under a further name.
     indices: dict[str, list[dcp.MetadataIndex]] = {}
     for index in places:
         indices.setdefault(index.fqn, []).append(index)
@@ -203,6 +207,7 @@ def build_metadata(
         key = flat_key(path)
         described[key], paths[key] = described[first], path
         places |= {replace(index, fqn=key): places[index] for index in indices[first]}
+    # Values that are not tensors follow the chunks in a rank's file, without gaps.
     for rank, sizes in enumerate(values):
         position = plan.nbytes(rank)
         for path, nbytes in sizes.items():
@@ -244,6 +249,7 @@ def pack_slabs(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     used: list[int] = []
     places = [(0, 0)] * len(sizes)
     remaining = sum(sizes)
+    # Largest blocks first, each into the first slab with room.
     for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         size = sizes[number]
         slab = next((slab for slab, nbytes in enumerate(slabs) if nbytes - used[slab] >= size), len(slabs))
@@ -287,10 +293,11 @@ class ChunkStaging:
             self._slabs = [
                 torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for size in sizes
             ]
-        return {
-            chunk: self._slabs[slab][start : start + view.nbytes].view(view.dtype).view(view.shape)
-            for (chunk, view), (slab, start) in zip(views.items(), places, strict=True)
-        }
+        copies: dict[ArchivedChunk, torch.Tensor] = {}
+        for (chunk, view), (slab, start) in zip(views.items(), places, strict=True):
+            flat = self._slabs[slab][start : start + view.nbytes]
+            copies[chunk] = flat.view(view.dtype).view(view.shape)
+        return copies
 
 
 def _is_plain(view: torch.Tensor) -> bool:
@@ -335,11 +342,13 @@ class ChunkWriter:
         Raises:
             StorageError: bytes could not be written.
         """
+        # Staging no larger than what has to be copied: plain tensors are written from their own memory.
         copied = [view for view in views.values() if not _is_plain(view)]
         nbytes = pinned_bytes(budget_bytes // 2, sum(_align(view.nbytes) for view in copied))
         staging = HostStaging(nbytes, is_pinned=any(view.device.type != "cpu" for view in copied))
         for chunk in chunks:
             around = envelope(chunk.box.sizes, chunk.dtype)
+            # The order of the file: padding, the head of the archive, the elements, the tail of the archive.
             self._add(bytes(chunk.start - self._end) + around.before)  # zeros up to the aligned start
             self._add_tensor(views[chunk], staging)
             self._add(around.after)
@@ -374,6 +383,7 @@ class ChunkWriter:
     def _flush(self) -> None:
         self.check()
         start = self._end - self._pending_nbytes
+        # Checksums are computed while the storage writes the same bytes.
         with in_background(self._add_checksums, start):
             self.writer.write(self.file, start, self._pending)
         self._pending, self._pending_nbytes, self._staged_nbytes = [], 0, 0

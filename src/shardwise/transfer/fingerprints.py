@@ -60,18 +60,12 @@ def digest(content: bytes) -> str:
 
 def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
     """Serialize the records of saves: during a commit, of both the older save and the new one."""
-    content = {
-        "format": _FORMAT,
-        "saves": [
-            {
-                "files": dict(save.files),
-                "tensors": {key: f"{value:0{_DIGITS}x}" for key, value in save.tensors.items()},
-                "beside": dict(save.beside),
-                "headers": dict(save.headers),
-            }
-            for save in saves
-        ],
-    }
+    records: list[dict[str, object]] = []
+    for save in saves:
+        tensors = {key: f"{value:0{_DIGITS}x}" for key, value in save.tensors.items()}
+        beside, headers = dict(save.beside), dict(save.headers)
+        records.append({"files": dict(save.files), "tensors": tensors, "beside": beside, "headers": headers})
+    content = {"format": _FORMAT, "saves": records}
     return json.dumps({**content, "sha256": digest_json(content)}, indent=1, sort_keys=True).encode() + b"\n"
 
 
@@ -89,6 +83,7 @@ def parse(content: bytes) -> list[RecordedSave] | None:
     """Parse the records of saves, or return None if the file is damaged or of another format."""
     try:
         document = json.loads(content)
+        # The digest is of the document without the digest.
         recorded = document.pop("sha256", None)
         if recorded is None:  # of an earlier version
             is_sound = document.keys() == {"format", "saves"}
@@ -96,15 +91,15 @@ def parse(content: bytes) -> list[RecordedSave] | None:
             is_sound = recorded == digest_json(document)
         if document["format"] != _FORMAT or not is_sound:
             return None
-        return [
-            RecordedSave(
-                {str(name): int(nbytes) for name, nbytes in save["files"].items()},
-                {str(key): int(value, _DIGITS) for key, value in save["tensors"].items()},
-                {str(name): str(value) for name, value in save.get("beside", {}).items()},
-                {str(name): str(value) for name, value in save.get("headers", {}).items()},
-            )
-            for save in document["saves"]
-        ]
+        saves: list[RecordedSave] = []
+        for save in document["saves"]:
+            files = {str(name): int(nbytes) for name, nbytes in save["files"].items()}
+            tensors = {str(key): int(value, _DIGITS) for key, value in save["tensors"].items()}
+            beside = {str(name): str(value) for name, value in save.get("beside", {}).items()}
+            headers = {str(name): str(value) for name, value in save.get("headers", {}).items()}
+            saves.append(RecordedSave(files, tensors, beside, headers))
+        return saves
+    # Any type may be at any place of a damaged file.
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
@@ -145,6 +140,7 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
 def _mix(number: Any) -> Any:
     """Apply the finalizer of splitmix64."""
     with np.errstate(over="ignore"):
+        # Overflow is intended: arithmetic modulo 2**64.
         mixed = np.asarray(number, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

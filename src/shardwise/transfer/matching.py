@@ -70,11 +70,11 @@ class Match:
     @property
     def cast(self) -> dict[str, tuple[str, str]]:
         """First names of slots mapped to (dtype in the state, dtype of the slot), for those that differ."""
-        return {
-            item.slot.names[0]: (item.dtype.label, item.slot.dtype.label)
-            for item in self.tensors
-            if item.dtype is not item.slot.dtype
-        }
+        dtypes: dict[str, tuple[str, str]] = {}
+        for item in self.tensors:
+            if item.dtype is not item.slot.dtype:
+                dtypes[item.slot.names[0]] = (item.dtype.label, item.slot.dtype.label)
+        return dtypes
 
 
 def match(
@@ -90,6 +90,7 @@ def match(
         KeyMismatchError: there are missing, unexpected or mismatched tensors that are not tolerated. The error
             lists all of them.
     """
+    # Only ranks that provide a state are compared. The others pass None, and receive.
     providers = {rank: provided for rank, provided in zip(global_ranks, provided_by_rank, strict=False) if provided}
     _require_same_names(providers)
     first = next(iter(providers.values()), {})
@@ -207,6 +208,7 @@ def match_groups(
         raise KeyMismatchError(
             describe_faults("the parameter groups of the state do not fit:", faults, STATE_REMEDIES)
         )
+    # By the parameters that both sides have. What only one side has was allowed above.
     positions: dict[frozenset[str], list[int]] = {}
     for position, names in enumerate(source):
         common = frozenset(names) & here
@@ -218,8 +220,11 @@ def match_groups(
         if common in positions and (common or not names):
             # Several groups have the same names only if they are empty: they are paired in order.
             candidates = positions[common]
-            source_groups.append(candidates.pop(0) if len(candidates) > 1 else candidates[0])
+            source_groups.append(candidates[0])
+            if len(candidates) > 1:
+                del candidates[0]
         elif common:
+            # The parameters are in the state, but grouped in another way: there is no choice of settings.
             others = [position for position, group in enumerate(source) if common & frozenset(group)]
             raise KeyMismatchError(
                 f"no group of the state has the parameters of group {number} "
@@ -313,6 +318,7 @@ def select_dtypes(
     errors: list[str] = []
     for index, (name, source_ranks) in enumerate(zip(names, chosen, strict=True)):
         by_rank = [dtypes[index] for dtypes in dtypes_by_rank]
+        # On meta everywhere: all ranks have to agree, as if each were a source.
         sources = set(source_ranks) or set(range(len(by_rank)))
         stored = {by_rank[rank] for rank in sources}
         received = {by_rank[rank] for rank in range(len(by_rank)) if rank not in sources} or stored

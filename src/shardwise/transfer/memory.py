@@ -44,6 +44,7 @@ def compute_device(held: Sequence[TensorRef], default: torch.device | None) -> t
     """
     for item in held:
         if isinstance(item.tensor, DTensor):
+            # The first DTensor decides: the meshes of a model are of one kind of device.
             kind = item.tensor.device_mesh.device_type
             if kind == "cpu":
                 return torch.device("cpu")
@@ -106,6 +107,7 @@ def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) ->
     if not isinstance(tensor, nn.Parameter):
         item.install(new)
         return local
+    # A parameter on meta cannot get memory in place: it is replaced at every place that registers it.
     parameter = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=tensor.requires_grad)
     copy_attributes(parameter, tensor)
     item.install(parameter)
@@ -129,7 +131,8 @@ def available_memory(device: torch.device) -> Available:
     For an accelerator, this includes memory that torch has reserved and not given to a tensor. For the host: memory
     available without swapping, limited by the control groups of this process.
     """
-    return Available(None if device.type == "cpu" else torch_private.free_memory(device), host_memory())
+    device_bytes = None if device.type == "cpu" else torch_private.free_memory(device)
+    return Available(device_bytes, host_memory())
 
 
 def host_memory(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> int | None:
@@ -174,6 +177,7 @@ def gc_disabled() -> Iterator[None]:
     The many objects of a plan trigger collections, each of which traverses all objects of torch and transformers:
     a quarter of a second, to find nothing. Not for blocks that read, or wait for more than the ranks' messages.
     """
+    # Nested blocks, and a caller that has disabled it, must find it as they left it.
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -249,12 +253,10 @@ class WorkerPool(Generic[Task, Buffer]):
         pending = iter(tasks)
         buffers = self.buffers[: max(1, min(len(self.buffers), len(tasks)))]
         self._at_work = len(buffers)
-        threads = [
-            threading.Thread(
-                target=self._serve, args=(pending, buffer), name=f"shardwise-worker-{number}", daemon=True
-            )
-            for number, buffer in enumerate(buffers)
-        ]
+        threads: list[threading.Thread] = []
+        for number, buffer in enumerate(buffers):
+            name = f"shardwise-worker-{number}"
+            threads.append(threading.Thread(target=self._serve, args=(pending, buffer), name=name, daemon=True))
         for thread in threads:
             thread.start()
         try:
@@ -265,6 +267,7 @@ class WorkerPool(Generic[Task, Buffer]):
                     if self.check is not None:
                         self.check()
         finally:
+            # After an exception of check() or Ctrl-C, workers end with their current tasks, which nobody awaits.
             self._stop = True
         for thread in threads:
             thread.join()  # its buffer is freed before others are allocated
@@ -275,6 +278,7 @@ class WorkerPool(Generic[Task, Buffer]):
         try:
             while not self._stop:
                 with self._lock:
+                    # One iterator for all workers: an iterator must not be advanced by two threads at once.
                     task: Task | None = next(pending, None)  # type: ignore[call-overload]
                 if task is None:
                     break
@@ -283,6 +287,7 @@ class WorkerPool(Generic[Task, Buffer]):
             with self._lock:
                 self._failure = self._failure or error  # the first one counts
                 self._stop = True
+        # Also after an error, so that run() does not wait for this worker.
         with self._finished:
             self._at_work -= 1
             self._finished.notify_all()

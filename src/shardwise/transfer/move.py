@@ -132,6 +132,7 @@ class ShardExchange:
         """
         local = [_LocalRound.from_blocks(blocks, self.world.rank, self.world.size) for blocks in self.rounds]
         self.traffic.staging_bytes = max((sum(part.sent) + sum(part.received) for part in local), default=0)
+        # In iteration n, round n is packed while round n - 1 arrives. The last iteration (None) only unpacks.
         arriving: _LocalRound | None = None
         try:
             for number, leaving in enumerate([*local, None]):
@@ -163,6 +164,8 @@ class ShardExchange:
                 self.traffic.kept_bytes += _nbytes(block, pieces)
             self._wait()
             for block, pieces, source, start in arriving.receives:
+                # As all_to_all_single lays them out: the input in front, the output behind it, each ordered by
+                # rank.
                 offset = sum(arriving.sent) + sum(arriving.received[:source]) + start
                 self._put(block, pieces, self._staging_views(block, pieces, offset))
                 self.traffic.received_bytes += _nbytes(block, pieces)
@@ -293,10 +296,9 @@ class Transfer:
 
     def move(self) -> move_plan.Move:
         """Return the elements to receive from other ranks, counted regardless of their dtype."""
-        missing = tuple(
-            tuple(box for box in targets if not _is_local(box, sources))
-            for targets, sources in zip(self.target_boxes, self.source_boxes, strict=True)
-        )
+        missing: list[Boxes] = []  # by rank
+        for targets, sources in zip(self.target_boxes, self.source_boxes, strict=True):
+            missing.append(tuple(box for box in targets if not _is_local(box, sources)))
         expression = Stored(self.name, tuple(self.shape), DType.U8)
         return move_plan.Move(self.name, expression, self.dtype.itemsize, missing)
 
@@ -328,10 +330,10 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
         CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
     """
     by_name = {item.name: item for item in items}
-    shares = {
-        item.name: move_plan.shares_by_rank(item.source_boxes, number % world.size, item.dtype.itemsize)
-        for number, item in enumerate(items)
-    }
+    shares: dict[str, tuple[Boxes, ...]] = {}
+    for number, item in enumerate(items):
+        turn = number % world.size  # small tensors are sent by the ranks in turn
+        shares[item.name] = move_plan.shares_by_rank(item.source_boxes, turn, item.dtype.itemsize)
     last: dict[tuple[str, int], torch.Tensor] = {}  # at most one: consecutive pieces are parts of the same share
 
     def get_share(name: str, number: int) -> torch.Tensor:
@@ -344,6 +346,8 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
     with world.collective("plan the moves"):
         rounds = move_plan.plan_rounds([[item.move() for item in items]], shares, budget_bytes)
         staging = _allocate_staging(items, budget_bytes)
+    # Without buffer_for: blocks arrive in memory of their own and are copied to the targets, which may be
+    # strided, cast or on another device.
     exchange = ShardExchange(
         world, rounds, get_share, None, {item.name: item.dtype for item in items}, device, staging
     )
@@ -385,6 +389,7 @@ def distribute(
         batch, used = [items.pop()], 0
         while items and (used := used + batch[-1].nbytes) + items[-1].nbytes <= budget_bytes:
             batch.append(items.pop())
+        # Just before the values arrive, so that the targets of later batches take no memory yet.
         with world.collective("allocate shards"):
             targets = prepare([item.name for item in batch])
         batch = [replace(item, target=targets[item.name]) for item in batch]
@@ -417,12 +422,14 @@ def gather(
     metadata = exchange.result
     with world.collective("compare the ranks' tensors"):
         boxes = collect_boxes(metadata, world.global_ranks)
+    # Shards of all ranks are the sources. The full tensors on the receiving ranks are the targets.
     ranks = move_plan.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}
     items: list[Transfer] = []
 
     with world.collective("allocate full tensors"):
         for name, tensor in tensors.items():
+            # Every rank describes every transfer. Those that receive nothing have no target memory.
             target = None
             if world.rank in ranks:
                 gathered[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -35,6 +35,7 @@ def even_shares(box: Box, count: int) -> Iterator[Box]:
     Example: (3, 4) in two shares is (1, 4) and (2, 4). (2, 3) in four is (1, 1), (1, 2) of each row.
     """
     rows = box.sizes[0] if box.sizes else 1
+    # Enough rows: cut between rows. Otherwise every row is cut, into enough shares to reach `count` together.
     if rows >= count:
         for index in range(count):
             start, stop = index * rows // count, (index + 1) * rows // count
@@ -71,6 +72,8 @@ def local_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int)
         return (box,)
     if box.numel * itemsize <= SMALL_BYTES:
         return (box,) if turn % replicas == replica else ()
+    # There may be more shares than holders, or fewer. Example: 6 shares for 4 holders go to the holders 0, 0,
+    # 1, 2, 2, 3, in order, so that each of them sends adjacent shares.
     shares = list(even_shares(box, replicas))
     return tuple(share for index, share in enumerate(shares) if index * replicas // len(shares) == replica)
 
@@ -105,6 +108,7 @@ def shares_by_rank(boxes: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Bo
 
 def first_holder_shares(boxes: Sequence[Boxes]) -> tuple[Boxes, ...]:
     """Return the share of each rank if the first rank that holds a box sends all of it."""
+    # Ranks hold equal boxes or disjoint ones, so a box that was seen before is sent in full by an earlier rank.
     seen: set[Box] = set()
     shares: list[Boxes] = []
     for local in boxes:
@@ -240,6 +244,8 @@ def plan_rounds(
         bucket_bytes: the staging memory of a round on a rank, and the most bytes that it keeps. A single element
             and alignment may need more.
     """
+    # A round takes blocks until one rank, as a sender or as a receiver, would exceed the bucket. The cuts
+    # depend on all ranks, so every rank plans the same rounds.
     cutter = _Cutter(shares)
     rounds: list[list[Block]] = [[]]
     staged: Counter[int] = Counter()  # bytes of the last round, by rank
@@ -278,6 +284,8 @@ class _Cutter:
                 # A rank that sends the block to all others stages it once for each. At least two: one that sends
                 # and receives stages both.
                 max_numel = bucket_bytes // (move.itemsize * max(2, len(ranks)))
+                # Equal layers have equal forms. Only their first one computes pieces, the others differ in the
+                # key.
                 for box in cut(whole, max(1, max_numel)):
                     if (form, box) not in self._cache:
                         self._cache[form, box] = self._find_pieces(move.expression, leaves, box)
@@ -303,6 +311,7 @@ class _Cutter:
                     owners.append((rank, number, share))
                     starts.append(end)
                     end += local.numel
+        # Offsets in the imaginary memory become offsets in the share that contains them.
         pieces: dict[int, list[Piece]] = {}
         for copy in copies_from_shards(expression, placed, box):
             index = bisect_right(starts, copy.source.offset) - 1

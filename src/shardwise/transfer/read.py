@@ -103,6 +103,7 @@ def plan_reads(
             copies, regions = copies_and_computed(item.expression, piece.box, piece.local)
             copied[item.device] += ((number, copy) for copy in copies)
             computed += ((number, region.leaf, region.region) for region in regions)
+    # One batch for each device: requests of one batch share staging buffers of one kind.
     batches: list[tuple[torch.device, tuple[FileRequest, ...]]] = []
     for device, device_copies in copied.items():
         is_on_host = device.type == "cpu"
@@ -119,6 +120,7 @@ def plan_reads(
         start = start_at if policy.is_remote else 0.0
         requests = plan_requests(segments, policy, staging_bytes=nbytes, start_at=start)
         batches.append((device, tuple(requests)))
+    # Blocks of computed values are cut so small that all workers can compute at once within the budget.
     most_bytes = ComputingShare.from_budget(budget_bytes, policy.concurrency).most_bytes
     return ReadPlan(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
 
@@ -217,6 +219,7 @@ class ReadExecutor:
     def read_values(self, boxes: Sequence[ExpressionBox], budget_bytes: int | None = None) -> list[torch.Tensor]:
         """Return boxes of expressions as new contiguous CPU tensors, read together."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        # The boxes are new tensors without names, which no audit looks at.
         plan, values = self._plan_values(boxes, budget)
         self._fill(plan, values, budget)
         return values
@@ -229,13 +232,15 @@ class ReadExecutor:
         staged_bytes: int | None = None,
     ) -> tuple[ReadPlan, list[torch.Tensor]]:
         """Return the reads of boxes of expressions, and uninitialized memory for them."""
-        items = [
-            ReadItem("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, device)
-            for expression, box, dtype in boxes
-        ]
+        items: list[ReadItem] = []
+        values: list[torch.Tensor] = []
+        for expression, box, dtype in boxes:
+            whole = LocalBox(box, Strided.contiguous(box.sizes))
+            items.append(ReadItem("", expression, (whole,), dtype, device))
+            values.append(torch.empty(box.sizes, dtype=dtype, device=device))
         start_at = self.world.rank / self.world.size
         plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, start_at, staged_bytes)
-        return plan, [torch.empty(box.sizes, dtype=dtype, device=device) for _, box, dtype in boxes]
+        return plan, values
 
     def count(self, fqn: str, numel: int) -> None:
         """Add to the number of elements of a tensor that have been written."""
@@ -269,6 +274,7 @@ class ReadExecutor:
             if segment.is_direct:
                 # In bytes. The target's offset is in elements of the tensor's memory.
                 start = segment.copy.target.offset * targets.tensors[segment.target].element_size()
+                # Zero copy: the storage writes into the tensor's own memory.
                 views.append(targets.memory(segment.target)[start : start + segment.bytes.nbytes])
             else:
                 assert staging is not None
@@ -337,6 +343,7 @@ class ReadExecutor:
         for _, requests in plan.batches:
             for request in requests:
                 self._read_and_count(inputs, request, buffers[0])
+        # Inputs that are computed themselves get half of the budget of this level, so that nesting is bounded.
         inputs_bytes = ComputingShare.from_budget(budget_bytes, self.reader.policy.concurrency).staging_bytes
         for inner in plan.computed:
             self._compute_block(inputs, inputs_bytes, inner, buffers)
@@ -355,6 +362,8 @@ class ReadExecutor:
         device = targets.device
         if device.type == "cpu" or not matches_cpu_bitwise(device):
             return tasks
+        # A block stays on the CPU if it is computed by an operation without device code, has a target
+        # elsewhere, or is too large for the concurrent workers.
         on_device: list[ComputeTask] = []
         on_host: list[ComputeTask] = []
         for task in tasks:
@@ -365,6 +374,8 @@ class ReadExecutor:
                 on_host.append(task)
         if not on_device:
             return on_host
+        # One flag for each block, set by the device. Reading a flag would wait for the device, so all are read
+        # at the end.
         is_bad = torch.zeros(len(on_device), dtype=torch.bool, device=device)
         input_bytes = [sum(box.numel * dtype.itemsize for _, box, dtype in get_inputs(task)) for task in on_device]
         most_bytes = max(SEGMENT_ALIGNMENT, *input_bytes)
@@ -451,9 +462,8 @@ def evaluate(task: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, 
 
 def get_inputs(task: ComputeTask) -> list[ExpressionBox]:
     """Return the boxes that a block is computed from."""
-    return [
-        (source, box, to_torch(source.dtype)) for source, box in zip(task.inputs, task.block.inputs, strict=True)
-    ]
+    inputs = zip(task.inputs, task.block.inputs, strict=True)
+    return [(source, box, to_torch(source.dtype)) for source, box in inputs]
 
 
 def read_identities(
@@ -496,6 +506,7 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the CPU memory of a tensor, from its first element to the end of its storage."""
     if tensor.is_contiguous():
         return as_memoryview(tensor.view(-1).view(torch.uint8))
+    # Strided tensors: a flat view of the bytes of their storage, gaps between their elements included.
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size()
     return as_memoryview(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,)))

@@ -74,6 +74,8 @@ def iter_segments(
         policy: read policy of the storage.
         block_bytes: the maximum of a staged segment, with room for at least one element.
     """
+    # Pieces are separate runs in the file. Blocks are parts of a run that fit into one request or staging
+    # buffer.
     itemsize = entry.dtype.itemsize
     for piece in copies_by_run(copy, max_gap=policy.max_gap_bytes // itemsize):
         is_direct = not needs_staging and piece.source.is_contiguous and piece.target.is_contiguous
@@ -99,6 +101,7 @@ def copies_by_run(copy: Copy, *, max_gap: int) -> Iterator[Copy]:
     if num_outer == 0:
         yield copy
         return
+    # One piece for each step of the outer axes, in the order of the file.
     for steps in itertools.product(*map(range, source.sizes[:num_outer])):
         yield Copy(copy.leaf, _inner_view(source, num_outer, steps), _inner_view(copy.target, num_outer, steps))
 
@@ -123,6 +126,8 @@ def plan_requests(
         staging_bytes: staging memory of one worker.
         start_at: fraction of the list at which to start, so that ranks do not all start with the same file.
     """
+    # State of the request that is being joined: its file and whether it is strided, its staged bytes, its bytes
+    # of gaps.
     ordered = sorted(segments, key=lambda item: (item[0], item[1].bytes.start, item[1].bytes.stop))
     requests: list[FileRequest] = []
     joined: list[Segment] = []
@@ -145,6 +150,7 @@ def plan_requests(
             requests += _request(last[0], joined)
             last, joined, used, gaps = (file, segment.is_strided), [segment], staged, 0
     requests += _request(last[0], joined)
+    # Rotated: rank 2 of 4 starts in the middle of the list, and ends with its first half.
     begin = int(len(requests) * start_at)
     return requests[begin:] + requests[:begin]
 
@@ -179,6 +185,7 @@ class Staging:
 
 def plan_staging(budget_bytes: int, concurrency: int, *, on_device: bool) -> Staging:
     """Return the staging of at most ``concurrency`` workers within a budget, for tensors on a device or host."""
+    # A small budget gets fewer workers before it gets smaller buffers.
     slabs = _DEVICE_SLABS if on_device else 1
     workers = max(1, min(concurrency, budget_bytes // (slabs * _LEAST_BYTES)))
     share = min(_DEVICE_BYTES if on_device else _HOST_BYTES, budget_bytes // (slabs * workers))

@@ -64,6 +64,7 @@ class Replicas:
         by_group: dict[ReplicaGroup, dict[str, list[torch.Tensor]]] = {}
         # In the order of the names, which is that of the tensors on all ranks: digests depend on it.
         for name, boxes in common.items():
+            # Two boxes of one tensor may be shared with different ranks, so they belong to different groups.
             local, boxes_in_memory = local_tensor(tensors[name]), local_boxes(tensors[name], name)
             for box, holders in boxes:
                 group = ReplicaGroup(len(holders), name in buffers, repr_digest(holders))
@@ -81,11 +82,11 @@ class Replicas:
 
     def checksums(self, groups: Collection[ReplicaGroup]) -> dict[ReplicaGroup, dict[str, list[int]]]:
         """Return the checksums of each tensor of these groups."""
-        return {
-            group: {name: checksums(views) for name, views in tensors.items()}
-            for group, tensors in self.by_group.items()
-            if group in groups
-        }
+        sums: dict[ReplicaGroup, dict[str, list[int]]] = {}
+        for group, tensors in self.by_group.items():
+            if group in groups:
+                sums[group] = {name: checksums(views) for name, views in tensors.items()}
+        return sums
 
 
 def _stack_numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -155,6 +156,7 @@ def _find_differing_buffers(
     parameters: dict[str, set[int]] = {}
     buffers: dict[str, set[int]] = {}
     for group, by_rank in sorted(_by_group(gathered).items(), key=lambda item: sorted(item[1])):
+        # All ranks are compared with the lowest one that holds the group.
         first, *others = sorted(by_rank)
         by_name = buffers if group.has_buffers else parameters
         for name in dict.fromkeys(name for sums in by_rank.values() for name in sums):
@@ -195,21 +197,15 @@ def equal_on_all(
     with world.all_gather("describe tensors") as exchange:
         exchange.local = metadata_by_name(tensors)
     boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
+    # Parameters that differ have raised by now. Only buffers are left to be copied.
     copies = {name: torch.empty_like(tensors[name]) for name in differing}
     if differing:
         with world.collective("plan the copies"):
-            transfers = [
-                Transfer(
-                    name,
-                    tensors[name].shape,
-                    tensors[name].dtype,
-                    first_holder_shares(boxes[name]),
-                    boxes[name],
-                    LocalTensor.from_tensor(tensors[name], name),
-                    LocalTensor.from_tensor(copy, name),
-                )
-                for name, copy in copies.items()
-            ]
+            transfers: list[Transfer] = []
+            for name, copy in copies.items():
+                tensor, shares = tensors[name], first_holder_shares(boxes[name])
+                source, target = LocalTensor.from_tensor(tensor, name), LocalTensor.from_tensor(copy, name)
+                transfers.append(Transfer(name, tensor.shape, tensor.dtype, shares, boxes[name], source, target))
         transfer(world, transfers, budget_bytes=budget_bytes, device=device)
     return {**tensors, **copies}, differing
 
@@ -276,14 +272,16 @@ def agree_on_shares(world: World, held: Sequence[TensorRef]) -> Shares:
     tensors = {item.fqn: item.tensor for item in saved}
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     with world.all_gather("describe tensors") as exchange:
+        # Within the phase, because one rank alone may have tensors on meta.
         if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise ShardingError(
                 f"{few_names(on_meta)} on meta: without values, there is nothing to save. Load the model first"
             )
-        exchange.local = {
-            item.fqn: TensorMetadata.from_ref(item, str(item.tensor.dtype), get_boxes(item.tensor, item.fqn))
-            for item in saved
-        }
+        local: dict[str, TensorMetadata] = {}
+        for item in saved:
+            item_boxes = get_boxes(item.tensor, item.fqn)
+            local[item.fqn] = TensorMetadata.from_ref(item, str(item.tensor.dtype), item_boxes)
+        exchange.local = local
     boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
     return Shares(_shares_by_name(saved, boxes), differing)
 
@@ -397,6 +395,8 @@ class MergingShardSender(ShardSender):
         factors = self.factors[name]
         lora_A, lora_B = self.matrices[factors.lora_A], self.matrices[factors.lora_B]  # (r, in), (out, r)
         *experts, rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+        # PEFT stores the matrices of stacked experts flat: lora_A as (experts * r, in), with the expert
+        # outside, and lora_B as (out, r * experts), with the expert inside.
         if factors.experts:
             lora_A = lora_A.unflatten(0, (factors.experts, -1))[experts[0]]  # (experts, r, in)
             lora_B = lora_B.unflatten(1, (-1, factors.experts)).movedim(2, 0)[experts[0]]  # (experts, out, r)
@@ -412,6 +412,7 @@ def _delta(lora_A: torch.Tensor, lora_B: torch.Tensor, scaling: float) -> torch.
 
     As in ``get_delta_weight`` of PEFT, 16-bit matrices are multiplied in float32 on a CPU.
     """
+    # The product is rounded to the dtype of the matrices before it is added to the weight.
     dtype = lora_B.dtype
     if dtype in (torch.float16, torch.bfloat16) and lora_B.device.type == "cpu":
         lora_A, lora_B = lora_A.float(), lora_B.float()

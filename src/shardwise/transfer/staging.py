@@ -81,6 +81,7 @@ class DeviceStaging:
         self._turn = 0
 
     def begin(self) -> memoryview:
+        # Two buffers in turn: this request is read into one, while the other is copied to the device.
         self._turn = 1 - self._turn
         with self._module.device(self.device):  # a new thread's current device is device 0
             if not self._copied:
@@ -107,9 +108,8 @@ class DeviceStaging:
             # Not target.copy_(source): torch copies strided or cast values from the host through pageable memory,
             # and waits. On the device, the second copy follows the first in the order of the stream.
             if not self._on_device:
-                self._on_device = [
-                    torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in self._pinned
-                ]
+                for _ in self._pinned:
+                    self._on_device.append(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device))
             span = slice(start, start + segment.bytes.nbytes)
             buffer = self._on_device[self._turn]
             buffer[span].copy_(pinned[span], non_blocking=True)
@@ -132,6 +132,8 @@ class DeviceStaging:
             target.copy_(values)
             return
         # Bytes in the buffer: to the device in the target's dtype, to the host in the dtype of the values.
+        # The copy between devices is of equal dtypes, so that it is a plain copy of bytes. The cast is on the
+        # host.
         staged = target if is_to_device else values
         for rows in row_slices(target.shape, self.nbytes // staged.element_size()):
             self.begin()
@@ -168,6 +170,7 @@ def pinned_bytes(budget_bytes: int, needed_bytes: int) -> int:
 
 def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tensor:
     """Return the elements of a segment at byte ``start`` of a buffer, in the order of its copy."""
+    # The segment was read from its first byte on, so its source starts at element 0 of these values.
     source, dtype = segment.copy.source, to_torch(segment.dtype)
     values = staging[start : start + segment.bytes.nbytes].view(dtype)
     return strided_view(values, Strided(0, source.sizes, source.strides))

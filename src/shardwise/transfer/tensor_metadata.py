@@ -94,6 +94,7 @@ def require_same_tensors(
             if first.get(name) != other.get(name):
                 descriptions = f"{other.get(name, 'absent')} on {here}, {first.get(name, 'absent')} on {there}"
                 lines.append(f"{name} is {descriptions}")
+        # Equal items in another order are also refused: the order is that in which ranks exchange tensors.
         if not lines:
             lines.append(f"the order of the tensors on {here} is not that on {there}")
         shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_MAX_SHOWN])
@@ -113,6 +114,7 @@ def collect_boxes(
         ShardingError: the ranks together do not have each element of a tensor.
     """
     require_same_tensors(metadata, global_ranks)
+    # Interned: find_shared_boxes and others use the identity of a layout as their cache key.
     cache: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
     boxes: dict[str, tuple[Boxes, ...]] = {}
     for name in metadata[0]:
