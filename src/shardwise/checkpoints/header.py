@@ -19,6 +19,7 @@ from huggingface_hub.dataclasses import type_validator
 
 from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.formatting import first_line
 from shardwise.files.local_reader import LocalReader
 from shardwise.transfer.fingerprints import MODULUS, fingerprint
 
@@ -164,7 +165,7 @@ def to_pickle(value: object, what: str) -> bytes:
         if not _is_plain(value):
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:  # pickle raises errors of many kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ConfigError(
             f"{what}: its state_dict has a value that torch.load(weights_only=True) does not read ({reason}). "
             "Return dicts, lists, tuples, strings, numbers, bytes and tensors"

@@ -121,6 +121,11 @@ def few_names(names: Iterable[str], most: int = _SHOWN) -> str:
     return ", ".join(groups[:most]) + more
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its class if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def comparable_text(value: object) -> str:
     """Return text to compare a value between ranks: ``repr``, but functions by name, as their addresses differ."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):

@@ -92,7 +92,8 @@ class LocalReader(StorageReader):
         for folder, subfolders, files in os.walk(self._root, onerror=refuse):
             subfolders[:] = [name for name in subfolders if not name.startswith(".")]
             paths = (Path(folder, name) for name in files)
-            names += [path.relative_to(self._root).as_posix() for path in paths if path.is_file()]
+            # os.path's is False for a file in a folder that may be listed but not entered.
+            names += [path.relative_to(self._root).as_posix() for path in paths if os.path.isfile(path)]
         return sorted(names)
 
     def size(self, file: str) -> int:

@@ -12,12 +12,13 @@ column in ``weight_g_idx``. Both are used wherever they are stored.
 import contextlib
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.tensors import Code, DType, numel
+from shardwise.core.untrusted import Pattern, require_quick_patterns
 from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
     OF_ACTIVATIONS,
@@ -101,6 +102,8 @@ class _ScaledForms:
                     entries[key] = words_as_bytes(entry)
             shapes = _read_stored_shapes(reader, index)
         # 2. Match each entry with every form, and choose one.
+        if len(self.targets) > 1:
+            self._require_quick_targets(entries)
         matchers = [_EntryMatcher(entries, form, shapes) for form in self.targets]
         faults = FormatFaults(index.root)
         composed: dict[str, Composed] = {}
@@ -141,6 +144,12 @@ class _ScaledForms:
             extra=frozenset(activation_keys),
             ignored=(*index.ignored, *sorted(activation_keys)),
         )
+
+    def _require_quick_targets(self, keys: Iterable[str]) -> None:
+        """Check the regexes among the targets. They are of the config, and so untrusted."""
+        texts = {target.removeprefix("re:") for targets in self.targets.values() for target in targets}
+        patterns = [Pattern("quantization_config.targets", text, text) for text in sorted(texts)]
+        require_quick_patterns(patterns, [key.removesuffix(".weight") for key in keys])
 
     def _choose(
         self, candidates: "Mapping[_EntryMatcher, _MatchedEntries]"

@@ -52,7 +52,8 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     if text is None:
         return {}
     # By key {"saved_offsets": [row, column, ...]}, as torch's HuggingFaceStorageWriter writes it
-    described = checkpoint_index.parse_object(text.encode(), what=f"{shown(header.file)}: {_CHUNKS}")
+    content = text.encode("utf-8", "surrogatepass")  # a lone surrogate is a fault of the JSON like any other
+    described = checkpoint_index.parse_object(content, what=f"{shown(header.file)}: {_CHUNKS}")
     offsets_by_key: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
         if entry.key not in described:

@@ -160,7 +160,7 @@ def find_num_labels(lora: _AdapterSource, built: MetaModel, head: Mapping[str, s
     rows = set()
     for name, key in head.items():
         shape, stored = built.layout.by_name[name].shape, lora.tensors[key].shape
-        if shape[:1] == (expected,) and shape[1:] == stored[1:]:
+        if shape[:1] == (expected,) and len(shape) == len(stored) and shape[1:] == stored[1:]:
             rows.add(stored[0])
     return rows.pop() if len(rows) == 1 and rows != {expected} else None
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import serialization
 
 from shardwise.core.errors import FormatError, ShardingError, StorageError
+from shardwise.core.formatting import first_line
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.local_writer import open_writer
@@ -220,7 +221,7 @@ def load_value(content: bytes, what: str) -> Any:
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:  # torch raises errors of many kinds for a damaged or malign file
-        raise FormatError(f"{what}: cannot be read as plain data: {str(error).splitlines()[0]}") from error
+        raise FormatError(f"{what}: cannot be read as plain data: {first_line(error)}") from error
 
 
 def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
@@ -279,7 +280,7 @@ def load_plain(file: Path) -> Any:
     except OSError as error:
         raise StorageError(f"{file}: reading it failed, {error.strerror}") from error
     except Exception as error:  # torch raises errors of many kinds for a damaged or malign file
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = first_line(error)
         if "ShardedTensor" in str(error):
             raise FormatError(
                 f"{file}: holds tensors of FSDP1's own kind (ShardedTensor), which are read only where FSDP1 saved "

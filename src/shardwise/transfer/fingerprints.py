@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,7 @@ def word_weights() -> Any:
     return _mix(np.arange(BLOCK_WORDS, dtype=np.uint64)) | np.uint64(1)
 
 
-@cache
+@lru_cache(maxsize=1 << 16)
 def block_weight(block: int) -> int:
     """Return the weight of the block with this index."""
     return int(_mix(BLOCK_WORDS + block)) | 1

@@ -257,9 +257,9 @@ class WorkerPool(Generic[Task, Buffer]):
         for number, buffer in enumerate(buffers):
             name = f"shardwise-worker-{number}"
             threads.append(threading.Thread(target=self._serve, args=(pending, buffer), name=name, daemon=True))
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()  # may raise, and those that run must end then
             with self._finished:
                 while self._at_work:
                     # With a timeout: check() runs, and Ctrl-C is raised, also while a worker hangs in a read.
