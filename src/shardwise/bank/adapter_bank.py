@@ -102,6 +102,7 @@ class AdapterBank:
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         switch, device = ActiveRouting(), computing_device(next(self._model.parameters()))
+        # One switch for all: hooks read the active route of it, and passes set it.
         self._hooks = SiteHooks(self._model, switch)
         self._base = SharedBase(self._world, self._model, device, switch, backend, max_tokens_per_pass)
 
@@ -162,6 +163,7 @@ class AdapterBank:
             raise ConfigError(f"the adapter {name!r} exists already. Delete it, or use another name")
 
     def _admit(self, adapter: BankAdapter) -> None:
+        # ``load`` replaces an adapter of this name.
         if adapter.name in self._adapters:
             self._hooks.remove(self._adapters[adapter.name].sites)
         self._hooks.add(adapter.sites)
@@ -232,13 +234,17 @@ class AdapterBank:
         return output
 
     def _make_output(self, call: batch.RowCall, sums: batch.PassSums, *, gather: bool) -> FusedLosses:
+        # By request and row. Passes have other orders.
         logprobs = [[of_request[row] for row in sorted(of_request)] for of_request in call.logprobs]
         if gather:
             by_rank: list[list[list[torch.Tensor]]] = []
             with self._world.all_reduce("gather the outputs", by_rank.extend) as exchange:
                 exchange.local = [[values.cpu() for values in of_request] for of_request in logprobs]
-            of_requests = zip(*by_rank, strict=True) if by_rank else ([] for _ in logprobs)
-            logprobs = [[values for of_rank in of_request for values in of_rank] for of_request in of_requests]
+            # Of each request, the rows of rank 0, then those of rank 1. ``by_rank`` is empty on all but the first.
+            logprobs = [[] for _ in logprobs]
+            for of_rank in by_rank:
+                for gathered, values_of_rank in zip(logprobs, of_rank, strict=True):
+                    gathered += values_of_rank
         outcomes = []
         for number, (placed, entry) in enumerate(zip(call.requests, call.counts, strict=True)):
             # The loss in the report is that of this request. The divisor of the gradient is in BankAdapter.
@@ -289,7 +295,8 @@ class AdapterBank:
         with comparing_arguments(self._world) as exchange:
             exchange.local = self._comparable_steps(by_name, are_names=not changes or isinstance(steps, str))
         # Only now, when all ranks have accepted the names and the settings.
-        outcomes = step_together(self._world, [(self._adapters[name], own) for name, own in by_name.items()])
+        adapters = [(self._adapters[name], settings) for name, settings in by_name.items()]
+        outcomes = step_together(self._world, adapters)
         return outcomes[steps] if isinstance(steps, str) else outcomes
 
     def _comparable_steps(self, by_name: object, *, are_names: bool) -> dict[str, str]:
@@ -556,6 +563,7 @@ class AdapterBank:
         is_trained = existing is None or existing.is_trained
         if not is_trained:
             training = AdapterStart(reason="it is a copy for sampling")
+        # The least specific first: the existing adapter's options, the training's, and those that are passed.
         if not isinstance(training, AdapterStart):
             options = {**options, **training.facts.options(), **keywords}
         adapter = self._create(name, stored_adapter.config, options, is_new=False, is_trained=is_trained)
