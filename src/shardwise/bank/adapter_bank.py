@@ -307,6 +307,7 @@ class AdapterBank:
             or not all(isinstance(changes, Mapping) for changes in by_name.values())
         ):
             raise ConfigError(f"steps={by_name!r}: is not a dict of settings by name. Pass one, or a name")
+        # In the order in which their gradients are summed.
         settings = {
             "the adapter that takes a step": ", ".join(map(str, by_name)),
             "the changes of its settings": repr([sorted(changes.items()) for changes in by_name.values()]),
@@ -314,9 +315,9 @@ class AdapterBank:
         for name, changes in by_name.items():
             adapter = self._require_ready(name)
             adapter.require_changes(changes)
-            settings |= {
-                f"{key} of {adapter.name!r}": value for key, value in adapter.comparable_settings().items()
-            }
+            # Also what is not changed: schedules may have led ranks to different settings.
+            for key, value in adapter.comparable_settings().items():
+                settings[f"{key} of {adapter.name!r}"] = value
         return settings
 
     def _require_ready(self, name: str) -> BankAdapter:
@@ -566,6 +567,7 @@ class AdapterBank:
         # The least specific first: the existing adapter's options, the training's, and those that are passed.
         if not isinstance(training, AdapterStart):
             options = {**options, **training.facts.options(), **keywords}
+        # A new one, also in place of an existing one, so that a failure leaves that as it is.
         adapter = self._create(name, stored_adapter.config, options, is_new=False, is_trained=is_trained)
         with world.collective("compare the adapter"):
             if existing is not None and (existing.shapes, existing.scalings) != (adapter.shapes, adapter.scalings):

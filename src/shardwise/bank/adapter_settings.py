@@ -230,6 +230,7 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
         return value
     if value.keys() != {_OF, _IS}:
         return {key: from_json(item, what, level + 1) for key, item in value.items()}
+    # A converted value. The name of its type is untrusted, and so is what it is made of.
     kind, inner = value[_OF], value[_IS]
     if isinstance(kind, str) and kind in _FLOATS and type(inner) is float:
         return torch.tensor(inner, dtype=_FLOATS[kind])

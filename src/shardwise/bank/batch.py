@@ -360,6 +360,7 @@ def _require_loss(request: Request, adapter: BankAdapter | None) -> dict[str, An
 
 
 def _parse_request(base: SharedBase, request: Request, adapter: BankAdapter | None) -> list[UnpaddedRow]:
+    # Rows have weights and what a named loss needs. A loss of the caller's own gets whatever they have.
     who = describe_adapter(request.adapter)
     needs = LOSSES[request.loss].needs if isinstance(request.loss, str) else ()
     rows = parse_rows(
@@ -422,7 +423,8 @@ def _make_units(counts: Sequence[RequestCounts], rank: int) -> list[Unit]:
         length = max(counts[request].lengths[rank][row] for _, row in rows)
         size = counts[request].group_size
         # Groups of one size may be in one column, whosever they are. A whole request has its own.
-        units.append(Unit(length, len(rows), (0, request) if size is None else (size,)))
+        kind = (0, request) if size is None else (size,)
+        units.append(Unit(length, len(rows), kind))
     return units
 
 
@@ -458,6 +460,7 @@ def combine_counts(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequ
                 f"rank {rank} has requests with {settings_of_rank}, and rank {global_ranks[0]} with {settings[0]}. "
                 "Pass the same losses, settings, backward and group_size on every rank"
             )
+    # Each rank has counted its own rows alone, as the only rank.
     combined = []
     for entries in zip(*counts, strict=True):
         lengths = tuple(entry.lengths[0] for entry in entries)

@@ -131,11 +131,16 @@ def _multiply_base(module: Any, parameter: str, rows: Tensor, experts: Tensor, e
         for expert, of_expert in _split_groups(rows, ends):
             # Not a tensor, but what products with the weights of one expert dequantize, also in the backward pass.
             weight = layers.get_expert_weight(module, parameter, expert)
-            products.append(of_expert @ weight if module.is_transposed else F.linear(of_expert, weight))
+            if module.is_transposed:
+                products.append(of_expert @ weight)
+            else:
+                products.append(F.linear(of_expert, weight))
         product = torch.cat(products)
     else:
-        weights = getattr(module, parameter)  # (experts, out, in), or transposed
-        product = multiply_groups(rows, weights if module.is_transposed else weights.mT, ends)
+        weights = getattr(module, parameter)
+        if not module.is_transposed:
+            weights = weights.mT
+        product = multiply_groups(rows, weights, ends)  # weights (experts, in, out)
     if module.has_bias:
         product = product + getattr(module, f"{parameter}_bias")[experts]
     return product

@@ -247,9 +247,9 @@ class FusedPass:
         self._row_numbers[:num_positions] = torch.arange(len(self.rows)).repeat_interleave(counts)
         flat = positions.clone()  # places in (rows * tokens,)
         flat[:num_positions] += self._row_numbers[:num_positions] * tokens
-        self._positions, self._flat, self._targets = (
-            sent(values, self.device) for values in (positions, flat, targets)
-        )
+        self._positions = sent(positions, self.device)
+        self._flat = sent(flat, self.device)
+        self._targets = sent(targets, self.device)
 
     def forward(self, model: PreTrainedModel, switch: ActiveRouting) -> None:
         """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""
@@ -448,11 +448,10 @@ class FusedPass:
     def collect_top(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
         """Return log probabilities and ids of the most probable tokens at the positions of each row."""
         logprobs, ids = (torch.cat(values) for values in zip(*self._top, strict=True))
-        bounds = zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False)
-        return {
-            (placed.request, placed.number): (logprobs[start:stop], ids[start:stop])
-            for placed, start, stop in bounds
-        }
+        top: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        for placed, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
+            top[placed.request, placed.number] = logprobs[start:stop], ids[start:stop]
+        return top
 
 
 def _cut(logprobs: torch.Tensor, row: UnpaddedRow) -> torch.Tensor:

@@ -61,7 +61,8 @@ def group_rows(
     for (adapter, is_trained), group in groupby(zip(adapters, [key is not None for key in keys], strict=True)):
         stop = start + len(list(group))
         if adapter is not None:
-            members.append(AdapterRows(adapter, start, stop, on_device[start:stop] if is_trained else None))
+            keys_of_rows = on_device[start:stop] if is_trained else None
+            members.append(AdapterRows(adapter, start, stop, keys_of_rows))
         start = stop
     return tuple(members)
 

@@ -272,6 +272,7 @@ def _find_module_faults(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _find_config_faults(model: nn.Module) -> Iterator[str]:
+    # Of the model, and of its parts if it is multimodal.
     main: Any = model.config
     for config in (main, *(getattr(main, name, None) for name in getattr(main, "sub_configs", ()))):
         if getattr(config, "output_router_logits", False):

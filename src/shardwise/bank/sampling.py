@@ -159,6 +159,7 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
         raise ConfigError(f"{who}: the prompt is not a list of token ids. Pass at least one")
     if int(prompt.min()) < 0 or int(prompt.max()) >= base.vocab_size:
         raise ConfigError(f"{who}: the prompt has tokens outside of the model's {base.vocab_size}")
+    # A sequence must fit into a batch alone, and have a position for each token.
     length = len(prompt) + sample.max_tokens
     longest = min(base.max_length, base.max_tokens_per_pass)
     if sample.n < 1 or sample.max_tokens < 0 or length > longest:
@@ -173,8 +174,10 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
         stop = [end] if isinstance(end, int) else end or []
     stops = [[each] if isinstance(each, int) else list(each) for each in stop]
     seed = secrets.randbits(62) if sample.seed is None else sample.seed
+    # A row has all of its random numbers from the beginning, so it does not depend on the others of its batch.
     rows = []
-    for number in range(sample.n if sample.max_tokens else 0):
+    num_rows = sample.n if sample.max_tokens else 0
+    for number in range(num_rows):
         # The upper 31 bits of a key are a uniform integer, as for dropout.
         keys = row_keys(stable_key(seed, number), 0, sample.max_tokens)
         rows.append(_Row(sample, adapter, stops, ((keys >> 33) & 0x7FFFFFFF).double() / (1 << 31)))
@@ -286,6 +289,7 @@ def _score(
         for number, sample in enumerate(samples):
             if sample.adapter == name and (sample.prompt_logprobs or sample.top_prompt_logprobs):
                 places.append((number, len(requests), len(rows)))
+                # Each position predicts the next token of the prompt, and the last one nothing.
                 ids = torch.as_tensor(sample.prompt)
                 rows.append({"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])})
         requests.append(Request(name, rows))

@@ -189,9 +189,9 @@ def allocate_targets(
         return {}
     if faults := _find_differences(adapter, stored.facts, base, on_other_base):
         raise _state_error(stored.what, adapter, faults)
-    targets = {
-        _OPTIMIZER + entry: values for entry, values in _allocate_optimizer_state(adapter, stored.facts).items()
-    }
+    targets: dict[str, torch.Tensor] = {}
+    for entry, values in _allocate_optimizer_state(adapter, stored.facts).items():
+        targets[_OPTIMIZER + entry] = values
     if stored.facts.micro_batches:
         targets[GRADIENT] = adapter.gradient
     # The file with the matrices may have them cast. These are read after it, and are exact.

@@ -391,7 +391,8 @@ class Checkpointer:
         """Collect this rank's state. If the last plan is valid, also stage what it writes. Collective: no."""
         _require_state(state)
         plan = self._plan
-        collected = collect_state(state, self._only, plan.collected if plan else None)
+        before = plan.collected if plan else None
+        collected = collect_state(state, self._only, before)
         require_values(collected.by_key, "the state")
         contents = collect_contents(collected, state, world.rank)
         contents.summary.call = repr((step, self._keep, self._mode, self._only))

@@ -119,12 +119,12 @@ def is_complete_folder(folder: Path) -> bool:
         if (folder / HEADER).stat().st_size > MAX_HEADER_BYTES:
             return False
         header = CheckpointHeader.from_bytes((folder / HEADER).read_bytes(), HEADER)
-        return all(
-            _DATA.fullmatch(file) is not None and (folder / file).stat().st_size == nbytes
-            for file, nbytes in header.files.items()
-        )
+        for file, nbytes in header.files.items():
+            if _DATA.fullmatch(file) is None or (folder / file).stat().st_size != nbytes:
+                return False
     except (OSError, FormatError):
         return False
+    return True
 
 
 def _is_file(path: Path) -> bool:

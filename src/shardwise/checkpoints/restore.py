@@ -249,6 +249,7 @@ def _restore_components(
     opened: OpenCheckpoint, state: TrainState, plan: RestorePlan, world: World
 ) -> dict[str, str]:
     """Restore schedulers, scaler, data position and generators. Return notes on the last two."""
+    # Generators come last: load_state_dict() of another component may draw from them.
     notes = {"rng": "", "data": ""}
     components, values = plan.matched.components, plan.values
     if "schedulers" in components:
@@ -293,10 +294,10 @@ def _match_optimizers(
     optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
     with world.collective("read the optimizer state"):
         parsed = _optimizer_state(opened, executor, optimizers, common)
-    stored = {
-        name: SourceTensor(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
-        for name, tensor in parsed.tensors.items()
-    }
+    stored: dict[str, SourceTensor] = {}
+    for name, tensor in parsed.tensors.items():
+        shape = tuple(tensor.shape)
+        stored[name] = SourceTensor(shape, in_memory(tensor.dtype), (Box.whole(shape),))
     # Every rank can read all of it, which is described as if the first one had it.
     return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), consent)
 
@@ -329,7 +330,10 @@ def _optimizer_state(
 
 def _get_dtype(opened: OpenCheckpoint, path: KeyPath) -> torch.dtype:
     key, index = dcp_key(path), opened.index
-    return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
+    # A tensor of several chunks is composed of entries.
+    if key in index.composed:
+        return to_torch(index.composed[key].dtype)
+    return to_torch(index.entries[key].dtype)
 
 
 def _restore_optimizers(
@@ -361,10 +365,10 @@ def _restore_reduced(
 
 def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and check that every element was read."""
-    items = [
-        ReadItem(key, opened.expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
-        for key, tensor in tensors.items()
-    ]
+    items: list[ReadItem] = []
+    for key, tensor in tensors.items():
+        boxes, device = local_boxes(tensor, key), local_tensor(tensor).device
+        items.append(ReadItem(key, opened.expressions[key], boxes, tensor.dtype, device))
     # Each rank begins at another part of the files.
     start_at = executor.world.rank / executor.world.size
     plan = plan_reads(items, opened.index, executor.reader.policy, executor.budget_bytes, start_at)

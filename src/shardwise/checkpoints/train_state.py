@@ -321,10 +321,10 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         summary.rates = [float(group["lr"]) for group in groups if "lr" in group]
     if reduced := collected.reduced:
         contents.common[REDUCED] = collected.layout
-        contents.local["optimizer", "reduced", f"rank_{rank}"] = {
-            parameter: {entry: inner_tensors(value) for entry, value in entries.items()}
-            for parameter, entries in reduced.items()
-        }
+        inner: dict[str, dict[str, dict[str, torch.Tensor]]] = {}  # by FQN, entry and name
+        for parameter, entries in reduced.items():
+            inner[parameter] = {entry: inner_tensors(value) for entry, value in entries.items()}
+        contents.local["optimizer", "reduced", f"rank_{rank}"] = inner
     # Components that are equal on all ranks: the first rank's count.
     if state.all_schedulers:
         contents.common["schedulers",] = [_get_state_dict(item, "schedulers") for item in state.all_schedulers]
@@ -332,10 +332,10 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         contents.common["scaler",] = _get_state_dict(state.scaler, "scaler")
     # What each rank has of its own. Digests show whether it is equal on all.
     generators = generator_states()
-    summary.random = {
-        name: compute_digest(str(value) if name == "python" else value)  # a tuple of many numbers
-        for name, value in generators.items()
-    }
+    for name, words in generators.items():
+        if name == "python":  # a tuple of many numbers, of which one text takes less time
+            words = str(words)
+        summary.random[name] = compute_digest(words)
     contents.local["rng", f"rank_{rank}"] = generators
     if state.data is not None:
         position = _get_state_dict(state.data, "data")

@@ -371,11 +371,11 @@ def _exchange_experts(
 
 
 def _describe_matrices(tensors: Mapping[str, Any]) -> dict[str, Expression]:
-    return {
-        name: Stored(name, tuple(value.shape), from_torch(value.dtype, name))
-        for name, value in tensors.items()
-        if ".lora_" in name and isinstance(value, torch.Tensor)
-    }
+    matrices: dict[str, Expression] = {}
+    for name, value in tensors.items():
+        if ".lora_" in name and isinstance(value, torch.Tensor):
+            matrices[name] = Stored(name, tuple(value.shape), from_torch(value.dtype, name))
+    return matrices
 
 
 def open_stored_values(

@@ -124,10 +124,9 @@ def _match(
     """Match tensors. Numbers need no match: only the present state must not get lost."""
     # Parameters that one side lacks are reported with the groups. Their entries are not reported again.
     unexpected, missing = set(groups.unexpected), {*groups.missing, *_stateless(agreed)}
-    expected = [
-        {name: item for name, item in provided.items() if agreed.keys[name][0] not in unexpected}
-        for provided in provided_by_rank
-    ]
+    expected: list[dict[str, matching.SourceTensor]] = []
+    for provided in provided_by_rank:
+        expected.append({name: item for name, item in provided.items() if agreed.keys[name][0] not in unexpected})
     # Slots for what the state has, whether or not the optimizers have it yet.
     slots: list[matching.StateSlot] = []
     for name, item in next((provided for provided in expected if provided), {}).items():
@@ -242,21 +241,10 @@ def match_optimizer_state(
     """
     agreed, provided_by = _agree_on_state(world, state)
     with world.collective("match optimizer states"):
-        return _match_all(targets, agreed, provided_by, provided_by_rank, consent, world.global_ranks)
-
-
-def _match_all(
-    targets: OptimizerTargets,
-    agreed: ParsedState,
-    provided_by: tuple[int, ...],
-    provided_by_rank: Sequence[Mapping[str, matching.SourceTensor]],
-    consent: Consent,
-    global_ranks: Sequence[int],
-) -> OptimizerMatch:
-    # First: entries of another class of optimizer would all be missing and unexpected.
-    _require_same_kind(targets, agreed)
-    # Also parameters with state in no group, which are unexpected.
-    stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
-    groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)
-    matched = _match(targets, agreed, groups, provided_by_rank, consent, global_ranks)
-    return OptimizerMatch(agreed, provided_by, groups, matched)
+        # First: entries of another class of optimizer would all be missing and unexpected.
+        _require_same_kind(targets, agreed)
+        # Also parameters with state in no group, which are unexpected.
+        stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
+        groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)
+        matched = _match(targets, agreed, groups, provided_by_rank, consent, world.global_ranks)
+        return OptimizerMatch(agreed, provided_by, groups, matched)
