@@ -500,6 +500,7 @@ class AdapterBank:
             adapter = self._adapter(name)
             whole = adapter_files.lend_tensors(self._model, adapter)
             cast = resolve_dtype(dtype)
+        # Before the save begins: with an open window, the ranks sum its gradient.
         training = None  # nor has a copy for sampling one
         if training_state and adapter.is_trained:
             base = adapter_settings.identify_base(self._world, self._model)

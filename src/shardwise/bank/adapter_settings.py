@@ -192,6 +192,7 @@ def to_json(value: Any, what: str, level: int = 0) -> Any:
     """
     if level > _MAX_DEPTH:
         raise ConfigError(f"{what} is nested more than {_MAX_DEPTH} levels deep, and cannot be saved")
+    # A learning rate may be a tensor of one number.
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in _FLOATS.values():
         return {_OF: str(value.dtype), _IS: to_json(value.item(), what)}
     kind = type(value)

@@ -133,6 +133,7 @@ def require_same_tuning(
             f"{opened.folder}: holds {header.holds}, and this run checkpoints {current}. Pass the checkpointer the "
             "`only` with which it was saved, and the same tuning"
         )
+    # The config as JSON, so that it compares with the header's. Settings that only one of the two has differ, too.
     settings = adapter_settings(collected.model, only)
     if settings is not None and header.adapter is not None and settings != header.adapter:
         names = sorted(

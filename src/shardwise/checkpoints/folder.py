@@ -398,6 +398,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         return verify_files(directory)
     header = opened.header
     components = ", ".join(["model", *sorted(opened.components)])
+    # All blocks, also after a damaged one, so that the report has every one of them.
     with opened.reader() as reader:
         compared, damaged = len(reader.blocks), _find_damaged(reader)
     return ReopenReport(

@@ -385,6 +385,7 @@ def seed_generators(
 
     Return the names of those that this machine does not have.
     """
+    # Equal on all ranks before, and so again. The others must differ between ranks.
     missing = restore_generators({name: state for name, state in first.items() if name in equal_generators}, what)
     for name, state in first.items():
         if name in equal_generators:

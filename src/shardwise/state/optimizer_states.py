@@ -95,6 +95,7 @@ def set_optimizer_values(
     Collective: yes.
     Memory, errors: as in :func:`set_optimizer_state_dict`.
     """
+    # The last check: nothing has been changed so far.
     with clock.phase("agree"):
         fitting = match_optimizer_state(world, targets, state, values.describe(world), consent)
         matched = fitting.matched

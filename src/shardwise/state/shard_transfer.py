@@ -234,6 +234,7 @@ class IncomingShards:
 
     def prepare(self, names: Sequence[str]) -> dict[str, move.LocalTensor]:
         """Allocate memory for tensors that are about to be received."""
+        # The tensors of one round. Sources have released those of earlier rounds.
         keys = self.sources.keys
         # State takes the memory format of its parameter, which needs memory first.
         refs = [self.refs[keys[name].parameter if name in keys else name] for name in names]
