@@ -52,6 +52,8 @@ def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
         optimizer = make([flat])
     except (ValueError, TypeError) as error:
         raise ConfigError(f"optimizer: cannot be made, {error}") from error
+    # Exact classes, not subclasses: a step of another class may use norms or means of a whole tensor, and this
+    # tensor has all matrices.
     kind = type(optimizer)
     if kind not in _ELEMENTWISE:
         supported = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
@@ -195,6 +197,7 @@ class BankAdapter:
         """Tensors without memory on the device, and their values on the host."""
         self.matrices = _views(self.flat.detach(), self.shapes)
         self.gradients = _views(self.gradient, self.shapes)
+        # Equal on every rank without an exchange: the values follow from the seed and the name of the matrix.
         for matrix in outline.matrices():
             outline.initialize(matrix, self.matrices[matrix.key], options["seed"])
         self.pairs: dict[str, LoraWeights] = {}
@@ -236,6 +239,8 @@ class BankAdapter:
         """The factor of the accumulated gradient at the end of the window."""
         if self.options["reduction"] == "sum" or self.scales_before_backward:
             return 1.0
+        # The gradient is of a sum over all tokens of the window on all ranks: micro-batches with 30 and 10 of them
+        # are scaled by 1 / 40.
         return 1 / max(self.num_supervised_tokens, 1)
 
     @property
@@ -280,6 +285,7 @@ class BankAdapter:
                 continue
             if not is_valid:
                 faults.append(f"{key}={value!r} is not a valid value")
+        # All settings at once, since limits of some depend on others: SGD's nesterov needs a momentum.
         if settings and not faults:
             combined = {**self.settings, **settings}
             accepted = inspect.signature(kind).parameters
@@ -313,6 +319,7 @@ class BankAdapter:
 
     def clip(self, norm: float) -> None:
         """Scale the gradient down to ``max_grad_norm``."""
+        # As torch's clip_grad_norm_, with its 1e-6. 0 is no limit.
         if self.max_grad_norm and (factor := self.max_grad_norm / (norm + 1e-6)) < 1:
             self.gradient.mul_(factor)
 
@@ -324,6 +331,7 @@ class BankAdapter:
     def copy_training(self, source: BankAdapter) -> None:
         """Copy all of the training of an adapter with equal options. Matrices are not copied."""
         self.gradient.copy_(source.gradient)
+        # Copies, since optimizers update their state in place. Without a step yet, there is no state.
         if source.flat in source.optimizer.state:
             self.optimizer.state[self.flat] = copy.deepcopy(source.optimizer.state[source.flat])
         self.optimizer.param_groups[0].update(copy.deepcopy(source.settings))
@@ -339,6 +347,7 @@ class BankAdapter:
         state = self.optimizer.state.get(self.flat, {}).values()
         tensors = [self.flat.detach(), self.gradient, *(each for each in state if isinstance(each, torch.Tensor))]
         for tensor in tensors:
+            # Not those on the host, such as counts of steps, nor a gradient on meta.
             if tensor.device == self.flat.device:
                 values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
                 self._offloaded.append((tensor, values))
@@ -347,6 +356,8 @@ class BankAdapter:
 
     def bring_back(self) -> None:
         """Move an offloaded adapter to the device again."""
+        # The list is cleared at the end: if memory does not suffice for a tensor, the next call begins anew with
+        # all of them.
         for tensor, values in self._offloaded:
             tensor.untyped_storage().resize_(values.untyped_storage().nbytes())
             tensor.copy_(values)

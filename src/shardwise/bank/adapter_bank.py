@@ -102,6 +102,7 @@ class AdapterBank:
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         switch, device = ActiveRouting(), computing_device(next(self._model.parameters()))
+        # One switch for all: hooks read the active route of it, and passes set it.
         self._hooks = SiteHooks(self._model, switch)
         self._base = SharedBase(self._world, self._model, device, switch, backend, max_tokens_per_pass)
 
@@ -162,6 +163,7 @@ class AdapterBank:
             raise ConfigError(f"the adapter {name!r} exists already. Delete it, or use another name")
 
     def _admit(self, adapter: BankAdapter) -> None:
+        # ``load`` replaces an adapter of this name.
         if adapter.name in self._adapters:
             self._hooks.remove(self._adapters[adapter.name].sites)
         self._hooks.add(adapter.sites)
@@ -232,13 +234,17 @@ class AdapterBank:
         return output
 
     def _make_output(self, call: batch.RowCall, sums: batch.PassSums, *, gather: bool) -> FusedLosses:
+        # By request and row. Passes have other orders.
         logprobs = [[of_request[row] for row in sorted(of_request)] for of_request in call.logprobs]
         if gather:
             by_rank: list[list[list[torch.Tensor]]] = []
             with self._world.all_reduce("gather the outputs", by_rank.extend) as exchange:
                 exchange.local = [[values.cpu() for values in of_request] for of_request in logprobs]
-            of_requests = zip(*by_rank, strict=True) if by_rank else ([] for _ in logprobs)
-            logprobs = [[values for of_rank in of_request for values in of_rank] for of_request in of_requests]
+            # Of each request, the rows of rank 0, then those of rank 1. ``by_rank`` is empty on all but the first.
+            logprobs = [[] for _ in logprobs]
+            for of_rank in by_rank:
+                for gathered, values_of_rank in zip(logprobs, of_rank, strict=True):
+                    gathered += values_of_rank
         outcomes = []
         for number, (placed, entry) in enumerate(zip(call.requests, call.counts, strict=True)):
             # The loss in the report is that of this request. The divisor of the gradient is in BankAdapter.
@@ -289,7 +295,8 @@ class AdapterBank:
         with comparing_arguments(self._world) as exchange:
             exchange.local = self._comparable_steps(by_name, are_names=not changes or isinstance(steps, str))
         # Only now, when all ranks have accepted the names and the settings.
-        outcomes = step_together(self._world, [(self._adapters[name], own) for name, own in by_name.items()])
+        adapters = [(self._adapters[name], settings) for name, settings in by_name.items()]
+        outcomes = step_together(self._world, adapters)
         return outcomes[steps] if isinstance(steps, str) else outcomes
 
     def _comparable_steps(self, by_name: object, *, are_names: bool) -> dict[str, str]:
@@ -300,6 +307,7 @@ class AdapterBank:
             or not all(isinstance(changes, Mapping) for changes in by_name.values())
         ):
             raise ConfigError(f"steps={by_name!r}: is not a dict of settings by name. Pass one, or a name")
+        # In the order in which their gradients are summed.
         settings = {
             "the adapter that takes a step": ", ".join(map(str, by_name)),
             "the changes of its settings": repr([sorted(changes.items()) for changes in by_name.values()]),
@@ -307,9 +315,9 @@ class AdapterBank:
         for name, changes in by_name.items():
             adapter = self._require_ready(name)
             adapter.require_changes(changes)
-            settings |= {
-                f"{key} of {adapter.name!r}": value for key, value in adapter.comparable_settings().items()
-            }
+            # Also what is not changed: schedules may have led ranks to different settings.
+            for key, value in adapter.comparable_settings().items():
+                settings[f"{key} of {adapter.name!r}"] = value
         return settings
 
     def _require_ready(self, name: str) -> BankAdapter:
@@ -492,6 +500,7 @@ class AdapterBank:
             adapter = self._adapter(name)
             whole = adapter_files.lend_tensors(self._model, adapter)
             cast = resolve_dtype(dtype)
+        # Before the save begins: with an open window, the ranks sum its gradient.
         training = None  # nor has a copy for sampling one
         if training_state and adapter.is_trained:
             base = adapter_settings.identify_base(self._world, self._model)
@@ -556,8 +565,10 @@ class AdapterBank:
         is_trained = existing is None or existing.is_trained
         if not is_trained:
             training = AdapterStart(reason="it is a copy for sampling")
+        # The least specific first: the existing adapter's options, the training's, and those that are passed.
         if not isinstance(training, AdapterStart):
             options = {**options, **training.facts.options(), **keywords}
+        # A new one, also in place of an existing one, so that a failure leaves that as it is.
         adapter = self._create(name, stored_adapter.config, options, is_new=False, is_trained=is_trained)
         with world.collective("compare the adapter"):
             if existing is not None and (existing.shapes, existing.scalings) != (adapter.shapes, adapter.scalings):

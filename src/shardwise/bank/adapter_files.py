@@ -92,6 +92,7 @@ def lend_tensors(model: PreTrainedModel, adapter: BankAdapter) -> nn.Module:
     matrices = {matrix.fqn: adapter.matrices[matrix.key] for matrix in outline.matrices()}
     base = {name: item.tensor for item in collect_tensors(model) for name in item.names}
     for item in {id(item): item for item in outline.tensors.values()}.values():  # a tied tensor has several names
+        # Buffers stay on meta.
         if item.fqn in matrices:
             item.install(nn.Parameter(matrices[item.fqn], requires_grad=False))
         elif item.kind is TensorKind.PARAMETER:
@@ -103,6 +104,7 @@ def remove_embeddings(model: PreTrainedModel, adapter: BankAdapter, state: objec
     """Return matrices by PEFT's names without the base's embeddings, which PEFT saves with adapters on them."""
     if not isinstance(state, Mapping) or not all(isinstance(values, torch.Tensor) for values in state.values()):
         return state
+    # The common case, which needs no outline: there is nothing but matrices.
     if state.keys() <= adapter.shapes.keys():
         return state
     peft_model = lend_tensors(model, adapter)
@@ -132,6 +134,7 @@ def _as_module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     root = nn.Module()
     root.optimizer = nn.Module()
     for name, values in tensors.items():
+        # "optimizer.exp_avg" is the parameter exp_avg of the submodule optimizer. "gradient" is one of the root.
         path, _, last = name.rpartition(".")
         root.get_submodule(path).register_parameter(last, nn.Parameter(values, requires_grad=False))
     return root
@@ -151,6 +154,7 @@ def find_training(folder: Path, *, training_state: bool) -> states.StoredTrainin
     weights = find_adapter_weights(folder)
     with LocalReader(folder) as reader:
         file = find_training_file(reader, weights) if training_state else None
+        # Before the state is parsed. Without one, the matrices' file is verified alone.
         require_as_saved(reader, weights, file)
         if not training_state:
             return AdapterStart(reason="the matrices alone were asked for")
@@ -185,7 +189,9 @@ def read_adapter(
     with world.collective("create scratch tensors"):
         peft_model, scratch = _lend_with_scratch(model, adapter)
         weights = find_adapter_weights(folder)
+    # Into the adapter's own matrices, and into the scratch tensors.
     _read(world, peft_model, folder, weights, stored_adapter)
+    # Each rank compares its shards.
     if not allows(on_other_base, "values"):
         with world.collective("compare values"):
             _require_same_values(folder, scratch)
@@ -203,6 +209,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapt
         values: Values = stored
         if stored_adapter is not None:
             renamed = replace(stored, expressions=stored_adapter.tensors)
+            # In the layout of the PEFT that is installed, and under the names of the base's modules.
             values = exchange_stored_experts(world, module, renamed, AdapterOnly().adapter, str(folder))
         only = None if stored_adapter is None else AdapterOnly()
         set_model_values(world, module, values, only=only, consent=Consent(), options=options, clock=Clock())

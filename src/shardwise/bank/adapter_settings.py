@@ -96,9 +96,11 @@ def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
     with world.all_reduce("identify the base") as exchange:
         samples = bases.BaseSamples.select(model, bases.select_base(collect_tensors(model), {}))
         exchange.local = samples.fingerprints()
+        # Runs on the first rank, with the config that this one has. Other ranks contribute the sums of their
+        # shards.
         exchange.reduce_fun = samples.identity
     identity = exchange.result
-    shapes = sorted((canonical(name), tuple(own.shape)) for name, own in model.named_parameters())
+    shapes = sorted((canonical(name), tuple(each.shape)) for name, each in model.named_parameters())
     return {
         "name": str(getattr(model, "name_or_path", "") or ""),
         "architecture": original_class(model).__name__,
@@ -168,6 +170,7 @@ def validate_facts(values: Mapping[str, Any], what: str) -> TrainingFacts:
         for name, hint in hints.items():
             type_validator(name, values[name], hint)
         facts = TrainingFacts(**values)
+        # Types are valid from here on, so that values can be compared.
         if facts.base.keys() != _BASE_KEYS:
             raise TypeError(f"base: has other keys than {', '.join(sorted(_BASE_KEYS))}")
         if min(facts.steps, facts.micro_batches, facts.num_supervised_tokens) < 0:
@@ -189,6 +192,7 @@ def to_json(value: Any, what: str, level: int = 0) -> Any:
     """
     if level > _MAX_DEPTH:
         raise ConfigError(f"{what} is nested more than {_MAX_DEPTH} levels deep, and cannot be saved")
+    # A learning rate may be a tensor of one number.
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in _FLOATS.values():
         return {_OF: str(value.dtype), _IS: to_json(value.item(), what)}
     kind = type(value)
@@ -201,6 +205,7 @@ def to_json(value: Any, what: str, level: int = 0) -> Any:
         return items if kind is list else {_OF: "tuple", _IS: items}
     if kind in (dict, OrderedDict, Counter) and all(type(key) in _KEY_TYPES for key in value):
         pairs = [(to_json(key, what), to_json(item, f"{what}[{key!r}]", level + 1)) for key, item in value.items()]
+        # As a JSON object, unless it has other keys than strings, or would be read as a converted value.
         if kind is dict and all(type(key) is str for key in value) and value.keys() != {_OF, _IS}:
             return dict(pairs)
         return {_OF: "Counter" if kind is Counter else "dict", _IS: [list(pair) for pair in pairs]}
@@ -226,6 +231,7 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
         return value
     if value.keys() != {_OF, _IS}:
         return {key: from_json(item, what, level + 1) for key, item in value.items()}
+    # A converted value. The name of its type is untrusted, and so is what it is made of.
     kind, inner = value[_OF], value[_IS]
     if isinstance(kind, str) and kind in _FLOATS and type(inner) is float:
         return torch.tensor(inner, dtype=_FLOATS[kind])

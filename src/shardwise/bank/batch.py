@@ -108,9 +108,7 @@ class RowCall:
         adapters = {placed.adapter.name: placed.adapter for placed in self.requests if placed.adapter is not None}
         trained = self.trained()
         # A window without micro-batches has a gradient of zeros, of which no copy is needed.
-        copies = {
-            name: adapters[name].gradient.clone() if adapters[name].micro_batches else None for name in trained
-        }
+        copies = {name: adapters[name].gradient.clone() for name in trained if adapters[name].micro_batches}
         # The backward pass adds to the gradients in place, so after a failure on any rank all of them are restored.
         restored: Collection[str] = trained
         try:
@@ -118,11 +116,10 @@ class RowCall:
             restored = [name for name, numbers in trained.items() if sums.failures.keys() & numbers]
         finally:
             for name in restored:
-                values = copies[name]
-                if values is None:
-                    adapters[name].gradient.zero_()
+                if name in copies:
+                    adapters[name].gradient.copy_(copies[name])
                 else:
-                    adapters[name].gradient.copy_(values)
+                    adapters[name].gradient.zero_()
         return sums
 
     def describe(self, failures: Mapping[int, str]) -> str:
@@ -146,8 +143,11 @@ class RowCall:
         for rank, result in zip(self.base.world.global_ranks, results, strict=True):
             for number, value in result.losses.items():
                 sums.losses[number] = sums.losses.get(number, 0.0) + value
+            # Of a request whose loss raised on several ranks, the first one's error stands for all.
             for number, text in result.failures.items():
-                sums.failures.setdefault(number, f"rank {rank}: {text}" if len(results) > 1 else text)
+                if len(results) > 1:
+                    text = f"rank {rank}: {text}"
+                sums.failures.setdefault(number, text)
         return sums
 
     def _run_passes(self, *, is_training: bool) -> PassSums:
@@ -166,6 +166,7 @@ class RowCall:
                     fused.backward(base.switch)
                     # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
                     base.wait_for_device()
+                # A request may have rows in several passes.
                 losses, not_finite = fused.sum_losses()
                 for number, loss in losses.items():
                     sums.losses[number] = sums.losses.get(number, 0.0) + loss
@@ -197,6 +198,8 @@ class RowCall:
                 keys.append([None] * len(entry.lengths[rank]))
                 continue
             by_rank = [len(lengths) for lengths in entry.lengths]
+            # 4 rows of the adapter are in earlier requests, and ranks have 2 and 3 of this one: those of rank 1 are
+            # numbers 4 + 2 = 6 to 8.
             first = num_rows[adapter.name] + sum(by_rank[:rank])
             num_rows[adapter.name] += sum(by_rank)
             key = stable_key(adapter.options["seed"], adapter.windows, adapter.micro_batches)
@@ -231,6 +234,7 @@ def passing(
             yield exchange
     except BaseException as error:
         base.recover()
+        # Ctrl-C, which is not exchanged.
         if not isinstance(error, ShardwiseError):
             raise
         listed = ", ".join(dict.fromkeys(map(describe_adapter, names)))
@@ -280,6 +284,7 @@ def open_call(
     Raises:
         ConfigError, RankMismatchError, TrainingError: the same on every rank.
     """
+    # Each rank checks and counts its own rows. The counts of all ranks are compared on the first one.
     with base.world.all_reduce("check the rows", partial(_combine, base.world.global_ranks)) as exchange:
         placed, counts_here = [], []
         for request in _require_requests(requests):
@@ -292,44 +297,49 @@ def open_call(
             placed.append(PlacedRequest(request, adapter, config, rows))
             counts_here.append(_count_rows(base, request, rows))
         exchange.local = counts_here, base.free_bytes()
+    # From here on ranks do not communicate. Each computes the same from what was exchanged, so all have the same
+    # passes, and the same errors.
     counts, free_bytes = exchange.result
     units = [_make_units(counts, rank) for rank in range(base.world.size)]
     members = [_find_members(counts, rank) for rank in range(base.world.size)]
     passes = []
     for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
-        # By rank, (request, row) of each row of the pass.
-        by_rank = [[row for unit in units for row in members[rank][unit]] for rank, units in enumerate(plan.units)]
-        num_targets = [
-            sum(counts[request].num_targets[rank][row] for request, row in rows_of_rank)
-            for rank, rows_of_rank in enumerate(by_rank)
-        ]
+        by_rank: list[list[tuple[int, int]]] = []  # (request, row) of each row of the pass
+        num_targets: list[int] = []
+        for rank, numbers in enumerate(plan.units):
+            rows_of_rank = [row for number in numbers for row in members[rank][number]]
+            by_rank.append(rows_of_rank)
+            num_targets.append(sum(counts[request].num_targets[rank][row] for request, row in rows_of_rank))
         _require_memory(base, plan, placed, by_rank, num_targets, free_bytes)
+        # As many as the rank with the most targets needs: FSDP2 may gather the output layer for each chunk.
         num_chunks = max(-(-max(num_targets) // base.chunk_positions), 1)
         passes.append(PlannedPass(plan.tokens, num_chunks, tuple(by_rank[base.world.rank])))
     call = RowCall(base, placed, counts, passes, num_top=num_top)
-    for numbers in call.trained().values():
-        adapter = placed[numbers[0]].adapter
+    for requests_of_adapter in call.trained().values():
+        adapter = placed[requests_of_adapter[0]].adapter
         assert adapter is not None
         if adapter.scales_before_backward:
             # The divisor counts the targets of all ranks, since the gradients of all ranks are summed.
-            total = sum(counts[number].num_supervised_tokens for number in numbers)
-            for number in numbers:
+            total = sum(counts[number].num_supervised_tokens for number in requests_of_adapter)
+            for number in requests_of_adapter:
                 placed[number] = replace(placed[number], scale=1 / max(total, 1))
     return call
 
 
 def _require_requests(requests: object) -> list[Request]:
     """Return requests, from their short form too. Raise ConfigError unless they are a list of them."""
-    if not isinstance(requests, list | tuple) or not all(
-        isinstance(entry, Request)
-        or (isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str | None))
-        for entry in requests
-    ):
+    if not isinstance(requests, list | tuple) or not all(map(_is_request, requests)):
         raise ConfigError(
             "batches: is not a list of (name, rows). Pass one, with None as the name of the base, or a list of "
             "Requests"
         )
     return [entry if isinstance(entry, Request) else Request(*entry) for entry in requests]
+
+
+def _is_request(entry: object) -> bool:
+    if isinstance(entry, Request):
+        return True
+    return isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str | None)
 
 
 def _require_loss(request: Request, adapter: BankAdapter | None) -> dict[str, Any]:
@@ -350,6 +360,7 @@ def _require_loss(request: Request, adapter: BankAdapter | None) -> dict[str, An
 
 
 def _parse_request(base: SharedBase, request: Request, adapter: BankAdapter | None) -> list[UnpaddedRow]:
+    # Rows have weights and what a named loss needs. A loss of the caller's own gets whatever they have.
     who = describe_adapter(request.adapter)
     needs = LOSSES[request.loss].needs if isinstance(request.loss, str) else ()
     rows = parse_rows(
@@ -375,9 +386,11 @@ def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow])
     """Count the rows of a request on this rank. Raise ConfigError if a group does not fit into a pass."""
     lengths = tuple(len(row.input_ids) for row in rows)
     num_targets = tuple(len(row.positions) for row in rows)
+    # Ranks cannot compare functions, so a loss of the caller's own counts by its name.
     loss = request.loss if isinstance(request.loss, str) else getattr(request.loss, "__qualname__", "")
     settings = f"{loss} {sorted(request.loss_config.items())} {request.backward} {request.group_size}"
     counts = RequestCounts(request.adapter, settings, request.group_size, (lengths,), (num_targets,))
+    # Here, before ranks meet, so that the error is raised on all. Rows that fit a pass alone may be in any.
     for unit in _make_units([counts], 0):
         tokens = pad_length(unit.length, longest=base.max_length)
         if unit.num_rows * tokens > base.max_tokens_per_pass:
@@ -391,6 +404,8 @@ def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow])
 
 def _find_members(counts: Sequence[RequestCounts], rank: int) -> list[list[tuple[int, int]]]:
     """Return (request, row) of the rows of each unit of a rank."""
+    # A request with 4 rows in groups of 2 has the units [(0, 0), (0, 1)] and [(0, 2), (0, 3)]. With ``group_size``
+    # None it has one, or none without rows.
     members = []
     for request, entry in enumerate(counts):
         num_rows = len(entry.lengths[rank])
@@ -408,7 +423,8 @@ def _make_units(counts: Sequence[RequestCounts], rank: int) -> list[Unit]:
         length = max(counts[request].lengths[rank][row] for _, row in rows)
         size = counts[request].group_size
         # Groups of one size may be in one column, whosever they are. A whole request has its own.
-        units.append(Unit(length, len(rows), (0, request) if size is None else (size,)))
+        kind = (0, request) if size is None else (size,)
+        units.append(Unit(length, len(rows), kind))
     return units
 
 
@@ -444,6 +460,7 @@ def combine_counts(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequ
                 f"rank {rank} has requests with {settings_of_rank}, and rank {global_ranks[0]} with {settings[0]}. "
                 "Pass the same losses, settings, backward and group_size on every rank"
             )
+    # Each rank has counted its own rows alone, as the only rank.
     combined = []
     for entries in zip(*counts, strict=True):
         lengths = tuple(entry.lengths[0] for entry in entries)

@@ -95,6 +95,7 @@ def compose_passes(
         multiple: lengths are rounded up to a multiple of it.
         overhead: cost of a pass, in tokens.
     """
+    # A column counts with the most rows that any rank has in it: a pass is as large on each rank as on the largest.
     columns = _align(units, multiple, longest)
     rows_before = [0, *accumulate(column.num_rows for column in columns)]
     # For each number of columns, the smallest cost of passes of these first columns, the number of passes, and the
@@ -110,15 +111,16 @@ def compose_passes(
             cost, num_passes, _ = best[start]
             choices.append((cost + tokens + overhead, num_passes + 1, start))
         best.append(min(choices))
+    # From the last pass to the first: the best passes of the first ``stop`` columns end with columns[start:stop].
     plans = []
     stop = len(columns)
     while stop:
         start = best[stop][2]
-        by_rank = tuple(
-            tuple(unit for column in columns[start:stop] if (unit := column.units[rank]) is not None)
-            for rank in range(len(units))
-        )
-        plans.append(PassPlan(columns[start].tokens, by_rank))
+        by_rank: list[tuple[int, ...]] = []
+        for rank in range(len(units)):
+            numbers = [column.units[rank] for column in columns[start:stop]]
+            by_rank.append(tuple(number for number in numbers if number is not None))
+        plans.append(PassPlan(columns[start].tokens, tuple(by_rank)))
         stop = start
     return plans[::-1]
 
@@ -133,6 +135,7 @@ def _align(units: Sequence[Sequence[Unit]], multiple: int, longest: int) -> list
             for of_rank in units
         ]
         for place in range(max(map(len, of_kind))):
+            # A rank with fewer units than others has none in the last columns.
             members = [numbers[place][1] if place < len(numbers) else None for numbers in of_kind]
             present = [of_rank[n] for of_rank, n in zip(units, members, strict=True) if n is not None]
             tokens = pad_length(max(unit.length for unit in present), multiple=multiple, longest=longest)

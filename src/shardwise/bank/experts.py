@@ -50,17 +50,18 @@ def compute_experts(
     route.require_rows(name, hidden_states)
     inputs = hidden_states, top_k_index, top_k_weights
     stacks = [f"{name}.{parameter}" for parameter in (*UP, "down_proj")]
-    members = [
-        member
-        for member in route.members
-        if member.stop > member.start and any(stack in member.adapter.pairs for stack in stacks)
-    ]
+    members: list[AdapterRows] = []
+    for member in route.members:
+        has_matrices = any(stack in member.adapter.pairs for stack in stacks)
+        if has_matrices and member.stop > member.start:
+            members.append(member)
     if not members:
         result = own_forward(*inputs)
     else:
         adapted, others, order = _split_tokens(route, members, hidden_states.device)
         result = _compute_adapted(route, name, module, members, *(each[adapted] for each in inputs))
         if len(others):
+            # Rows without matrices on the experts keep the bits of the base's own forward function.
             result = torch.cat([result, own_forward(*(each[others] for each in inputs))])[order]
     # No segments: it attaches the anchor, so that the result requires a gradient on ranks without rows, too.
     return route.record_site(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))
@@ -93,16 +94,18 @@ def _compute_adapted(
 ) -> Tensor:
     """Compute the experts of tokens that all belong to members, one member after the other."""
     num_experts, k = module.num_experts, top_k_index.shape[1]
+    # Of each pair (token, expert), the number of its member: (tokens * k,).
     counts = torch.tensor([(member.stop - member.start) * route.tokens * k for member in members])
     numbers = sent(torch.arange(len(members)).repeat_interleave(counts), hidden_states.device)
-    # Pairs (token, expert), by expert and then by member: (tokens * k,).
+    # Sorted by expert and then by member. With 3 members, pairs of expert 2 and member 1 are group 2 * 3 + 1 = 7.
     groups, order = (top_k_index.flatten() * len(members) + numbers).sort(stable=True)
     bounds = torch.arange(1, num_experts * len(members) + 1, device=groups.device)
     ends = torch.searchsorted(groups, bounds).int()  # (experts * members,), of each group
+    # Those of an expert's last member.
     ends_of_experts = ends[len(members) - 1 :: len(members)].contiguous()
     experts = groups // len(members)
     up = next(parameter for parameter in UP if hasattr(module, parameter))
-    hidden = hidden_states[order // k]
+    hidden = hidden_states[order // k]  # (tokens * k, width)
     for parameter in (up, "down_proj"):
         rows = hidden.contiguous()
         hidden = _multiply_base(module, parameter, rows, experts, ends_of_experts)
@@ -110,6 +113,7 @@ def _compute_adapted(
         pairs = [member.adapter.pairs.get(stack) for member in members]
         if any(pair is not None for pair in pairs):
             are_trained = [member.keys is not None for member in members]
+            # (groups, in, r) and (groups, r, out). A member without matrices on this stack has zeros.
             stack_matrices: Any = _StackedMatrices.apply
             A, B = stack_matrices(route.anchor, rows.detach(), num_experts, hidden.shape[1], pairs, are_trained)
             hidden = hidden + multiply_groups(multiply_groups(rows, A, ends), B, ends)
@@ -127,11 +131,16 @@ def _multiply_base(module: Any, parameter: str, rows: Tensor, experts: Tensor, e
         for expert, of_expert in _split_groups(rows, ends):
             # Not a tensor, but what products with the weights of one expert dequantize, also in the backward pass.
             weight = layers.get_expert_weight(module, parameter, expert)
-            products.append(of_expert @ weight if module.is_transposed else F.linear(of_expert, weight))
+            if module.is_transposed:
+                products.append(of_expert @ weight)
+            else:
+                products.append(F.linear(of_expert, weight))
         product = torch.cat(products)
     else:
-        weights = getattr(module, parameter)  # (experts, out, in), or transposed
-        product = multiply_groups(rows, weights if module.is_transposed else weights.mT, ends)
+        weights = getattr(module, parameter)
+        if not module.is_transposed:
+            weights = weights.mT
+        product = multiply_groups(rows, weights, ends)  # weights (experts, in, out)
     if module.has_bias:
         product = product + getattr(module, f"{parameter}_bias")[experts]
     return product
@@ -143,6 +152,7 @@ def multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     Example: with ends (2, 2, 5), rows 0 and 1 are multiplied with ``weights[0]``, and rows 2 to 4 with
     ``weights[2]``.
     """
+    # The kernel takes no float64, and no rows whose bytes are not aligned. Others are multiplied group by group.
     size = rows.element_size()
     if rows.dtype != torch.float64 and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
         return F.grouped_mm(rows, weights.to(rows.dtype), offs=ends)
@@ -176,6 +186,7 @@ class _StackedMatrices(torch.autograd.Function):
         are_trained: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:
         multiple, dtype, width = _ALIGNED_BYTES // rows.element_size() or 1, rows.dtype, rows.shape[1]
+        # Of 16-bit matrices, 8 numbers are 16 bytes: ranks 4 and 12 are padded to 16.
         most = max(pair.rank for pair in pairs if pair is not None)
         rank = -(-most // multiple) * multiple
         # Rows of memory are along r for B and along in for A, so that both are aligned.

@@ -54,8 +54,10 @@ class CountedGather:
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: FBT001, FBT002
     ) -> dist.Work | None:
+        # Before it begins: once begun, it cannot be undone, whatever happens next on this rank.
         self.counts[tuple(dist.get_process_group_ranks(group))] += 1
         work: dist.Work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
+        # On the CPU the host waits here, and leaves if another rank fails. On a device, the stream alone waits.
         if input_tensor.device.type == "cpu":
             self._world.wait_for(work, group, on_host=True)
         elif not async_op:

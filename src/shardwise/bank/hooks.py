@@ -30,20 +30,23 @@ class SiteHooks:
         Raises:
             ConfigError: it cannot. The message has each site.
         """
-        experts = [site for site in sites if isinstance(site, ExpertsSite)]
-        reasons = (
-            unsupported_experts_reason(one.module, self._modules[one.module], one.parameter) for one in experts
-        )
-        faults = [reason for reason in reasons if reason]
-        seen: dict[nn.Module, str] = {}
+        faults: list[str] = []
+        for site in sites:
+            if isinstance(site, ExpertsSite):
+                reason = unsupported_experts_reason(site.module, self._modules[site.module], site.parameter)
+                if reason:
+                    faults.append(reason)
+        # Hooks are by name. A layer with two names would have two hooks, and add both matrices of an adapter.
+        first_names: dict[nn.Module, str] = {}
         for site in sites:
             module, place = self._modules[site.module], site.module
-            if not isinstance(site, ExpertsSite) and seen.setdefault(module, place) != place:
-                faults.append(f"{place} and {seen[module]} are one layer. Target one of the two")
+            if not isinstance(site, ExpertsSite) and first_names.setdefault(module, place) != place:
+                faults.append(f"{place} and {first_names[module]} are one layer. Target one of the two")
         if faults:
             raise ConfigError("this LoRA cannot be trained in a bank:\n  " + "\n  ".join(faults))
 
     def add(self, sites: Sequence[AdaptedSite]) -> None:
+        # Once for each module: experts are one module with a site for each of their stacks.
         for name in sorted({site.module for site in sites}):
             self._used[name] += 1
             if name not in self._removers:
@@ -65,6 +68,7 @@ class SiteHooks:
             route = self._switch.route
             if route is None:
                 return None
+            # The input of a linear layer or an embedding is its first argument, whatever its name.
             inputs = args[0] if args else next(iter(kwargs.values()))
             if not isinstance(site, EmbeddingSite):
                 return route.add_adapters(site.module, inputs, output)
@@ -88,6 +92,8 @@ class SiteHooks:
 
         def remove_forward() -> None:
             del module.forward
+            # The class's forward function shows again, or an earlier one of the module, as of activation
+            # checkpointing.
             if attribute is not None:
                 module.forward = attribute
 

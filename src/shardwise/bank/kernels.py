@@ -164,6 +164,7 @@ class GroupedProducts(SegmentLoop):
 
     def forward_rows(self, segments: Segments, x: Tensor, out: Tensor) -> list[Tensor]:
         """Add the adapters to ``out``. Return the values saved for :meth:`backward_rows`."""
+        # One for each run: the backward pass makes the same runs of the segments.
         saved: list[Tensor] = []
         for run in group_into_runs(segments):
             if len(run) == 1:
@@ -249,6 +250,7 @@ def group_into_runs(segments: Segments) -> list[list[RoutedSegment]]:
     """Group segments without a gap, with equally many rows and one LoRA rank, all trained or none."""
     grouped: list[list[RoutedSegment]] = []
     for segment in segments:
+        # A run is seen as one tensor (adapters, rows, width), so its segments must be adjacent and equally long.
         last = grouped[-1][-1] if grouped else None
         if (
             last is not None
@@ -325,10 +327,12 @@ class _SegmentedProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
+        # (..., in), and what the backend returned from the forward pass.
         x, *saved_by_backend = ctx.saved_tensors
         # New and contiguous, so that ``flat`` is a view of it.
         x_grad = x.new_zeros(x.shape) if ctx.needs_input_grad[1] else None
         flat = None if x_grad is None else x_grad.flatten(0, -2)
         gradient = outer[0].contiguous().flatten(0, -2)
         ctx.backend.backward_rows(ctx.segments, x.contiguous().flatten(0, -2), saved_by_backend, gradient, flat)
+        # ``y`` is only added to, so its gradient is that of the output. Those of the matrices have been added.
         return None, x_grad, outer[0], None, None

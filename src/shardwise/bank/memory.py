@@ -32,9 +32,11 @@ def estimate_pass(
     """
     config = base.model.config.get_text_config()
     layers, width = getattr(config, "num_hidden_layers", 1), getattr(config, "hidden_size", 0)
-    # Log-softmax in float32, and for the backward pass its gradient and that of the logits.
-    logits = min(targets, base.chunk_positions) * base.vocab_size * (12 if adapters else 6)
-    needed = 2 * rows * tokens * width * (layers if adapters else 1)
+    # Log-softmax in float32, and for the backward pass its gradient and that of the logits. Only then do the hidden
+    # states of all layers stay in memory.
+    bytes_per_logit, num_stored = (12, layers) if adapters else (6, 1)
+    logits = min(targets, base.chunk_positions) * base.vocab_size * bytes_per_logit
+    needed = 2 * rows * tokens * width * num_stored
     if adapters and free is not None and needed > free * _TRACED_ABOVE:
         needed = max(needed, rows * _trace_row(base, max(adapters, key=lambda each: each.flat.numel()), tokens))
     return logits + needed
@@ -44,6 +46,7 @@ def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:
     """Return the bytes of activations of a row of an adapter. 0 if the base cannot run without data."""
     from shardwise.models.activations import trace_activations  # needs a private name of torch to be imported
 
+    # One row is traced, because activations of rows add up. Adapters with one config have equal activations.
     key = adapter.comparable_config, tokens
     if key not in base.traced:
         lora = copy.copy(adapter.config)

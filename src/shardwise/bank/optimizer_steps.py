@@ -59,6 +59,7 @@ def step_together(
     except ShardwiseError as raised:
         reports: list[tuple[bool, list[str]]] = []
         with suppress(ShardwiseError):  # the first error is the one to raise
+            # Each rank knows its own failures only. The error itself names one of them.
             names = [adapter.name for adapter, _ in adapters if adapter.failure]
             reports = world.all_gather_object((has_summed, names))
         # An optimizer may fail on one rank only. If no rank knows of an adapter that failed, all of them count.
@@ -86,6 +87,8 @@ def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]], outcomes: d
     if not adapters:
         return
     for adapter, _ in adapters:
+        # Not before the sum: every rank divides by the tokens of all ranks, so a mean is of all rows, and not of
+        # means.
         if adapter.gradient_scale != 1.0:
             adapter.gradient.mul_(adapter.gradient_scale)
     # Norms are of the whole gradients: after the sum over the ranks, before clipping. One transfer has all of them.
@@ -116,6 +119,7 @@ def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]], outcomes: d
 
 def _step_optimizers(adapters: Sequence[BankAdapter]) -> None:
     """Step optimizers. Those of one class with equal settings are stepped by one call, in fewer kernels."""
+    # Steps are elementwise, so one call over several parameters has the bits of one call for each.
     groups: dict[str, list[BankAdapter]] = {}
     for adapter in adapters:
         key = f"{type(adapter.optimizer).__name__} {without_tensors(adapter.settings)}"
@@ -137,6 +141,7 @@ def _lend_parameters(first: Optimizer, others: Sequence[Optimizer]) -> Iterator[
     parameters = first.param_groups[0]["params"]
     lent = [other.param_groups[0]["params"] for other in others]
     try:
+        # The settings of all are equal, so those of the first one's group are theirs.
         first.param_groups[0]["params"] = [*parameters, *chain.from_iterable(lent)]
         for other in others:
             first.state.update(other.state)

@@ -177,16 +177,16 @@ class FusedPass:
     ) -> None:
         # Rows of one adapter are adjacent, those with a backward pass first; adapters of one LoRA rank too, so that
         # they can be computed by one product; and rows of one request are in order. Those of the base come last.
-        first: dict[str, int] = {}
+        first_requests: dict[str, int] = {}
         for number, placed in enumerate(requests):
             if placed.adapter is not None:
-                first.setdefault(placed.adapter.name, number)
+                first_requests.setdefault(placed.adapter.name, number)
 
         def place(row: PlacedRow) -> tuple[int, ...]:
             adapter = requests[row.request].adapter
             if adapter is None:
                 return 1, 0, 0, 0, row.request, row.number
-            return 0, adapter.rank, first[adapter.name], row.key is None, row.request, row.number
+            return 0, adapter.rank, first_requests[adapter.name], row.key is None, row.request, row.number
 
         rows = [PlacedRow(each, row, requests[each].rows[row], keys[each][row]) for each, row in planned.rows]
         self.rows = sorted(rows, key=place)
@@ -203,10 +203,12 @@ class FusedPass:
             self.attention_mask[number, :length] = 1
         if not self.rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
             self.attention_mask[:] = 1
+        # On the host so far. Targets and keys go to the device here, in few transfers.
         self.device, self._chunk_positions = base.device, base.chunk_positions
         self._place_targets(planned.tokens)
         adapters = [requests[placed_row.request].adapter for placed_row in self.rows]
         members = group_rows(adapters, [placed_row.key for placed_row in self.rows], self.device)
+        # A new one for each pass: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.route = BatchRouting(*shape, members, base.backend, anchor, is_training)
         self.logprobs: torch.Tensor | None = None
@@ -222,6 +224,8 @@ class FusedPass:
         self._row_bounds = [0, *counts.cumsum(0).tolist()]
         """Where the positions of each row begin, and those of the last end."""
         num_positions = self._row_bounds[-1]
+        # With 37 positions, and another rank with 70, in chunks of 64: 37 are padded to 48, and the second chunk of
+        # this rank has 16 of padding, so the bounds are [0, 48, 64].
         # Chunks are padded at their ends by the first position of the first row, whose gradient is 0. A rank with
         # fewer positions than others has chunks of padding.
         self._chunk_bounds = [0]
@@ -232,10 +236,10 @@ class FusedPass:
         total = self._chunk_bounds[-1]
         # K is the largest of all rows.
         width = max((placed.row.targets[0].numel() for placed in self.rows), default=1)
-        positions = torch.zeros(total, dtype=torch.int64)
+        positions = torch.zeros(total, dtype=torch.int64)  # in their rows
         targets = torch.full((total, width), IGNORED)
         for placed, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
-            of_row = placed.row.targets.view(len(placed.row.targets), -1)[placed.row.positions]
+            of_row = placed.row.targets.view(len(placed.row.targets), -1)[placed.row.positions]  # (positions, K)
             positions[start:stop] = placed.row.positions
             targets[start:stop, : of_row.shape[1]] = of_row
         # Of each position, the number of its row. Padding has none of this pass.
@@ -243,9 +247,9 @@ class FusedPass:
         self._row_numbers[:num_positions] = torch.arange(len(self.rows)).repeat_interleave(counts)
         flat = positions.clone()  # places in (rows * tokens,)
         flat[:num_positions] += self._row_numbers[:num_positions] * tokens
-        self._positions, self._flat, self._targets = (
-            sent(values, self.device) for values in (positions, flat, targets)
-        )
+        self._positions = sent(positions, self.device)
+        self._flat = sent(flat, self.device)
+        self._targets = sent(targets, self.device)
 
     def forward(self, model: PreTrainedModel, switch: ActiveRouting) -> None:
         """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""
@@ -265,6 +269,7 @@ class FusedPass:
         def take(_module: nn.Module, _args: Any, output: Any) -> Any:
             if getattr(output, "last_hidden_state", None) is not None:
                 outputs.append((output, output.last_hidden_state))  # (rows, tokens, width)
+                # The model goes on with one position, so that its own logits cost little. They are replaced.
                 output["last_hidden_state"] = output.last_hidden_state[:1, :1]
                 self.route.is_cut = True
             return output
@@ -297,6 +302,7 @@ class FusedPass:
         selected = hidden_states.flatten(0, 1).index_select(0, self._flat).unsqueeze(1)
         logprobs = []
         for start, stop in zip(self._chunk_bounds, self._chunk_bounds[1:], strict=False):
+            # Of a chunk, each position is a row of one token for the model and for adapters on the output layer.
             route = self.route.of_positions(self._row_numbers[start:stop], self._positions[start:stop])
             inputs = selected[start:stop], self._targets[start:stop]
             arguments = model, decoder_output, *inputs, route, switch, self._num_top
@@ -333,12 +339,15 @@ class FusedPass:
             span = slice(self._row_bounds[rows.start], self._row_bounds[rows.stop])
             try:
                 leaf = self.values[span].clone().requires_grad_()
+                # A leaf, so this ends at the log probabilities. The pass of the base runs backward once, for all
+                # requests.
                 with torch.enable_grad():
                     losses = self._compute_loss(placed, rows, leaf)
                     [gradient] = torch.autograd.grad(losses, leaf, torch.full_like(losses, placed.scale))
             except Exception as error:
                 failures[number] = f"{type(error).__name__}: {error}"
                 continue
+            # Scaled by ``scale``. Elsewhere it stays 0, and adds nothing.
             if placed.request.backward:
                 self._gradient[span] = gradient
             self._losses[number] = torch.stack([losses.detach().double().sum(), gradient.isfinite().all().double()])
@@ -348,13 +357,13 @@ class FusedPass:
         """Return the rows of each request that has any with targets."""
         spans: dict[int, slice] = {}
         for number, placed in enumerate(self.rows):
+            # Rows of a request are adjacent, so its span grows by one row.
             start = spans[placed.request].start if placed.request in spans else number
             spans[placed.request] = slice(start, number + 1)
-        return {
-            number: rows
-            for number, rows in spans.items()
-            if self._row_bounds[rows.start] < self._row_bounds[rows.stop]
-        }
+        for number, rows in list(spans.items()):
+            if self._row_bounds[rows.start] == self._row_bounds[rows.stop]:
+                del spans[number]
+        return spans
 
     def _compute_loss(self, placed: PlacedRequest, rows: slice, leaf: torch.Tensor) -> torch.Tensor:
         """Return the losses of a request's rows: of each target, or of each group."""
@@ -364,12 +373,13 @@ class FusedPass:
         members = [each.row for each in self.rows[rows]]
         is_flat = all(row.targets.ndim == 1 for row in members)
         span = slice(self._row_bounds[rows.start], self._row_bounds[rows.stop])
+        # The row of each position, as a number from 0 in this request. Rows without targets have none.
         values = {"rows": self._row_numbers[span].unique_consecutive(return_inverse=True)[1]}
         for key in ("weights", *LOSSES[loss].needs):
             padded = torch.zeros(leaf.shape)  # (positions, K)
             start = 0
             for row in members:
-                of_row = row.values[key].view(len(row.targets), -1)[row.positions]
+                of_row = row.values[key].view(len(row.targets), -1)[row.positions]  # (positions of the row, K)
                 if key == "weights":  # ignored targets of positions that have others
                     ignored = row.targets.view(len(row.targets), -1)[row.positions] == IGNORED
                     of_row = of_row.masked_fill(ignored, 0)
@@ -388,9 +398,11 @@ class FusedPass:
         for number in range(rows.start, rows.stop):
             each = self.rows[number]
             start, stop = self._row_bounds[number], self._row_bounds[number + 1]
+            # Back in the places of the tokens, with a graph to the leaf: (tokens, K).
             zeros = leaf.new_zeros((len(each.row.targets), leaf.shape[1]))
             logprobs = zeros.index_copy(0, self._positions[start:stop], leaf[start - first : stop - first])
             tensors = {"input_ids": each.row.input_ids, "targets": each.row.targets, **each.row.values}
+            # All of the group are in this pass: it is one unit of the plan.
             group = 0 if size is None else each.number // size
             logprobs_of_group, rows_of_group = groups.setdefault(group, ([], []))
             logprobs_of_group.append(_cut(logprobs, each.row))
@@ -407,6 +419,7 @@ class FusedPass:
         """Accumulate the adapters' gradients. Collective: as the model is."""
         logprobs, self.logprobs = self.logprobs, None
         assert logprobs is not None
+        # On all ranks or on none: the anchor is in the graph wherever an adapter could be, also without rows of it.
         if not logprobs.requires_grad:
             raise TrainingError("the loss depends on none of the adapters. Check their targets")
         # Also without any gradient: the others gather in this backward pass, so this rank must take part.
@@ -428,17 +441,17 @@ class FusedPass:
         padded = self.values.new_zeros((shape[0] * shape[1], shape[2]))
         num_positions = self._row_bounds[-1]
         padded[self._flat[:num_positions]] = self.values[:num_positions]
+        # Not strict: without rows there is a dummy one.
         for placed, of_row in zip(self.rows, padded.view(shape), strict=False):
             yield placed, _cut(of_row, placed.row)
 
     def collect_top(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
         """Return log probabilities and ids of the most probable tokens at the positions of each row."""
         logprobs, ids = (torch.cat(values) for values in zip(*self._top, strict=True))
-        bounds = zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False)
-        return {
-            (placed.request, placed.number): (logprobs[start:stop], ids[start:stop])
-            for placed, start, stop in bounds
-        }
+        top: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        for placed, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
+            top[placed.request, placed.number] = logprobs[start:stop], ids[start:stop]
+        return top
 
 
 def _cut(logprobs: torch.Tensor, row: UnpaddedRow) -> torch.Tensor:

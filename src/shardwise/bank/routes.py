@@ -57,10 +57,12 @@ def group_rows(
     """
     on_device = sent(torch.tensor([key or 0 for key in keys], dtype=torch.int64), device)
     members, start = [], 0
+    # Rows of one adapter with and without a backward pass are two members.
     for (adapter, is_trained), group in groupby(zip(adapters, [key is not None for key in keys], strict=True)):
         stop = start + len(list(group))
         if adapter is not None:
-            members.append(AdapterRows(adapter, start, stop, on_device[start:stop] if is_trained else None))
+            keys_of_rows = on_device[start:stop] if is_trained else None
+            members.append(AdapterRows(adapter, start, stop, keys_of_rows))
         start = stop
     return tuple(members)
 
@@ -118,6 +120,8 @@ class BatchRouting:
             rows: the row of each position, on the CPU. Positions after the last of a member have no adapter.
             positions: on the device.
         """
+        # Rows [0, 0, 1, 2, 2, 3] of positions, and members with the rows 0 to 2 and 2 to 3: the bounds [0, 2, 2, 3]
+        # are at [0, 3, 3, 5], so the members have positions 0 to 3 and 3 to 5. Position 5 is padding.
         bounds = [bound for member in self.members for bound in (member.start, member.stop)]
         cuts = torch.searchsorted(rows, torch.tensor(bounds, dtype=torch.int64)).tolist()
         members = []
@@ -135,11 +139,14 @@ class BatchRouting:
 
         Without ``backend``, one is selected and counted.
         """
+        # The output of the one position that the model goes on with is replaced, see [Note: Logits in chunks] in
+        # ``bank/passes.py``.
         if self.is_cut and x.shape[:2] == (1, 1):
             return y
         self.require_rows(site, x)
         if not isinstance(y, torch.Tensor):  # a router may be a linear layer that returns experts and weights
             raise TrainingError(f"{site} returns a {type(y).__name__}, not a tensor. Remove it from the targets")
+        # A layer sees all tokens of each row, or one (rows, 1, ...).
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         if backend is None:
             backend, reason = select_backend(self.choice, segments, x, y, self.grouped)

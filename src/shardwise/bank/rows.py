@@ -108,10 +108,14 @@ def parse_rows(
         ConfigError: the rows are invalid. The message has the reason.
     """
     is_batch = not isinstance(rows, list | tuple)
-    parsed = _parse_batch(who, rows, longest) if is_batch else _parse_list(who, rows, longest, keys)
-    if not may_have_weights and any("weights" in each for each in ([rows] if is_batch else rows)):
+    if is_batch:
+        parsed, mappings, labels = _parse_batch(who, rows, longest), [rows], "labels"
+    else:
+        parsed, mappings, labels = _parse_list(who, rows, longest, keys), rows, "targets"
+    # Those that the caller passed: every parsed row has weights, of 1 if none were passed.
+    if not may_have_weights and any("weights" in mapping for mapping in mappings):
         raise ConfigError(f"{who}: weights need reduction='sum'. The mean over tokens has none")
-    labels = "labels" if is_batch else "targets"
+    # On an accelerator, an id that is out of range would end the process by an assertion of the device.
     for key, tensors in (
         ("input_ids", [row.input_ids for row in parsed]),
         (labels, [row.targets[row.targets != IGNORED] for row in parsed]),
@@ -154,6 +158,7 @@ def _parse_batch(who: str, batch: object, longest: int) -> list[UnpaddedRow]:
 def _make_row(
     ids: torch.Tensor, targets: torch.Tensor, values: Mapping[str, torch.Tensor], num_outputs: int
 ) -> UnpaddedRow:
+    # With K targets, a position counts if any of them does.
     counts = (targets != IGNORED).view(len(targets), -1).any(1)  # (tokens,)
     return UnpaddedRow(ids, targets, values, counts.nonzero()[:, 0], num_outputs)
 
@@ -206,6 +211,7 @@ def _parse_list(who: str, rows: Sequence[Any], longest: int, keys: Collection[st
             )
         if len(ids) > longest:
             raise ConfigError(f"{who}: row {number} has {len(ids)} tokens. It may have 1 to {longest}")
+        # What remains are values of the loss. Their names are limited unless it is the caller's own.
         values = {key: row[key].cpu() for key in row if key not in ("input_ids", "targets")}
         for key, of_key in values.items():
             if keys is not None and key not in keys:
@@ -235,6 +241,7 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
             f"{type(model).__name__} is not a transformers model without adapters. Load the base by "
             "shardwise.from_pretrained without tuning="
         )
+    # All reasons at once, so that a caller does not find them one by one.
     faults = [*_find_module_faults(model), *_find_config_faults(model), *_find_sharding_faults(model, ranks)]
     if faults:
         raise ConfigError(
@@ -254,6 +261,7 @@ def _find_module_faults(model: PreTrainedModel) -> Iterator[str]:
             yield f"{canonical(name) or 'the model'} is compiled without adapters. Load it without compiling"
         if normalizes_over_rows(module):
             yield f"{canonical(name)} is a {type(module).__name__}, which normalizes over all adapters' rows"
+        # None, a text, or a dict by layer type.
         kinds = getattr(module, "rope_type", None)
         names = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
         if coupling := sorted(names.intersection(_BY_LONGEST_ROW)):
@@ -264,6 +272,7 @@ def _find_module_faults(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _find_config_faults(model: nn.Module) -> Iterator[str]:
+    # Of the model, and of its parts if it is multimodal.
     main: Any = model.config
     for config in (main, *(getattr(main, name, None) for name in getattr(main, "sub_configs", ()))):
         if getattr(config, "output_router_logits", False):
@@ -279,6 +288,8 @@ def _find_config_faults(model: nn.Module) -> Iterator[str]:
 def _find_sharding_faults(model: nn.Module, ranks: int) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
+            # One axis of shards, with or without one of replicas (HSDP). Two axes of shards, or a mesh of fewer
+            # ranks, are another parallelism, in which several ranks compute the same rows.
             split = [placement for placement in parameter.placements if splitting_dim(placement) is not None]
             if len(split) > 1 or parameter.device_mesh.size() != ranks:
                 yield (

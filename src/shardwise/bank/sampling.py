@@ -117,6 +117,7 @@ def sample_tokens(
     base: SharedBase, samples: Sequence[Sample], adapters: Mapping[str, BankAdapter]
 ) -> list[SampleOutput]:
     """Sample from this rank's prompts. Collective: yes. Errors: see ``AdapterBank.generate``."""
+    # All ranks need the lengths of all sequences, to compose the same batches.
     with base.world.all_gather("check the samples") as exchange:
         rows = [row for sample in samples for row in _open_sample(base, sample, adapters)]
         scored = [each for each in samples if each.prompt_logprobs or each.top_prompt_logprobs]
@@ -124,21 +125,24 @@ def sample_tokens(
         top = max((each.top_prompt_logprobs for each in scored), default=0)
         exchange.local = [(len(row.sample.prompt), row.sample.max_tokens) for row in rows], names, top
     by_rank, all_names, all_top = zip(*exchange.result, strict=True)
+    # Rows are filled with tokens in place, batch by batch. Ranks have nothing to tell each other at the end.
     with passing(base, "sample", [row.sample.adapter for row in rows], list) as exchange, evaluating(base.model):
         units = [[Unit(prompt + length) for prompt, length in of_rank] for of_rank in by_rank]
         for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
+            # The longest sequence of the batch on any rank: all ranks gather equally often.
             num_steps = max(by_rank[rank][unit][1] for rank, of_rank in enumerate(plan.units) for unit in of_rank)
             _run_batch(base, plan, rows, num_steps)
         exchange.local = None
     scores = _score(base, samples, adapters, [name for names in all_names for name in names], max(all_top))
+    # Rows are in the order of the samples: those of a sample follow those of the one before.
     outputs, position = [], 0
     for number, sample in enumerate(samples):
         num_rows = sample.n if sample.max_tokens else 0
         sequences = [row.sequence for row in rows[position : position + num_rows]]
         position += num_rows
-        outputs.append(
-            SampleOutput(sequences or [SampledSequence() for _ in range(sample.n)], *scores.get(number, ()))
-        )
+        if not sample.max_tokens:
+            sequences = [SampledSequence() for _ in range(sample.n)]
+        outputs.append(SampleOutput(sequences, *scores.get(number, ())))
     return outputs
 
 
@@ -155,6 +159,7 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
         raise ConfigError(f"{who}: the prompt is not a list of token ids. Pass at least one")
     if int(prompt.min()) < 0 or int(prompt.max()) >= base.vocab_size:
         raise ConfigError(f"{who}: the prompt has tokens outside of the model's {base.vocab_size}")
+    # A sequence must fit into a batch alone, and have a position for each token.
     length = len(prompt) + sample.max_tokens
     longest = min(base.max_length, base.max_tokens_per_pass)
     if sample.n < 1 or sample.max_tokens < 0 or length > longest:
@@ -165,12 +170,14 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
         raise ConfigError(f"{who}: temperature, top_k and top_p are at least 0, and 0 < top_p <= 1")
     stop = sample.stop
     if stop is None:
-        end = getattr(base.model.generation_config, "eos_token_id", None)
-        stop = [] if end is None else [end] if isinstance(end, int) else end
+        end: Any = getattr(base.model.generation_config, "eos_token_id", None)
+        stop = [end] if isinstance(end, int) else end or []
     stops = [[each] if isinstance(each, int) else list(each) for each in stop]
     seed = secrets.randbits(62) if sample.seed is None else sample.seed
+    # A row has all of its random numbers from the beginning, so it does not depend on the others of its batch.
     rows = []
-    for number in range(sample.n if sample.max_tokens else 0):
+    num_rows = sample.n if sample.max_tokens else 0
+    for number in range(num_rows):
         # The upper 31 bits of a key are a uniform integer, as for dropout.
         keys = row_keys(stable_key(seed, number), 0, sample.max_tokens)
         rows.append(_Row(sample, adapter, stops, ((keys >> 33) & 0x7FFFFFFF).double() / (1 << 31)))
@@ -180,6 +187,7 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
 def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_steps: int) -> None:
     """Sample the sequences of a batch, token by token. Collective: as the base is."""
     rows = [all_rows[unit] for unit in plan.units[base.world.rank]]
+    # Adapters of one rank side by side, so that one product computes them. The base comes last.
     rows.sort(key=lambda row: (1, 0, "") if row.adapter is None else (0, row.adapter.rank, row.adapter.name))
     members = group_rows([row.adapter for row in rows], [None] * len(rows), base.device)
     num_rows, width = max(len(rows), 1), max((len(row.sample.prompt) for row in rows), default=1)
@@ -194,14 +202,17 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
         mask[number, width - len(prompt) :] = 1
         numbers[number, : row.sample.max_tokens] = row.numbers
     ids, mask, numbers = (sent(each, base.device) for each in (ids, mask, numbers))
+    # Of each row: temperature, top_k and top_p, as (3, rows, 1). A dummy row is greedy.
     most = base.vocab_size
     choices = [(row.sample.temperature, row.sample.top_k or most, row.sample.top_p) for row in rows]
     settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64).T.unsqueeze(2)
     settings = sent(settings.contiguous(), base.device)
     accepted = inspect.signature(base.model.forward).parameters
     anchor, cache = torch.zeros((), device=base.device), None
+    # Positions count from the first token of the prompt: of [pad, pad, a, b] they are [0, 0, 0, 1].
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for step in range(num_steps):
+        # The first step has whole prompts. Later ones have one token, the rest being in the cache.
         route = BatchRouting(num_rows, ids.shape[1], members, base.backend, anchor, is_training=False)
         kwargs: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         with base.switch.on(route):
@@ -213,6 +224,7 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
                 **{key: value for key, value in kwargs.items() if key in accepted},
             )
         cache = getattr(output, "past_key_values", None)
+        # The last position of each row: padding is on the left, so this is its last token.
         tokens, logprobs = _choose_tokens(output.logits[:, -1].float(), settings, numbers[:, step : step + 1])
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=False):
             row.append(token, logprob)
@@ -223,6 +235,7 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
             ids, positions = torch.cat([ids, chosen], 1), torch.cat([positions, following], 1)
         else:
             ids, positions = chosen, following
+        # Ranks stop together, since each step gathers. Alone, a process looks after every step.
         if (step + 1) % _CHECKED_STEPS == 0 or base.world.size == 1:
             is_done = all(row.is_done for row in rows)
             if base.world.all_reduce_object(is_done, all):
@@ -245,11 +258,13 @@ def _choose_tokens(
     is_greedy = temperature == 0
     scaled = logits.double() / torch.where(is_greedy, 1.0, temperature)
     probabilities, ids = scaled.softmax(1).sort(dim=1, descending=True, stable=True)
+    # (rows, vocabulary), the most probable first. ``before`` is the sum of the more probable ones.
     before = probabilities.cumsum(1) - probabilities
     places = torch.arange(logits.shape[1], device=logits.device)
     is_allowed = (places < top_k) & (before < top_p)  # the first one always is
     sums = torch.where(is_allowed, probabilities, 0.0).cumsum(1)
     place = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
+    # Rounding may put the number at the sum of all, beyond the last allowed token.
     place = torch.minimum(place, is_allowed.sum(1, keepdim=True) - 1).clamp(min=0)
     tokens = torch.where(is_greedy, logits.argmax(1, keepdim=True), ids.gather(1, place))
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
@@ -269,10 +284,12 @@ def _score(
     requests: list[Request] = []
     places: list[tuple[int, int, int]] = []
     for name in dict.fromkeys(names):
+        # On ranks without such samples of this adapter, a request without rows.
         rows: list[RowTensors] = []
         for number, sample in enumerate(samples):
             if sample.adapter == name and (sample.prompt_logprobs or sample.top_prompt_logprobs):
                 places.append((number, len(requests), len(rows)))
+                # Each position predicts the next token of the prompt, and the last one nothing.
                 ids = torch.as_tensor(sample.prompt)
                 rows.append({"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])})
         requests.append(Request(name, rows))

@@ -96,6 +96,7 @@ def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTrainin
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"{what}: is a {type(state).__name__}. Pass the result of state_dict")
+    # Flat, as PEFT returns it: matrices alone.
     if state and all(isinstance(values, torch.Tensor) for values in state.values()):
         shapes = {key: tuple(values.shape) for key, values in state.items()}
         if faults := [*_list_differing(shapes, adapter.shapes), *_find_kind_faults(state)]:
@@ -108,6 +109,7 @@ def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTrainin
         )
     if faults := [*_find_kind_faults(state["adapter"]), *_find_kind_faults(state["training"])]:
         raise _state_error(what, adapter, faults)
+    # The shapes of the matrices are those of the tensors here, whatever the facts say.
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
     facts = replace(validate_facts(state["facts"], what), matrices=shapes)
     tensors = {key: (tuple(values.shape), in_memory(values.dtype)) for key, values in state["training"].items()}
@@ -187,13 +189,15 @@ def allocate_targets(
         return {}
     if faults := _find_differences(adapter, stored.facts, base, on_other_base):
         raise _state_error(stored.what, adapter, faults)
-    targets = {
-        _OPTIMIZER + entry: values for entry, values in _allocate_optimizer_state(adapter, stored.facts).items()
-    }
+    targets: dict[str, torch.Tensor] = {}
+    for entry, values in _allocate_optimizer_state(adapter, stored.facts).items():
+        targets[_OPTIMIZER + entry] = values
     if stored.facts.micro_batches:
         targets[GRADIENT] = adapter.gradient
+    # The file with the matrices may have them cast. These are read after it, and are exact.
     if MATRICES in stored.tensors:
         targets[MATRICES] = adapter.flat.detach()
+    # Names, shapes and dtypes must be equal, since the tensors are read in place.
     here = {key: f"{tuple(values.shape)} {in_memory(values.dtype).label}" for key, values in targets.items()}
     there = {shown(key): f"{shape} {dtype.label}" for key, (shape, dtype) in stored.tensors.items()}
     if faults := _list_differing(there, here, "here"):
@@ -214,6 +218,7 @@ def _allocate_optimizer_state(adapter: BankAdapter, facts: TrainingFacts) -> dic
 
     Its entries are those that an optimizer of one number has.
     """
+    # A step of one number on the side: the adapter's own optimizer is not stepped.
     single = nn.Parameter(torch.zeros(1, device=adapter.flat.device))
     kind: Any = type(adapter.optimizer)
     optimizer = kind([single], lr=0.1)
@@ -275,6 +280,7 @@ def _find_differences(
         faults.append("its matrices are in another order. Save it again with the versions that are installed here")
     if stored.seed != current.seed:
         faults.append(f"seed {stored.seed}, and {current.seed} here, which dropout follows from")
+    # Between windows, both may change. Within one, they decide what its gradient means.
     if stored.micro_batches:
         for option in ("gradient_accumulation_steps", "reduction"):
             there, here = getattr(stored, option), getattr(current, option)
@@ -326,6 +332,7 @@ def _find_optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current:
     )
     if faults:
         return [f"{fault}. Pass optimizer= as it was" for fault in faults]
+    # list_differences() has compared the class, and the settings that decide which state there is.
     settings, present = _select_settings(stored.settings), _select_settings(current.settings)
     if differing := sorted(map(str, settings.keys() ^ present.keys())):
         return [f"the setting {shown(key)} of {stored.optimizer}: is in only one of the two" for key in differing]

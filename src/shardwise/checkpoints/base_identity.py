@@ -100,6 +100,7 @@ def compare_bases(
     pairs: dict[str, tuple[list[str], list[str]]] = {}  # [dtype, fingerprint] as saved, and now
     for name in sorted(saved.samples.keys() & current.samples.keys()):
         pairs[name] = saved.samples[name].split(), current.samples[name].split()
+    # A cast changes every fingerprint, so those of such tensors are not compared.
     cast = {name: (old[0], new[0]) for name, (old, new) in pairs.items() if old[0] != new[0]}
     differences: dict[str, str] = {}
     notes: list[str] = []
@@ -151,24 +152,27 @@ def base_config(model: nn.Module) -> dict[str, Any]:
 
 
 def _base_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _base_settings(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if not _IGNORED_KEYS.fullmatch(key)
-    }
+    settings: dict[str, Any] = {}
+    for key, value in config.items():
+        if not _IGNORED_KEYS.fullmatch(key):
+            settings[key] = _base_settings(value) if isinstance(value, dict) else value
+    return settings
 
 
 def select_base(tensors: Sequence[TensorRef], stored: Mapping[str, object]) -> list[TensorRef]:
     """Return the parameters that a checkpoint with these tensors does not store."""
-    return [
-        item
-        for item in tensors
-        if item.kind is TensorKind.PARAMETER
-        and item.fqn not in stored
-        and "lora_" not in item.fqn  # a second adapter, such as a reference, is not part of the base
-        and ".modules_to_save." not in item.fqn
-        and not any(slot.name == SCALES and getattr(slot.module, "is_nested", False) for slot in item.slots)
-    ]
+    base: list[TensorRef] = []
+    for item in tensors:
+        if item.kind is not TensorKind.PARAMETER or item.fqn in stored:
+            continue
+        # A second adapter, such as a reference, is not part of the base.
+        if "lora_" in item.fqn or ".modules_to_save." in item.fqn:
+            continue
+        # Codes of nested scales: see [Note: The identity of a base].
+        if any(slot.name == SCALES and getattr(slot.module, "is_nested", False) for slot in item.slots):
+            continue
+        base.append(item)
+    return base
 
 
 Fingerprints: TypeAlias = dict[tuple[str, tuple[int, ...], tuple[int, ...]], int]
@@ -194,6 +198,7 @@ class BaseSamples:
     @classmethod
     def select(cls, model: nn.Module, base: Sequence[TensorRef]) -> Self:
         """Choose samples. Collective: no."""
+        # By digests of their names: the same tensors on every rank and in every run, from all parts of a model.
         chosen = heapq.nsmallest(
             _MAX_TENSORS,
             (item for item in base if item.tensor.numel() and item.tensor.element_size() in _INTEGER_BY_SIZE),
@@ -209,6 +214,7 @@ class BaseSamples:
             sizes = (*(1 for _ in shape[:-2]), *(min(size, limit) for size in shape[-2:]))
             corner = Box((0,) * len(sizes), sizes)
             numels[item.fqn] = corner.numel
+            # Of each element of the corner, wherever it is: a rank sums those that it has.
             weights = word_weights()[: corner.numel].reshape(sizes)
             shards = () if item.tensor.is_meta else local_boxes(item.tensor, item.fqn)
             for shard in shards:
@@ -229,6 +235,7 @@ class BaseSamples:
             # (samples, elements of each)
             words = torch.stack([self.local[key][0] for key in keys]).reshape(len(keys), -1).cpu().numpy()
             weights = np.stack([self.local[key][1] for key in keys]).reshape(words.shape)
+            # As unsigned words, in sums that wrap around: arithmetic modulo 2**64.
             totals = np.add.reduce(words.view(f"<u{words.itemsize}").astype(np.uint64) * weights, axis=1)
             for (name, box), total in zip(keys, totals.tolist(), strict=True):
                 fingerprints[name, box.offsets, box.sizes] = total
@@ -249,9 +256,9 @@ class BaseSamples:
                 raise RankMismatchError("frozen parameters are not the same on all ranks. Load one base on all")
             totals[name] = (totals[name] + total) % MODULUS
             numels[name] += numel(sizes)
-        samples = {
-            name: f"{dtype} {totals[name]:016x}"
-            for name, dtype in self.dtypes.items()
-            if numels[name] == self.numels[name]  # elements on meta are on no rank
-        }
+        samples: dict[str, str] = {}
+        for name, dtype in self.dtypes.items():
+            # Elements on meta are on no rank. A sample that lacks some is left out.
+            if numels[name] == self.numels[name]:
+                samples[name] = f"{dtype} {totals[name]:016x}"
         return BaseIdentity(self.config, samples)

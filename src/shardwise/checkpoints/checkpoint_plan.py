@@ -39,6 +39,7 @@ class CheckpointPlan:
     def is_for(self, world: World, collected: CollectedState) -> bool:
         """Return whether the plan is valid for the state as it is now."""
         planned = self.collected
+        # As lists: the order of the tensors is that of the chunks in the files.
         return (
             self.ranks == (world.rank, *world.global_ranks)
             and planned.signature == collected.signature
@@ -48,10 +49,13 @@ class CheckpointPlan:
 
     def replicas(self, collected: CollectedState) -> Replicas:
         """Return the tensors and numbers that this rank has in common with others."""
+        # Two ranks are this one, and itself as the only one of the group.
         if not collected.numbers or len(self.ranks) == 2:
             return self.replicated
+        # Numbers are other objects at each step, so they are not part of the plan. Every rank has those of
+        # optimizers.
         numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
-        everyone = tuple(range(len(self.ranks) - 1))  # every rank has the numbers of optimizers
+        everyone = tuple(range(len(self.ranks) - 1))
         common = {name: ((Box.whole(value.shape), everyone),) for name, value in numbers.items()}
         return Replicas.among({**self.collected.by_key, **numbers}, {**self.common, **common}, collected.buffers)
 
@@ -65,6 +69,7 @@ def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
     by_rank = exchange.result
     with world.collective("plan the tensors"):
         plan = plan_tensors(collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks)
+    # What this rank has in common with others is compared at each save, whoever writes it.
     boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
     common = find_shared_boxes(boxes, world.rank)
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}

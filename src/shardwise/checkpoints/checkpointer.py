@@ -99,8 +99,8 @@ class Checkpointer:
         only: Selection = None,
         options: StateOptions = StateOptions(),  # noqa: B008
     ) -> None:
-        given = {"mode": mode, "only": only, "options": options}
-        check_options(get_hints(Checkpointer.__init__), given)
+        arguments = {"mode": mode, "only": only, "options": options}
+        check_options(get_hints(Checkpointer.__init__), arguments)
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
         self._root = folder.require_local(directory)
@@ -110,6 +110,7 @@ class Checkpointer:
         self._options = options
         self._staging = ChunkStaging()
         self._plan: CheckpointPlan | None = None
+        # One thread: a save waits for the one before, so that at most one is in progress.
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._in_progress: tuple[int, futures.Future[CheckpointReport]] | None = None
         self._newest = folder.find_latest(self._root)
@@ -166,6 +167,8 @@ class Checkpointer:
         with ExitStack() as stack:
             # Joined before the ranks meet for the first time, so that a rank lost from then on is missed there.
             background = None if self._mode == "sync" else stack.enter_context(self._world("save", _BACKGROUND))
+            # In the caller's thread: ranks agree on the content, and with "async" the state is copied. What is left
+            # is the writing.
             with self._world("save") as world:
                 job = self._job(world, clock, step, state)
                 if background is None:
@@ -246,6 +249,8 @@ class Checkpointer:
             call = repr((step, consent, self._only))
             world.require_equal(call, "the list of arguments (step, only, on_...)")
             report = restoring.restore(world, self._root, state, step, self._only, consent, self._options)
+            # Maybe a later step than the restored one. Until discard_after() removes it, saves up to it are
+            # refused.
             self._newest = self._find_latest(world)
         return report
 
@@ -317,12 +322,15 @@ class Checkpointer:
             contents, (equal_generators, data, base, mismatched) = self._collect(world, clock, step, state)
             collected = contents.collected
         with clock.phase("plan"), gc_disabled():
+            # ``mismatched`` is None on all ranks or on none, so all of them plan anew, or none does. The chunks of
+            # a plan that is still valid have been staged in _collect().
             if self._plan is None or mismatched is None:
                 self._plan = plan_checkpoint(world, collected)
                 with world.collective("stage the state"):
                     self._stage(clock, contents, self._plan)
             plan = self._plan.tensors
         with clock.phase("compare"):
+            # Before anything is written: each replica writes a part, so that different ones would be mixed.
             differing = compare_replicas(world, contents.replicas, mismatched)
         header = CheckpointHeader(
             step=step,
@@ -383,15 +391,17 @@ class Checkpointer:
         """Collect this rank's state. If the last plan is valid, also stage what it writes. Collective: no."""
         _require_state(state)
         plan = self._plan
-        collected = collect_state(state, self._only, plan.collected if plan else None)
+        before = plan.collected if plan else None
+        collected = collect_state(state, self._only, before)
         require_values(collected.by_key, "the state")
         contents = collect_contents(collected, state, world.rank)
         contents.summary.call = repr((step, self._keep, self._mode, self._only))
         samples_of = collected
+        # Before ranks meet, so that one meeting is enough if all of them can use their last plan.
         if plan and plan.is_for(world, collected):
             self._stage(clock, contents, plan)
             contents.summary.replicas = contents.replicas.digests()
-            samples_of = plan.collected
+            samples_of = plan.collected  # whose samples have been selected, of the same tensors
         if isinstance(self._only, AdapterOnly):
             contents.base = replace(samples_of.base, config=base_config(collected.model))
             contents.summary.base = contents.base.fingerprints()

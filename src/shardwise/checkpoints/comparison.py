@@ -87,6 +87,8 @@ def compare(
         fault := _check_schedulers(state.all_schedulers, common["schedulers",])
     ):
         comparison.add("mismatched", "schedulers", f"schedulers: {fault}")
+    # Class and settings, and the layout of state that belongs to one rank. Other state is matched afterwards, entry
+    # by entry, if these are equal.
     if "optimizers" in comparison.components:
         stored = _get_settings(opened, collected, common["optimizer", "param_groups"])
         if faults := list_differences(by_parameter(collected.bounds), stored):
@@ -131,6 +133,7 @@ def require_same_tuning(
             f"{opened.folder}: holds {header.holds}, and this run checkpoints {current}. Pass the checkpointer the "
             "`only` with which it was saved, and the same tuning"
         )
+    # The config as JSON, so that it compares with the header's. Settings that only one of the two has differ, too.
     settings = adapter_settings(collected.model, only)
     if settings is not None and header.adapter is not None and settings != header.adapter:
         names = sorted(
@@ -151,6 +154,7 @@ def _compare_model(opened: OpenCheckpoint, collected: CollectedState, comparison
     keys = opened.model
     stored = {item.key: item for item in opened.index.tensors()}
     for fqn, item in collected.stored.items():
+        # A tied tensor may have been saved under any of its names.
         names = [name for name in item.names if name in keys]
         if not names:
             comparison.add("missing", fqn)
@@ -183,6 +187,7 @@ def _get_settings(
         raise FormatError(
             f"{opened.folder}: has {len(groups)} param_groups, and optimizers for {len(classes)}. It is damaged"
         )
+    # [["torch.optim.AdamW", 2], ["torch.optim.SGD", 1]] are the classes of the groups 0, 1 and 2.
     fqns = {name: item.fqn for item in collected.model_tensors for name in item.names}
     settings: dict[str, tuple[str, dict[str, Any]]] = {}
     for optimizer_class, group in zip(classes, groups, strict=True):

@@ -107,9 +107,10 @@ def find_latest(root: Path) -> int | None:
 
     A checkpoint with missing or truncated files cannot be restored, so the previous one is used.
     """
-    return next(
-        (step for step in reversed(steps_in(root)) if is_complete_folder(root / step_folder_name(step))), None
-    )
+    for step in reversed(steps_in(root)):
+        if is_complete_folder(root / step_folder_name(step)):
+            return step
+    return None
 
 
 def is_complete_folder(folder: Path) -> bool:
@@ -118,12 +119,12 @@ def is_complete_folder(folder: Path) -> bool:
         if (folder / HEADER).stat().st_size > MAX_HEADER_BYTES:
             return False
         header = CheckpointHeader.from_bytes((folder / HEADER).read_bytes(), HEADER)
-        return all(
-            _DATA.fullmatch(file) is not None and (folder / file).stat().st_size == nbytes
-            for file, nbytes in header.files.items()
-        )
+        for file, nbytes in header.files.items():
+            if _DATA.fullmatch(file) is None or (folder / file).stat().st_size != nbytes:
+                return False
     except (OSError, FormatError):
         return False
+    return True
 
 
 def _is_file(path: Path) -> bool:
@@ -174,6 +175,7 @@ def remove_incomplete(root: Path, step: int) -> None:
         StorageError: a file cannot be removed.
     """
     with open_writer(root / step_folder_name(step)) as writer:
+        # A writer that resumes cannot commit any more. Only then is it certain whether it has.
         remove_pending(writer, [name for name in writer.list() if _INTERIM.fullmatch(name)])
         if METADATA not in writer.list():
             _remove_files(writer)
@@ -190,6 +192,7 @@ def _remove_folder(root: Path, step: int) -> bool:
 
 def _remove_files(writer: StorageWriter) -> None:
     names = writer.list()
+    # First, and durably: a crash after it leaves an incomplete checkpoint, and none with missing files.
     if METADATA in names:
         writer.remove(METADATA)
         writer.sync_names()
@@ -227,20 +230,18 @@ class OpenCheckpoint:
         runs: dict[str, list[tuple[int, int]]] = {file: [] for file in self.header.files}
         for entry in self.index.entries.values():
             runs[entry.file].append((entry.start, entry.stop))
-        ranges = [
-            (file, start, stop)
-            for file, nbytes in sorted(self.header.files.items())
-            for start, stop in gaps(runs[file], content_nbytes(nbytes))
-        ]
+        ranges: list[tuple[str, int, int]] = []
+        for file, nbytes in sorted(self.header.files.items()):
+            ranges += ((file, start, stop) for start, stop in gaps(runs[file], content_nbytes(nbytes)))
+        # In turn, so that ranks have about equally many: rank 1 of four has ranges 1, 5, 9, ...
         for file, start, stop in ranges[rank::world_size]:
             reader.require(file, start, stop)
 
     def _describe(self, file: str, start: int, stop: int) -> str:
-        keys = [
-            key
-            for key, entry in self.index.entries.items()
-            if entry.file == file and entry.start < stop and entry.stop > start
-        ]
+        keys: list[str] = []
+        for key, entry in self.index.entries.items():
+            if entry.file == file and entry.start < stop and entry.stop > start:
+                keys.append(key)
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         return f"{keys[0]}{more}" if keys else "a value"
 
@@ -271,6 +272,7 @@ def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
     """
     steps = steps_in(root)
     incomplete = incomplete_steps(root)
+    # A requested step is opened even if files are missing: opening it raises the error that names them.
     if requested is not None:
         if requested in steps:
             return requested, ()
@@ -306,6 +308,8 @@ def open_checkpoint(root: Path, step: int) -> OpenCheckpoint:
 def open_folder(folder: Path) -> OpenCheckpoint:
     """Open the folder of one checkpoint, whatever its name, as :func:`open_checkpoint` does."""
     with LocalReader(folder) as reader:
+        # The header is sealed. What it records makes every other file certain: .metadata by its digest, data files
+        # by their sizes here, and by checksums as they are read.
         header = CheckpointHeader.from_bytes(_read_limited(reader, HEADER, MAX_HEADER_BYTES), f"{folder}/{HEADER}")
         content = _read_limited(reader, METADATA, MAX_METADATA_BYTES)
         if digest(content) != header.metadata_sha256:
@@ -317,6 +321,7 @@ def open_folder(folder: Path) -> OpenCheckpoint:
             _require_size(reader, file, nbytes)
         metadata = parse_metadata(content, "", what=f"{folder}/{METADATA}")
         index = open_state(reader, metadata=metadata)
+    # Every byte range must be of a recorded file, and before its checksums.
     places = [(entry.file, entry.stop) for entry in index.entries.values()]
     places += [(item.file, item.bytes.stop) for item in metadata.objects.values()]
     for file, stop in places:
@@ -393,6 +398,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         return verify_files(directory)
     header = opened.header
     components = ", ".join(["model", *sorted(opened.components)])
+    # All blocks, also after a damaged one, so that the report has every one of them.
     with opened.reader() as reader:
         compared, damaged = len(reader.blocks), _find_damaged(reader)
     return ReopenReport(

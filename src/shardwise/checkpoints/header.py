@@ -88,6 +88,7 @@ class CheckpointHeader:
                 f"{what}: has version {values.get('version')!r}, and this shardwise reads {_VERSION}. Use the "
                 "version of shardwise that wrote it"
             )
+        # Before the values are looked at: what a damaged file has in them is of no interest.
         if values.pop(_SEAL, None) != _seal(values):
             raise FormatError(f"{what}: does not match its checksum. It is damaged, or was changed by hand")
         try:
@@ -162,6 +163,7 @@ def to_pickle(value: object, what: str) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(_on_cpu(value), buffer)
+        # Values of doubtful types are read back. For others, that would only take time.
         if not _is_plain(value):
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:  # pickle raises errors of many kinds
@@ -205,6 +207,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _digest(value: Any, into: Any) -> None:
+    # With types and brackets, so that 1, 1.0 and True differ, and [[1], 2] from [1, [2]].
     into.update(f"{type(value).__name__}(".encode())
     if isinstance(value, torch.Tensor):
         into.update(f"{value.dtype} {tuple(value.shape)} ".encode())
@@ -229,11 +232,13 @@ _SUM_BYTES = 8
 
 def with_checksums(content_nbytes: int) -> int:
     """Return the size in bytes of a data file with ``content_nbytes`` bytes of content."""
+    # 300,000 bytes are 3 blocks, so the file has 3 * 8 bytes more: 300,024.
     return content_nbytes + _SUM_BYTES * -(-content_nbytes // BLOCK_BYTES)
 
 
 def content_nbytes(file_nbytes: int) -> int:
     """Return the size in bytes of the content of a file. Inverse of :func:`with_checksums`."""
+    # 300,024 bytes are 3 blocks, each with its checksum of 8 bytes (131,080 together, but the last may be shorter).
     return file_nbytes - _SUM_BYTES * -(-file_nbytes // (BLOCK_BYTES + _SUM_BYTES))
 
 
@@ -250,6 +255,7 @@ class BlockSums:
 
     def add(self, start: int, content: memoryview) -> None:
         """Add bytes that are written at byte ``start`` of the file."""
+        # A checksum is a sum over words, so parts of a block may be added one by one.
         for block, first, (chunk,) in _cut(start, [content], BLOCK_BYTES):
             self._sums[block] += fingerprint(chunk, first - block * BLOCK_BYTES)
             self._sums[block] %= MODULUS
@@ -349,6 +355,7 @@ class CheckedReader(LocalReader):
 
     def _get_sums(self, file: str) -> bytes:
         if file not in self._sums:
+            # All checksums of a file at once, behind its content. They are valid if they have the header's digest.
             content = memoryview(bytearray(with_checksums(self._content[file]) - self._content[file]))
             super().read_vectored(file, self._content[file], [content])
             if digest(bytes(content)) != self._digests[file]:
@@ -362,6 +369,7 @@ class CheckedReader(LocalReader):
 
 def gaps(runs: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
     """Return the ranges of ``nbytes`` bytes that no run covers."""
+    # Runs 10..20 and 15..30 of 40 bytes leave 0..10 and 30..40.
     uncovered: list[tuple[int, int]] = []
     position = 0
     for start, stop in [*sorted(runs), (nbytes, nbytes)]:
@@ -376,6 +384,7 @@ def _cut(start: int, buffers: Sequence[memoryview], size: int) -> Iterator[tuple
 
     Yield the number of each block, its first byte, and its memory.
     """
+    # 100 bytes from byte 100 on, with a size of 64: (1, 100) with 28 bytes, (2, 128) with 64, (3, 192) with 8.
     chunks: list[memoryview] = []
     first = position = start
     for buffer in buffers:

@@ -81,6 +81,7 @@ def restore(
 ) -> RestoreReport:
     """Restore a checkpoint. Collective: yes."""
     clock = Clock()
+    # The first rank reads the small files for all. Each rank opens the data files, and reads its own part.
     with clock.phase("open"):
         with world.broadcast("find the checkpoint") as exchange:
             if world.rank == 0:
@@ -94,11 +95,13 @@ def restore(
             reader = opened.reader()
     with reader, torch.device("cpu"):
         executor = ReadExecutor(reader, opened.index, options.budget_bytes, world)
+        # All that may not fit is found here, before anything is changed.
         with clock.phase("plan"):
             plan = _plan(world, opened, executor, reader, state, only, consent)
         with clock.phase("read"):
             optimizers, targets = _read_tensors(world, opened, executor, plan, options)
         with clock.phase("finish"):
+            # Tensors have been read in place. Settings, new state and all other components are set at the end.
             without_state = _restore_optimizers(world, plan, optimizers, targets)
             with world.collective("restore components"):
                 notes = _restore_components(opened, state, plan, world)
@@ -149,6 +152,7 @@ def _plan(
     with world.collective("read this rank's values"):
         values = NonTensorValues(common, _local_values(reader, opened, world))
     base = _match_bases(world, opened, collected, consent)
+    # The tuning first: with another one, all tensors of the model would be missing and unexpected.
     with world.collective("compare with the checkpoint"):
         require_same_tuning(opened, collected, only, base)
         matched = compare(opened, collected, state, common, world.size, consent)
@@ -168,6 +172,8 @@ def _read_tensors(
     collected = plan.collected
     tensors = {key: collected.stored[fqn].tensor for fqn, key in plan.matched.model.items()}
     optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
+    # A load gives a model on meta new parameters, of which optimizers must have the state: they are bound anew
+    # before state is allocated.
     if any(item.tensor.is_meta for item in collected.model_tensors):
         executor.read_bytes += _materialize(world, opened, executor.reader, collected, plan.matched, options)
         optimizers = _rebind(collected)
@@ -176,6 +182,7 @@ def _read_tensors(
     if plan.fitting is not None:
         with world.collective("find the tensors to restore"):
             targets = plan.fitting.allocate_targets(optimizers)
+    # One plan for the model and the optimizers, so that files are read once, in order.
     states = {dcp_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
     with world.collective("read values"):
         _read_into(executor, opened, {**tensors, **states})
@@ -223,6 +230,7 @@ def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPat
 
 
 def _local_values(reader: CheckedReader, opened: OpenCheckpoint, world: World) -> dict[str, Any]:
+    # Bytes of tensors are compared as they are read. All others are compared here, each by one rank.
     opened.require_gaps(reader, world.rank, world.size)
     rank = f"rank_{world.rank}"
     paths: dict[str, KeyPath] = {}
@@ -241,6 +249,7 @@ def _restore_components(
     opened: OpenCheckpoint, state: TrainState, plan: RestorePlan, world: World
 ) -> dict[str, str]:
     """Restore schedulers, scaler, data position and generators. Return notes on the last two."""
+    # Generators come last: load_state_dict() of another component may draw from them.
     notes = {"rng": "", "data": ""}
     components, values = plan.matched.components, plan.values
     if "schedulers" in components:
@@ -285,10 +294,11 @@ def _match_optimizers(
     optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
     with world.collective("read the optimizer state"):
         parsed = _optimizer_state(opened, executor, optimizers, common)
-    stored = {
-        name: SourceTensor(tuple(tensor.shape), in_memory(tensor.dtype), (Box.whole(tuple(tensor.shape)),))
-        for name, tensor in parsed.tensors.items()
-    }
+    stored: dict[str, SourceTensor] = {}
+    for name, tensor in parsed.tensors.items():
+        shape = tuple(tensor.shape)
+        stored[name] = SourceTensor(shape, in_memory(tensor.dtype), (Box.whole(shape),))
+    # Every rank can read all of it, which is described as if the first one had it.
     return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), consent)
 
 
@@ -297,7 +307,7 @@ def _optimizer_state(
     opened: OpenCheckpoint, executor: ReadExecutor, optimizers: OptimizerTargets, common: Mapping[KeyPath, Any]
 ) -> ParsedState:
     """Return the state of the optimizers: one-element tensors with their values, others on meta."""
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}  # by FQN and entry
     for path, value in common.items():
         if path[:2] == ("optimizer", "state"):
             values.setdefault(path[2], {})[path[3]] = value
@@ -320,7 +330,10 @@ def _optimizer_state(
 
 def _get_dtype(opened: OpenCheckpoint, path: KeyPath) -> torch.dtype:
     key, index = dcp_key(path), opened.index
-    return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
+    # A tensor of several chunks is composed of entries.
+    if key in index.composed:
+        return to_torch(index.composed[key].dtype)
+    return to_torch(index.entries[key].dtype)
 
 
 def _restore_optimizers(
@@ -352,19 +365,17 @@ def _restore_reduced(
 
 def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and check that every element was read."""
-    items = [
-        ReadItem(key, opened.expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
-        for key, tensor in tensors.items()
-    ]
-    arrangement = plan_reads(
-        items,
-        opened.index,
-        executor.reader.policy,
-        executor.budget_bytes,
-        executor.world.rank / executor.world.size,
-    )
+    items: list[ReadItem] = []
+    for key, tensor in tensors.items():
+        boxes, device = local_boxes(tensor, key), local_tensor(tensor).device
+        items.append(ReadItem(key, opened.expressions[key], boxes, tensor.dtype, device))
+    # Each rank begins at another part of the files.
+    start_at = executor.world.rank / executor.world.size
+    plan = plan_reads(items, opened.index, executor.reader.policy, executor.budget_bytes, start_at)
+    # The executor has read numbers of the optimizers before, and counts all of its reads.
     before = dict(executor.written)
-    executor.read_into(arrangement, [local_tensor(tensors[item.fqn]) for item in arrangement.items])
+    executor.read_into(plan, [local_tensor(tensors[item.fqn]) for item in plan.items])
+    # No copy writes an element twice, so equal counts mean that all of it was read.
     for item in items:
         expected = sum(component.box.numel for component in item.boxes)
         count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)
@@ -393,6 +404,7 @@ def _materialize(
                 f"{len(absent)} tensors of the model, such as {absent[0]}, are on meta, and the checkpoint does "
                 "not have them. Load the model with its weights first"
             )
+        # The keys are matched already, so no conversion of transformers is traced.
         expressions = {fqn: (opened.expressions[key],) for fqn, key in matched.model.items()}
         as_load = LoadOptions(
             budget_bytes=options.budget_bytes,
@@ -402,6 +414,7 @@ def _materialize(
         )
         load = prepare_load(world, model, source, LoadRequest(Bindings(expressions), options=as_load))
     report = execute_load(world, model, source, load, Clock())
+    # The hooks that average belong to parameter objects, and the load has made new ones.
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is not None:
         average_replicated_gradients(model, mesh)
@@ -413,6 +426,7 @@ def _rebind(collected: CollectedState) -> OptimizerTargets:
     model_tensors = collect_tensors(collected.model)
     parameters = {item.fqn: item.tensor for item in model_tensors if isinstance(item.tensor, nn.Parameter)}
     for bound in collected.bounds:
+        # Copies: unbind() releases the state, which rebind() sets for the new parameters.
         tensors, scalars = dict(bound.tensors), dict(bound.scalars)
         bound.unbind()
         bound.rebind(parameters, tensors, scalars)

@@ -65,6 +65,7 @@ def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequ
         RankMismatchError: optimizers have different settings, or some ranks only have a data position.
     """
     if mismatched := world.find_mismatched([item.settings for item in summaries]):
+        # Most often the learning rates differ, so the message has some of each side.
         rates, expected = (
             ", ".join(map(str, summaries[rank].rates[:4])) or "none" for rank in (mismatched.first, 0)
         )
@@ -73,8 +74,10 @@ def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequ
             f"{world.global_ranks[0]} (learning rates {rates} against {expected}), because their schedules differ. "
             "Give all ranks the same settings"
         )
+    # See [Note: Random numbers on other ranks] in ``checkpoints/train_state.py``.
     first = summaries[0].random
     equal_generators = [name for name in first if all(item.random.get(name) == first[name] for item in summaries)]
+    # Equal positions are stored once. Then any number of ranks may resume from it.
     positions = {item.data for item in summaries}
     if positions == {""}:
         data = "none"

@@ -116,11 +116,10 @@ class CollectedState:
     @cached_property
     def others(self) -> str:
         """Digest of the names and shapes of the model's tensors that are not stored."""
-        others = [
-            (item.fqn, tuple(item.tensor.shape))
-            for item in self.model_tensors
-            if item.kind.is_saved and item.fqn not in self.stored
-        ]
+        others: list[tuple[str, tuple[int, ...]]] = []
+        for item in self.model_tensors:
+            if item.kind.is_saved and item.fqn not in self.stored:
+                others.append((item.fqn, tuple(item.tensor.shape)))
         return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
 
     @cached_property
@@ -131,12 +130,12 @@ class CollectedState:
     @cached_property
     def alias_keys(self) -> dict[KeyPath, KeyPath]:
         """Further names of tied tensors, each with the first name."""
-        return {
-            ("model", name): ("model", fqn)
-            for fqn, item in self.stored.items()
-            for name in item.names
-            if name != fqn
-        }
+        keys: dict[KeyPath, KeyPath] = {}
+        for fqn, item in self.stored.items():
+            for name in item.names:
+                if name != fqn:
+                    keys["model", name] = "model", fqn
+        return keys
 
     @cached_property
     def buffers(self) -> dict[str, str]:
@@ -147,12 +146,12 @@ class CollectedState:
     @cached_property
     def numbers(self) -> dict[str, object]:
         """Values of optimizer state that are not tensors, by their keys."""
-        values = [(key, value) for bound in self.bounds for key, value in bound.scalars.items()]
-        return {
-            dcp_key(("optimizer", "state", key.parameter, key.entry)): value
-            for key, value in values
-            if not isinstance(value, torch.Tensor)
-        }
+        numbers: dict[str, object] = {}
+        for bound in self.bounds:
+            for key, value in bound.scalars.items():
+                if not isinstance(value, torch.Tensor):
+                    numbers[dcp_key(("optimizer", "state", key.parameter, key.entry))] = value
+        return numbers
 
     @cached_property
     def reduced(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -183,6 +182,8 @@ class CollectedState:
         Equal at a later step if the same tensors are still in the same memory. As long as this state is referenced,
         no other tensor has the identity of one of its own.
         """
+        # Identities show replaced tensors. The rest shows storage that was moved, and views that were changed in
+        # place.
         base = select_base(self.model_tensors, self.stored)
         tensors = [*self.tensors.values(), *(item.tensor for item in base)]
         local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
@@ -210,6 +211,7 @@ def collect_state(state: TrainState, only: Selection, before: CollectedState | N
     signature = tuple(
         (item.names, item.kind, tuple(item.tensor.shape), item.tensor.requires_grad) for item in tensors
     )
+    # The selection follows from the names and from what is trained, so it is as before.
     if before is not None and before.model is model and before.signature == signature:
         chosen = set(before.stored)
     else:
@@ -232,6 +234,7 @@ def selected_names(model: nn.Module, tensors: Sequence[TensorRef], only: Selecti
     saved = [item for item in tensors if item.kind.is_saved]
     if only is None:
         return {item.fqn for item in saved}
+    # PEFT may name a tied tensor by another one of its names than the first.
     fqns = {name: item.fqn for item in tensors for name in item.names}
     adapter = {fqns[name] for name in names_outside(model, tensors, only).values()}
     return adapter | {item.fqn for item in saved if item.tensor.requires_grad}
@@ -289,6 +292,7 @@ class StateContents:
 
     def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:
         """Return the values that this rank stores. A data position equal on all ranks is stored by the first."""
+        # The first rank stores its own position whether or not all are equal. Others store theirs if they differ.
         values = {**({} if rank else self.common), **self.local}
         return {path: value for path, value in values.items() if not rank or data == "each" or path[0] != "data"}
 
@@ -304,6 +308,7 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
     """
     contents = StateContents(collected, as_json(state.user))
     summary = contents.summary
+    # The optimizers: numbers, settings, and state that no other rank can use. Tensors are written as chunks.
     for bound in collected.bounds:
         for key, value in bound.scalars.items():
             if not isinstance(value, torch.Tensor):
@@ -316,19 +321,21 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         summary.rates = [float(group["lr"]) for group in groups if "lr" in group]
     if reduced := collected.reduced:
         contents.common[REDUCED] = collected.layout
-        contents.local["optimizer", "reduced", f"rank_{rank}"] = {
-            parameter: {entry: inner_tensors(value) for entry, value in entries.items()}
-            for parameter, entries in reduced.items()
-        }
+        inner: dict[str, dict[str, dict[str, torch.Tensor]]] = {}  # by FQN, entry and name
+        for parameter, entries in reduced.items():
+            inner[parameter] = {entry: inner_tensors(value) for entry, value in entries.items()}
+        contents.local["optimizer", "reduced", f"rank_{rank}"] = inner
+    # Components that are equal on all ranks: the first rank's count.
     if state.all_schedulers:
         contents.common["schedulers",] = [_get_state_dict(item, "schedulers") for item in state.all_schedulers]
     if state.scaler is not None:
         contents.common["scaler",] = _get_state_dict(state.scaler, "scaler")
+    # What each rank has of its own. Digests show whether it is equal on all.
     generators = generator_states()
-    summary.random = {
-        name: compute_digest(str(value) if name == "python" else value)  # a tuple of many numbers
-        for name, value in generators.items()
-    }
+    for name, words in generators.items():
+        if name == "python":  # a tuple of many numbers, of which one text takes less time
+            words = str(words)
+        summary.random[name] = compute_digest(words)
     contents.local["rng", f"rank_{rank}"] = generators
     if state.data is not None:
         position = _get_state_dict(state.data, "data")
@@ -361,6 +368,7 @@ def generator_states() -> dict[str, Any]:
     name, words, position, has_gauss, gauss = legacy
     states: dict[str, Any] = {
         "python": random.getstate(),
+        # As a tensor, because torch.load(weights_only=True) does not read arrays of numpy.
         "numpy": (str(name), torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
     }
@@ -377,12 +385,13 @@ def seed_generators(
 
     Return the names of those that this machine does not have.
     """
+    # Equal on all ranks before, and so again. The others must differ between ranks.
     missing = restore_generators({name: state for name, state in first.items() if name in equal_generators}, what)
     for name, state in first.items():
         if name in equal_generators:
             continue
         text = f"{compute_digest(state)} {rank} of {world_size}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])  # 56 bits, of which numpy takes 32
         if name == "python":
             random.seed(seed)
         elif name == "numpy":
@@ -408,8 +417,8 @@ def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
             if name == "python":
                 random.setstate(state)
             elif name == "numpy":
-                kind, words, *rest = state
-                np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
+                kind, words, *position = state
+                np.random.set_state((kind, words.numpy().astype(np.uint32), *position))
             elif name == "torch":
                 torch.set_rng_state(state)
             elif _has(name):

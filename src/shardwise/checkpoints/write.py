@@ -94,10 +94,13 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
     """
     with lock_on_first_rank(world, job.root) as saving:
         try:
+            # Before any rank creates its file, since this removes what is in the folder of the step.
             with world.broadcast("begin the save"):
                 if world.rank == 0:
                     _begin(job)
             files: list[WrittenFile] = []  # of all ranks, by rank, on the first; empty on the others
+            # Each rank syncs its file in this phase. So all of them are durable before one is named in
+            # ``.metadata``.
             with world.all_reduce("write local files", files.extend) as exchange:
                 exchange.local = _write_local(world, job, saving)
             with world.broadcast("commit the checkpoint") as exchange:
@@ -105,6 +108,7 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
                     exchange.local = _commit(job, saving, files)
             removed, checkpoint_bytes = exchange.result
         except BaseException:
+            # While the lock is held, which lock_on_first_rank() then releases. The first error is the one to raise.
             with contextlib.suppress(StorageError):
                 if saving.is_locked_here:
                     _undo(job, saving.locked)
@@ -128,7 +132,8 @@ def _begin(job: Job) -> None:
     root, step, newest = job.root, job.step, job.newest
     folder.remove_left(root)  # before the steps are listed; see [Note: Checked twice] in ``saving/commit.py``
     present = folder.find_latest(root)
-    if present is not None and present != newest and (newest is None or present > newest):
+    # A step that this run has neither saved nor seen when it began.
+    if present is not None and (newest is None or present > newest):
         raise StorageError(
             f"{root}: another run has saved step {present} there since this one began. Give every run a "
             "folder of its own"
@@ -137,15 +142,16 @@ def _begin(job: Job) -> None:
     if step in folder.steps_in(root):
         folder.remove(root, [step])  # incomplete: find_latest has skipped it
     with open_writer(root / folder.step_folder_name(step)) as inner:
-        if there := inner.list():
+        if names := inner.list():
             raise StorageError(
-                f"{inner.root}: holds {there[0]}, which no Checkpointer put there. Move it elsewhere"
+                f"{inner.root}: holds {names[0]}, which no Checkpointer put there. Move it elsewhere"
             )
 
 
 def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[list[int], int]:
     """Commit the checkpoint and remove old ones. Return the removed steps, and the size of all data files."""
     locked = saving.locked
+    # The header has the digests of all other files. It is put in place before ``.metadata``, which commits.
     files = {data_file(rank): file.nbytes for rank, file in enumerate(written)}
     metadata = build_metadata(job.plan, [file.values for file in written])
     header = replace(
@@ -156,6 +162,7 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[l
     )
     with open_writer(job.folder) as writer:
         publish(writer, locked, METADATA, metadata, files, {HEADER: header.to_bytes()})
+    # Checkpoints are removed by the holder of the lock alone.
     removed: list[int] = []
     if job.keep is not None and locked.is_held():
         removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep])
@@ -167,6 +174,7 @@ def _undo(job: Job, locked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
     if locked.is_held():
         folder.remove_incomplete(job.root, job.step)
+    # The files may be another save's. Only the one that would commit this save has its id in its name.
     elif job.folder.is_dir():
         with open_writer(job.folder) as inner:
             inner.remove(pending_name(METADATA, locked.save_id))
@@ -175,6 +183,7 @@ def _undo(job: Job, locked: LockedFolder) -> None:
 def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:
     """Write and sync this rank's file."""
     saving.require()
+    # All sizes are known, so the checksums' place is, too: right after chunks and values.
     nbytes = _content_nbytes(job, world.rank)
     file, sums = data_file(world.rank), BlockSums(nbytes)
     with open_writer(job.folder) as writer:
@@ -182,6 +191,7 @@ def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:
         chunks = ChunkWriter(writer, file, world.check, sums.add)
         chunks.write(job.plan.by_rank[world.rank], job.chunks, job.values.values(), job.budget_bytes)
         writer.write(file, nbytes, [memoryview(sums.to_bytes())])
+        # The content, then the name in the folder: after a crash, a file that is there is whole.
         writer.sync(file)
         writer.sync_names()
     sizes = {path: len(value) for path, value in job.values.items()}

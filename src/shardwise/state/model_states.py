@@ -107,6 +107,7 @@ def collect_model(
         refs = collect_tensors(model)
     require_alike_models(world, refs, [])
     names = broadcast_names_outside(world, model, refs, only)
+    # Tied tensors once, whichever of their names were selected.
     fqns = set(names.values())
     tensors = {item.fqn: item.tensor for item in refs if not fqns.isdisjoint(item.names)}
     with world.collective("check for values"):
@@ -114,6 +115,7 @@ def collect_model(
     device = staging_device(refs, tensors.values())
     buffers = {item.fqn for item in refs if item.kind is not TensorKind.PARAMETER}
     budget = options.budget_bytes
+    # A gather takes parts of each from several ranks, which would mix replicas that differ.
     equal, differing = equal_on_all(world, tensors, buffers, budget_bytes=budget, device=device)
     return CollectedModel(refs, names, equal, differing, device)
 
@@ -138,6 +140,7 @@ def set_model_values(
             refs = collect_tensors(model)
         require_alike_models(world, refs, [])
         names = broadcast_names_outside(world, model, refs, only)
+        # What the ranks provide, and what the model needs, compared by name, shape and dtype.
         provided = values.describe(world)
         slots = _target_slots(refs, names)
         refs_by_slot = {slot.names[0]: item for slot, item in slots}
@@ -184,6 +187,7 @@ def _compute_buffers(initializers: Initializers, only: Selection) -> list[tuple[
     if not on_meta or only is not None:
         return []
     buffers = initializers.buffers({}, seed=0)
+    # Without a value, none of the initializers computes the buffer: it stays on meta.
     return [(item, value) for item in on_meta if (value := buffers[item.fqn].value) is not None]
 
 
@@ -197,6 +201,7 @@ def _fill(
     staging = upload_buffer(device, budget_bytes)
     for item, value in computed:
         set_value(item, value, staging)
+    # Tensors that modules have as plain attributes, next to buffers that were on meta.
     attributes = initializers.compute_attributes(device) if computed else ()
     return (*(item.fqn for item, _ in computed), *attributes)
 
@@ -350,7 +355,8 @@ def _exchange_experts(
     else:
         expressions = _describe_matrices(values.tensors)
     refs, exchanged = collect_tensors(model), expressions
-    for name in model.peft_config if adapter is None else [adapter]:
+    adapters = list(model.peft_config) if adapter is None else [adapter]
+    for name in adapters:
         exchanged = exchange_experts(model, refs, name, exchanged, version, folder)
     # Expressions are rearranged while they are read. Tensors that ranks pass would have to be resharded.
     changed = [name for name, item in exchanged.items() if item != expressions[name]]
@@ -365,11 +371,11 @@ def _exchange_experts(
 
 
 def _describe_matrices(tensors: Mapping[str, Any]) -> dict[str, Expression]:
-    return {
-        name: Stored(name, tuple(value.shape), from_torch(value.dtype, name))
-        for name, value in tensors.items()
-        if ".lora_" in name and isinstance(value, torch.Tensor)
-    }
+    matrices: dict[str, Expression] = {}
+    for name, value in tensors.items():
+        if ".lora_" in name and isinstance(value, torch.Tensor):
+            matrices[name] = Stored(name, tuple(value.shape), from_torch(value.dtype, name))
+    return matrices
 
 
 def open_stored_values(
@@ -384,6 +390,7 @@ def open_stored_values(
     """
     with world.collective("open the folder"):
         reader = stack.enter_context(LocalReader(folder))
+    # Every rank has a reader of its own. The headers are read once, for all.
     with world.broadcast("open the checkpoint") as exchange:
         if world.rank == 0:
             exchange.local = open_checkpoint(reader, weights_name=file)

@@ -102,7 +102,7 @@ def _agree_on_state(world: World, state: ParsedState) -> tuple[ParsedState, tupl
 
 def _require_same_kind(targets: OptimizerTargets, agreed: ParsedState) -> None:
     """Raise :class:`KeyMismatchError` for the state of another optimizer class, judging by its settings."""
-    stored: dict[str, tuple[str, Any]] = {}
+    stored: dict[str, tuple[str, Any]] = {}  # by parameter. The class is not part of a state dict.
     for names, settings in zip(agreed.groups, agreed.settings, strict=True):
         stored.update(dict.fromkeys(names, ("", settings)))
     if differences := list_differences(by_parameter(targets.bounds), stored):
@@ -122,11 +122,12 @@ def _match(
     global_ranks: Sequence[int],
 ) -> matching.Match:
     """Match tensors. Numbers need no match: only the present state must not get lost."""
+    # Parameters that one side lacks are reported with the groups. Their entries are not reported again.
     unexpected, missing = set(groups.unexpected), {*groups.missing, *_stateless(agreed)}
-    expected = [
-        {name: item for name, item in provided.items() if agreed.keys[name][0] not in unexpected}
-        for provided in provided_by_rank
-    ]
+    expected: list[dict[str, matching.SourceTensor]] = []
+    for provided in provided_by_rank:
+        expected.append({name: item for name, item in provided.items() if agreed.keys[name][0] not in unexpected})
+    # Slots for what the state has, whether or not the optimizers have it yet.
     slots: list[matching.StateSlot] = []
     for name, item in next((provided for provided in expected if provided), {}).items():
         slots.append(matching.StateSlot((name,), *_shape_and_dtype(targets, name, agreed.keys[name][0], item)))
@@ -139,7 +140,9 @@ def _match(
 
 def _stateless(agreed: ParsedState) -> set[str]:
     """Return parameters that have no state afterwards: all of a state from before the first step."""
-    return set() if agreed.keys else {name for names in agreed.groups for name in names}
+    if agreed.keys:
+        return set()
+    return {name for names in agreed.groups for name in names}
 
 
 def _shape_and_dtype(
@@ -154,7 +157,9 @@ def _shape_and_dtype(
     if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
         return shape, item.dtype
     wider = torch.promote_types(to_torch(item.dtype), local.dtype)
-    return shape, in_memory(wider) if wider.is_floating_point else item.dtype
+    if not wider.is_floating_point:
+        return shape, item.dtype
+    return shape, in_memory(wider)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,7 @@ class OptimizerMatch:
         for name, (parameter, entry) in self.agreed.keys.items():
             if name in self.agreed.scalars and parameter in optimizer_indices:
                 scalars[Key(optimizer_indices[parameter], parameter, entry)] = self.agreed.scalars[name]
+        # In the order of OptimizerTargets.groups, which have been matched.
         present = [group for bound in targets.bounds for group in bound.optimizer.param_groups]
         for group, source in zip(present, self.groups.source_groups, strict=True):
             if source is not None:
@@ -209,6 +215,7 @@ class OptimizerMatch:
             # After rebind, which keeps the present state of parameters that get none.
             for name in stateless & targets.parameters.keys():
                 bound.optimizer.state.pop(targets.parameters[name], None)
+        # With state: what was set, and what had state before and was not cleared.
         unchanged = {key.parameter for key in targets.keys.values()} - stateless
         stepped = {key.parameter for key in [*tensors, *scalars]} | unchanged
         return [
@@ -234,20 +241,10 @@ def match_optimizer_state(
     """
     agreed, provided_by = _agree_on_state(world, state)
     with world.collective("match optimizer states"):
-        return _match_all(targets, agreed, provided_by, provided_by_rank, consent, world.global_ranks)
-
-
-def _match_all(
-    targets: OptimizerTargets,
-    agreed: ParsedState,
-    provided_by: tuple[int, ...],
-    provided_by_rank: Sequence[Mapping[str, matching.SourceTensor]],
-    consent: Consent,
-    global_ranks: Sequence[int],
-) -> OptimizerMatch:
-    # First: entries of another class of optimizer would all be missing and unexpected.
-    _require_same_kind(targets, agreed)
-    stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
-    groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)
-    matched = _match(targets, agreed, groups, provided_by_rank, consent, global_ranks)
-    return OptimizerMatch(agreed, provided_by, groups, matched)
+        # First: entries of another class of optimizer would all be missing and unexpected.
+        _require_same_kind(targets, agreed)
+        # Also parameters with state in no group, which are unexpected.
+        stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
+        groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)
+        matched = _match(targets, agreed, groups, provided_by_rank, consent, world.global_ranks)
+        return OptimizerMatch(agreed, provided_by, groups, matched)

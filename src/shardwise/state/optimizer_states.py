@@ -60,6 +60,7 @@ def collect_optimizers(
     with world.collective("check for values"):
         require_values(tensors, what)
     device = staging_device(refs, tensors.values())
+    # Numbers are compared as tensors of their bytes: every rank has them, as replicas.
     compared = dict(tensors)
     for name, value in scalars.items():
         compared[name] = value if isinstance(value, torch.Tensor) else as_bytes(value)
@@ -94,6 +95,7 @@ def set_optimizer_values(
     Collective: yes.
     Memory, errors: as in :func:`set_optimizer_state_dict`.
     """
+    # The last check: nothing has been changed so far.
     with clock.phase("agree"):
         fitting = match_optimizer_state(world, targets, state, values.describe(world), consent)
         matched = fitting.matched
@@ -156,6 +158,7 @@ def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, to
     """
     tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
     scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
+    # Sorted, because gathers and comparisons pair the entries of ranks by their order.
     tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
     world.require_equal(repr_digest([*tensors, *scalars]), "the list of optimizer state")
     return tensors, scalars

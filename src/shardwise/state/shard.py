@@ -103,6 +103,7 @@ def shard(
             world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
             with world.collective("bind the optimizers"):
                 bounds = bind_optimizers(optimizers, refs)
+            # Optimizers have been checked to be the model's, which is all there is to do.
             if was_sharded:
                 return replace(_report(world, model, sharding, clock), was_sharded=True)
             with world.collective("check that the model can be sharded"):
@@ -110,6 +111,7 @@ def shard(
             settings = (wrap.comparable_settings(sharding), trained_dtype, options.budget_bytes)
             world.require_equal(repr(settings), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, refs, bounds)
+        # Which ranks have values, and whether these are equal. No tensor is moved yet.
         with clock.phase("compare"):
             sources = agree_on_sources(world, refs, bounds, trained_dtype)
         # Up to here nothing has been changed. From here on the values are only in `sources`.
@@ -144,6 +146,7 @@ def shard(
 def _require_shardable(
     model: nn.Module, refs: Sequence[TensorRef], sharding: Sharding, optimizers: Sequence[Optimizer]
 ) -> None:
+    # Here, since nothing can be undone once the values are only in the sources.
     require_movable(refs)
     if sharding.mesh is not None:
         require_steps_shards(optimizers)

@@ -64,6 +64,7 @@ def agree_on_sources(
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     # In one order on all ranks, which exchange facts by position.
     names = [*(item.fqn for item in refs), *keys]
+    # "" for state of an optimizer that this rank has not.
     local_dtypes = [_dtype_name(tensors[name].dtype) if name in tensors else "" for name in names]
     gathered = world.all_gather_object((local_dtypes, [name in live for name in names]))
     dtypes_by_rank = [dtype_names for dtype_names, _ in gathered]
@@ -85,10 +86,11 @@ def agree_on_sources(
     sources, differed = matching.resolve_differences(names, chosen, sums, counts)
     scalars = _scalars(world, bounds, counts, differed)
     # By name: the dtypes on the sources, and then on all ranks.
-    before = {
-        name: [stored[rank][index] for rank in (*sources[index], *range(world.size))]
-        for index, name in enumerate(names)
-    }
+    before: dict[str, list[str]] = {}
+    for index, name in enumerate(names):
+        before[name] = [stored[rank][index] for rank in (*sources[index], *range(world.size))]
+    # The dtypes after the transfer: those that ranks agree on, then the one that is trained, then state after its
+    # parameter.
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(names, agreed, strict=True)}
     for item in refs:
         if item.kind is TensorKind.PARAMETER:
@@ -139,6 +141,7 @@ def _state_keys(world: World, bounds: Sequence[Bound]) -> dict[str, Key]:
     tensors = [key for bound in bounds for key, tensor in bound.tensors.items() if not tensor.is_meta]
     scalars = [key for bound in bounds for key in bound.scalars]
     gathered = world.all_gather_object((tensors, scalars))
+    # A rank without a step has no keys. The union of all, in the order of the ranks, is equal on every rank.
     keys = {str(key): key for tensor_keys, _ in gathered for key in tensor_keys}
     for _, scalar_keys in gathered:
         for key in scalar_keys:
@@ -154,6 +157,7 @@ def _with_source_dtypes(
     dtypes_by_rank: Sequence[Sequence[str]], chosen: Sequence[tuple[int, ...]]
 ) -> list[list[str]]:
     """Return the dtypes, with the source's dtype on ranks that do not have this state of an optimizer."""
+    # A rank that will get the state of rank 0 in float32 counts as if it had float32.
     filled: list[list[str]] = []
     for rank, dtypes in enumerate(dtypes_by_rank):
         filled.append(list(dtypes))
@@ -178,6 +182,7 @@ def wrap_without_values(
     for item in refs:
         if isinstance(item.tensor, nn.Parameter):
             attributes[item.fqn] = dict(vars(item.tensor))
+            # On meta, so that fully_shard allocates nothing: shards get memory when they are received.
             empty = torch.empty(item.tensor.shape, dtype=sources.dtypes[item.fqn], device="meta")
             parameter = nn.Parameter(empty, requires_grad=item.tensor.requires_grad)
             torch_private.copy_attributes(parameter, item.tensor)
@@ -208,6 +213,7 @@ class IncomingShards:
         ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
         transfers: list[move.Transfer] = []
         for name, source_ranks in sources.source_ranks.items():
+            # The table lets go of it, and the transfer holds it until it has been sent.
             live = sources.live.pop(name, None)
             if source_ranks == matching.NO_SOURCES:
                 continue
@@ -228,6 +234,7 @@ class IncomingShards:
 
     def prepare(self, names: Sequence[str]) -> dict[str, move.LocalTensor]:
         """Allocate memory for tensors that are about to be received."""
+        # The tensors of one round. Sources have released those of earlier rounds.
         keys = self.sources.keys
         # State takes the memory format of its parameter, which needs memory first.
         refs = [self.refs[keys[name].parameter if name in keys else name] for name in names]
@@ -272,6 +279,7 @@ class IncomingShards:
                 values = item.tensor
                 item.install(torch.empty_like(values, device=self.device))
                 staging.copy(values, item.tensor)
+        # Last, when all parameters are final: an optimizer keeps these objects.
         parameters = {item.fqn: item.tensor for item in self.refs.values() if isinstance(item.tensor, nn.Parameter)}
         for bound in bounds:
             bound.rebind(parameters, self.state, self.sources.scalars)

@@ -69,6 +69,7 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
             f"{what}: is a {type(tensors).__name__}. Pass a mapping from names, or None on a rank without a state"
         )
     by_name: dict[str, Any] = {}
+    # "layer.weight" and "_orig_mod.layer.weight" are one name. The same tensor may be under both.
     for name, value in tensors.items():
         if by_name.setdefault(canonical(name), value) is not value:
             raise ConfigError(
@@ -168,6 +169,7 @@ class ProvidedValues:
         source = None  # on ranks that provide nothing of this tensor
         if item.name in self.tensors:
             source = move.LocalTensor.from_tensor(self.tensors[item.name], item.name)
+        # By rank, the boxes that it needs.
         needed = tuple(rank_metadata[name].boxes for rank_metadata in metadata)
         into = move.LocalTensor.from_tensor(target, name)
         return move.Transfer(name, target.shape, target.dtype, item.source_boxes, needed, source, into)
@@ -185,6 +187,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _pair_ties(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
     """Return pairs of names of one tensor that are both present: the first present name with each other one."""
+    # Of names (a, b, c) of one tensor, of which a and c are present: (a, c).
     tied = [[name for name in names if name in present] for names in ties]
     return [(names[0], other) for names in tied for other in names[1:]]
 
@@ -221,12 +224,10 @@ class StoredValues:
         The ranks' files are compared, see [Note: One checkpoint] in ``loading/audit.py``.
         """
         require_one_checkpoint(world, self.reader, self.index)
-        return [
-            {
-                name: matching.SourceTensor(item.shape, item.dtype, (Box.whole(item.shape),))
-                for name, item in self.expressions.items()
-            }
-        ]
+        provided: dict[str, matching.SourceTensor] = {}
+        for name, item in self.expressions.items():
+            provided[name] = matching.SourceTensor(item.shape, item.dtype, (Box.whole(item.shape),))
+        return [provided]
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         """Raise when names of one tensor have different values in the files. Collective: yes.
@@ -299,6 +300,7 @@ class StoredValues:
     def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return full tensors, which are small. Collective: no."""
         expressions = [self.expressions[name] for name in names]
+        # Alone: other ranks may read other tensors, or none.
         executor = self._executor(World(0, 1))
         values = executor.read_values(
             [(item, Box.whole(item.shape), torch_private.to_torch(item.dtype)) for item in expressions]
