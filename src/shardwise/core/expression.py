@@ -148,6 +148,7 @@ class Stack(_Combined):
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         along = [axis for axis in region.axes if axis.dim == self.dim]
         if len(along) < 2:  # fast path for hundreds of experts
+            # Step n of the only axis is in source origin + step * n, and in the target it is stride * n further on.
             bare = drop_dim(region, self.dim)
             (axis,) = along or [Axis(1, 0, self.dim, 1)]
             for number in range(axis.size):

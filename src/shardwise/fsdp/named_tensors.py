@@ -247,6 +247,7 @@ def boxes_by_rank(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple
     strides = contiguous_strides(shape)  # any: local layouts are not used
     boxes: list[tuple[Box, ...]] = []
     for rank in ranks:
+        # Where the rank is in the mesh, as get_coordinate() returns it for this rank.
         coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
         local = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
         boxes.append(tuple(piece.box for piece in local))

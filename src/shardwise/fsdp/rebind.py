@@ -287,6 +287,7 @@ def require_sharded_parameters(optimizer: Optimizer, parameters: Mapping[str, to
         return
     block: int = vars(optimizer)["block_size"]
     whose = f"torchao's {type(optimizer).__name__}"
+    # torchao decides by the number of elements of a shard whether its state is in 8 or 4 bits.
     unquantized = []
     for name, each in sharded.items():
         splits: list[tuple[int, int]] = []  # (size of the dim, number of shards)
