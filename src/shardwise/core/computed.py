@@ -270,6 +270,7 @@ def _align(box: Box, shape: Shape, unit: Shape) -> Box:
 
 def _split(box: Box, unit: Shape, most: int) -> Iterator[Box]:
     # Outer dimensions are split first, so that boxes keep full rows, which are contiguous in files.
+    # Example: (4, 8) in units of (2, 2), at most 16 elements: 16 // 8 = 2 rows at a time, so two boxes.
     for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
         if box.numel > most and size > step:
             others = (*box.sizes[:dim], *box.sizes[dim + 1 :])
@@ -443,6 +444,7 @@ def merge_overlapping(boxes: Iterable[Box]) -> list[Box]:
     """Replace boxes that overlap by the smallest box that contains them, until no two overlap."""
     disjoint: list[Box] = []
     for box in boxes:
+        # A box that was enlarged may overlap others, which did not overlap the box before.
         while overlapping := [other for other in disjoint if other.intersect(box) is not None]:
             for other in overlapping:
                 disjoint.remove(other)

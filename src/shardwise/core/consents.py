@@ -17,7 +17,9 @@ def describe_faults(head: str, faults: Mapping[str, Sequence[str]], remedies: Ma
             counted = f"{kind} {len(sentences)}" if position == 0 else ""
             lines.append(f"  {counted:<17}{line}")
     advice = [remedies[kind] for kind, sentences in faults.items() if sentences and kind in remedies]
-    return "\n".join([*lines, *([f"Pass {'; '.join(advice)}."] if advice else [])])
+    if advice:
+        lines.append(f"Pass {'; '.join(advice)}.")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

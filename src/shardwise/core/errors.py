@@ -143,6 +143,7 @@ def private(path: str, instance: object = None) -> Any:
 @functools.cache
 def find_private(path: str) -> tuple[Any, str]:
     """Return the module or class that has a private name, and the name in it. Errors are those of ``private``."""
+    # The owner is kept, not the value, which may be replaced between two calls.
     module, _, names = path.partition(":")
     *classes, name = names.split(".")
     try:

@@ -76,6 +76,7 @@ def are_exchanged(factors: Sequence[ExpertFactors], peft_version: str | None, wh
     by_shape = {item.fits_exchanged for item in factors if item.fits != item.fits_exchanged}
     if len(by_shape) == 1:
         return by_shape.pop()
+    # Here every parameter fits both layouts or none, or parameters contradict each other.
     if not any(item.fits_exchanged for item in factors):
         return False
     # Configs have their version since PEFT 0.18.0, so those without one are of 0.17.

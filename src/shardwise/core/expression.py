@@ -130,6 +130,7 @@ class Concat(_Combined):
 
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim = self.dim
+        # Sources of 4 and 6 rows: rows 3 to 5 are row 3 of the first source, and rows 0 and 1 of the second.
         starts = [0, *accumulate(source.shape[dim] for source in self.sources)]
         for index in find_overlapped_ranges(region, dim, starts):
             for piece in clip(region, dim, starts[index], starts[index + 1]):
@@ -147,6 +148,7 @@ class Stack(_Combined):
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         along = [axis for axis in region.axes if axis.dim == self.dim]
         if len(along) < 2:  # fast path for hundreds of experts
+            # Step n of the only axis is in source origin + step * n, and in the target it is stride * n further on.
             bare = drop_dim(region, self.dim)
             (axis,) = along or [Axis(1, 0, self.dim, 1)]
             for number in range(axis.size):
@@ -191,6 +193,7 @@ class Slice(_Rearranged):
         return "slice", self.dim, self.start, self.step, self.shape
 
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        # With start 1 and step 3, indices 1 and 2 of the slice are 4 and 7 of the source.
         dim, step = self.dim, self.step
         axes = tuple(replace(a, step=a.step * step) if a.dim == dim else a for a in region.axes)
         shifted = region.with_origin(dim, self.start + step * region.origin[dim])
@@ -208,6 +211,7 @@ class Permute(_Rearranged):
         return "permute", self.dims
 
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        # With dims (2, 0, 1), dimension 0 of the result is dimension 2 of the source.
         origin = [0] * len(self.dims)
         for dim, source_dim in enumerate(self.dims):
             origin[source_dim] = region.origin[dim]
@@ -224,6 +228,7 @@ class Reshape(_Rearranged):
         return "reshape", self.shape
 
     def source_regions(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        # Both shapes have the same flat order. A box of this shape may be several regions of the other one.
         for piece in unflatten(flatten(region, self.shape), self.source.shape):
             yield self.source, piece
 
@@ -376,6 +381,7 @@ def as_strided(source: Expression, strided: Strided) -> Expression:
     steps = [(stride, size, dim) for stride, size, dim in axes if size > 1]
     steps.sort(key=itemgetter(0), reverse=True)
     rows = _rows(source, strided.offset, [(stride, size) for stride, size, _ in steps])
+    # Back from the order of strides to that of the dimensions. Those of one step return with the last reshape.
     order = [dim for _, _, dim in steps]  # the dimension of each dimension of ``rows``
     ordered = permute(rows, [order.index(dim) for dim in sorted(order)])
     return reshape(ordered, strided.sizes)

@@ -27,6 +27,7 @@ def folder_name(name: str) -> str:
     ``a/b`` becomes ``a%2Fb``, and ``..`` becomes ``%2E.``. Longer ones end with a digest of the text.
     """
     quoted = urllib.parse.quote(name, safe="")
+    # quote() keeps dots, and . and .. are no names for a folder.
     if quoted.startswith("."):
         quoted = f"%2E{quoted[1:]}"
     if len(quoted) <= _LONGEST_FOLDER:
@@ -50,6 +51,11 @@ def without_wrapper_parts(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def join_names(prefix: str, name: str) -> str:
+    """Return the name of a tensor or module inside of a module, whose own name is "" if it is the root."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def plain_key(key: str) -> str:
     """Return a key without what wrappers add to it: :data:`WRAPPERS`, and ``module.`` in front (DDP, DeepSpeed)."""
     return without_wrapper_parts(key).removeprefix(OF_DDP)
@@ -63,6 +69,7 @@ def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
     """
     groups: dict[tuple[str, ...], list[list[str]]] = {}
     for name in names:
+        # The split alternates: text at even places, numbers at odd ones.
         tokens = _DIGITS.split(name)
         groups.setdefault(tuple(tokens[::2]), []).append(tokens[1::2])
     return [(_pattern(words, numbers), len(numbers)) for words, numbers in groups.items()]
@@ -83,6 +90,7 @@ def format_ranks(ranks: Sequence[int], global_ranks: Sequence[int] = ALL_RANKS) 
 
 
 def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:
+    # For layers.0.up and layers.3.up, words are ("layers.", ".up"), and numbers have one column, (0, 3).
     columns = [sorted(set(column), key=int) for column in zip(*numbers, strict=True)]
     varying = sum(len(column) > 1 for column in columns)
     pieces = [words[0]]

@@ -50,6 +50,7 @@ def locate_box(box: Box, boxes: Sequence[LocalBox]) -> Strided:
     for piece in boxes:
         if piece.box.intersect(box) == box:
             strides = piece.local.strides
+            # Rows 5 and 6 of a box of rows 4 to 7, with strides (10, 1), begin after 10 of its elements.
             steps = zip(box.offsets, piece.box.offsets, strides, strict=True)
             start = piece.local.offset + sum((offset - first) * stride for offset, first, stride in steps)
             return Strided(start, box.sizes, strides)
@@ -60,6 +61,7 @@ def last_rows(boxes: Iterable[LocalBox], start: int) -> list[LocalBox]:
     """Return the parts of boxes in the rows from ``start`` on."""
     parts: list[LocalBox] = []
     for item in boxes:
+        # The rows from ``start`` on, however many there are, and the columns of the box.
         rows = Box((start, *item.box.offsets[1:]), (sys.maxsize - start, *item.box.sizes[1:]))
         if (inside := item.box.intersect(rows)) is not None:
             parts.append(LocalBox(inside, locate_box(inside, [item])))

@@ -118,10 +118,12 @@ def process_start_time(process: int) -> str:
     if the process exists, but its start time cannot be read.
     """
     try:
+        # proc(5): the state is field 3, and the start time field 22. Z is a zombie, X is dead.
         state, *numbers = _status(process)
         return "" if state in "ZX" else numbers[18]
     except (OSError, IndexError, ValueError):
         pass
+    # /proc has no entry that can be read. Signal 0 finds out whether the process exists, also that of another user.
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

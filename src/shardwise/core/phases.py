@@ -73,5 +73,6 @@ def busy_with(work: str) -> Iterator[None]:
 def main_thread_work() -> tuple[str, str, float]:
     """Return the phases of the main thread, its work, and when one of them changed, by the monotonic clock."""
     phases = [*_MAIN_THREAD.phases]
+    # A phase that began within the work counts in place of it, because ranks meet at its end.
     work, depth = (_MAIN_THREAD.busy or [("", 0)])[-1]
     return ", ".join(phases), work if depth == len(phases) else "", _MAIN_THREAD.changed_s

@@ -49,12 +49,11 @@ class Region:
     @classmethod
     def from_box(cls, box: Box, into: Strided) -> Region:
         """Return the region of a box whose elements are copied to ``into``."""
-        axes = tuple(
-            Axis(size, stride, dim, 1)
-            for dim, (size, stride) in enumerate(zip(box.sizes, into.strides, strict=True))
-            if size > 1
-        )
-        return cls(box.offsets, into.offset, axes)
+        axes: list[Axis] = []
+        for dim, (size, stride) in enumerate(zip(box.sizes, into.strides, strict=True)):
+            if size > 1:
+                axes.append(Axis(size, stride, dim, 1))
+        return cls(box.offsets, into.offset, tuple(axes))
 
     @property
     def bounds(self) -> Box:
@@ -66,6 +65,7 @@ class Region:
 
     def within(self, box: Box) -> Iterator[Region]:
         """Yield the part of the region that is in a box, relative to the box's first element."""
+        # One dimension after the other. Each may cut a region into several.
         regions = [self]
         for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             regions = [piece for region in regions for piece in clip(region, dim, start, start + size)]
@@ -113,12 +113,11 @@ def find_overlapped_ranges(region: Region, dim: int, starts: Sequence[int]) -> r
 
 def drop_dim(region: Region, dim: int) -> Region:
     """Return the region without a dimension and without the axes along it."""
-    axes = tuple(
-        Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step)
-        for axis in region.axes
-        if axis.dim != dim
-    )
-    return Region((*region.origin[:dim], *region.origin[dim + 1 :]), region.target, axes)
+    axes: list[Axis] = []
+    for axis in region.axes:
+        if axis.dim != dim:  # those after it move down by one
+            axes.append(Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step))
+    return Region((*region.origin[:dim], *region.origin[dim + 1 :]), region.target, tuple(axes))
 
 
 def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
@@ -140,6 +139,8 @@ def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:
     # Those inside stay one region. At each bound, steps are clipped one by one along the inner axes.
     axis = max(along, key=attrgetter("step"))
     inner_span = last - first - axis.span
+    # Step i of the axis covers first + i * step to first + i * step + inner_span. Touched are steps that overlap
+    # the bounds, inside those that are within. In the example: touched 0 to 2, inside 1 and 2.
     touched_from = max(0, -((first + inner_span - start) // axis.step))
     touched_to = min(axis.size, (stop - 1 - first) // axis.step + 1)
     inside_from = max(touched_from, -((first - start) // axis.step))
@@ -185,6 +186,8 @@ def _split(region: Region, inner: int) -> Iterator[Region]:
     # to the first carry, whole turns, and the steps after the last carry.
     axis = max(digits, key=attrgetter("step"))
     below = inner_index % axis.step + reach - axis.span
+    # With inner 12, steps of 4 carry after 3. Of 8 steps from index 4 on, the head is 4 and 8, and two turns of 3
+    # follow: 12, 16, 20 and 24, 28, 32.
     if inner % axis.step == 0 and below < axis.step:
         turn = inner // axis.step
         head = min(-(inner_index // axis.step) % turn, axis.size)

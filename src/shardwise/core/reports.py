@@ -42,6 +42,7 @@ def _rows(name: str, value: Any) -> list[str]:
     if name in ("note", "tied", "resized"):
         texts = value if name == "note" else [f"{key} = {of}" for key, of in value.items()]
         return [f"  {name:<11} {text}" for text in texts]
+    # By value: {"a.weight": ("F32", "BF16"), "b.weight": ("F32", "BF16")} is one row F32→BF16 with both names.
     if isinstance(value, Mapping):
         names = defaultdict(list)
         for key, of in value.items():

@@ -85,6 +85,7 @@ class Strided:
     @property
     def is_contiguous(self) -> bool:
         """True if the elements are one run of memory, in iteration order."""
+        # From the innermost dimension outwards. A dimension of one element may have any stride.
         expected = 1
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             if size != 1:

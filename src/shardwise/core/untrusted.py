@@ -52,6 +52,7 @@ def require_quick_patterns(patterns: Iterable[Pattern], names: Collection[str]) 
     Raises:
         ConfigError: it takes longer. The message has the pattern.
     """
+    # Text without repetition is not worth a process.
     slow = {pattern.regex: pattern for pattern in patterns if not _PLAIN.fullmatch(pattern.text)}
     if not slow:
         return
@@ -80,6 +81,7 @@ def parse_yaml(text: str) -> object:
     """
     loader = yaml.SafeLoader(text)
     try:
+        # The nodes first, of which an alias is one however often it is used. Values may be far more.
         document = loader.get_single_node()
         if document is None:
             return None

@@ -103,6 +103,7 @@ class _Reading:
         self.notes: list[str] = []
         self.fsdp: dict[str, Any] = {}
         self.written: dict[str, str] = {}
+        # The keys of FSDP are at the top level, in fsdp_config, or in the file that this names. fsdp_config wins.
         nested = values.get("fsdp_config")
         if nested and isinstance(nested, (str, os.PathLike)):
             nested = _read_file(Path(nested))
@@ -111,6 +112,7 @@ class _Reading:
         for key, value in {**top_level, **nested}.items():
             plain = key.removeprefix("fsdp_")
             self._take(_ALIASES.get(plain, plain), key, value)
+        # Last: keys win over what the words of fsdp imply.
         words = self._words(values.get("fsdp"))
         self.fsdp = {**words, **self.fsdp}
         self.written = {**dict.fromkeys(words, f"fsdp={values.get('fsdp')}"), **self.written}
@@ -138,6 +140,7 @@ class _Reading:
             self.faults.append(f"{key}: no such key. {nearest(plain, _FSDP_KEYS)}".rstrip())
             return
         kind, text, written = _FSDP_KEYS[plain], str(value).rpartition(".")[2].upper(), f"{key}={value}"
+        # A strategy of FSDP1 in place of the truth value.
         if plain == "reshard_after_forward" and text in _RESHARDS:
             value = _RESHARDS[text]
         elif plain in _REFUSED and value not in (None, "", [], {}, "None", False):
@@ -148,6 +151,7 @@ class _Reading:
                 self.faults.append(f"{key}={value!r}: it must be true or false")
             value = parsed
         elif isinstance(kind, tuple) and value is not None:
+            # A word, or its number, as torch numbers the members of ShardingStrategy from 1.
             word = dict(zip("12345", kind, strict=False)).get(text, text)
             if word not in kind or word == "NO_SHARD":
                 words = [known for known in kind if known != "NO_SHARD"]
@@ -162,27 +166,35 @@ class _Reading:
         """Return the keys that the Trainer's ``fsdp`` (true, or words) stands for."""
         if not legacy:
             return {}
-        listed = [] if legacy is True else legacy.split() if isinstance(legacy, str) else legacy
-        words = [str(word) for word in (listed if isinstance(listed, (list, tuple)) else [listed])]
+        words: list[str] = []
+        if isinstance(legacy, str):
+            words = legacy.split()
+        elif legacy is not True:
+            words = [str(word) for word in (legacy if isinstance(legacy, (list, tuple)) else [legacy])]
         strategies = [word.upper() for word in words if word.upper() in _RESHARDS]
         strange = set(words) - {"offload", "auto_wrap"} - {word.lower() for word in strategies}
         if strange or len(strategies) > 1:
             known = ", ".join(map(str.lower, _RESHARDS))
             self.faults.append(f"fsdp={legacy!r}: it must be one of {known}, and may have offload and auto_wrap")
-        is_sized = str(self.fsdp.get("min_num_params") or 0) != "0" and legacy is not True
-        return {
-            "auto_wrap_policy": "SIZE_BASED_WRAP" if is_sized else "TRANSFORMER_BASED_WRAP",
-            **({"version": "2"} if legacy is True else {}),
-            **({"sharding_strategy": strategies[0]} if strategies else {}),
-            **({"offload_params": True} if "offload" in words else {}),
-        }
+        implied: dict[str, Any] = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        if legacy is True:
+            implied["version"] = "2"
+        elif str(self.fsdp.get("min_num_params") or 0) != "0":
+            implied["auto_wrap_policy"] = "SIZE_BASED_WRAP"
+        if strategies:
+            implied["sharding_strategy"] = strategies[0]
+        if "offload" in words:
+            implied["offload_params"] = True
+        return implied
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a Sharding except for its mesh."""
         self._add_notes()
         dtype = self._dtype()
         strategy = self.fsdp.get("sharding_strategy")
-        reshards = {self.written[key]: self.fsdp[key] for key in ("reshard_after_forward",) if key in self.fsdp}
+        reshards: dict[str, Any] = {}
+        if "reshard_after_forward" in self.fsdp:
+            reshards[self.written["reshard_after_forward"]] = self.fsdp["reshard_after_forward"]
         if strategy in _RESHARDS:
             reshards[self.written["sharding_strategy"]] = _RESHARDS[strategy]
         return {
@@ -195,7 +207,8 @@ class _Reading:
         }
 
     def _add_notes(self) -> None:
-        if self.fsdp.get("version", "1" if "sharding_strategy" in self.fsdp else "2") == "1":
+        version = "1" if "sharding_strategy" in self.fsdp else "2"
+        if self.fsdp.get("version", version) == "1":
             self.notes.append("it is a config of FSDP1. The model is sharded by FSDP2")
         self.notes += [
             f"{key}: {why}, so it means nothing" for key, why in UNUSED_BY_FSDP2.items() if key in self.fsdp
@@ -225,7 +238,10 @@ class _Reading:
             listed = ()
         names = tuple(dict.fromkeys(str(name).strip() for name in listed))
         numel = self.fsdp.get("min_num_params")
-        default = "TRANSFORMER_BASED_WRAP" if names else "SIZE_BASED_WRAP" if numel else "NO_WRAP"
+        # Without a policy, it is the one of the option that is given.
+        default = "SIZE_BASED_WRAP" if numel else "NO_WRAP"
+        if names:
+            default = "TRANSFORMER_BASED_WRAP"
         policy = self.fsdp.get("auto_wrap_policy", default)
         for key, value, required in (
             ("transformer_layer_cls_to_wrap", ",".join(names), "TRANSFORMER_BASED_WRAP"),
@@ -253,6 +269,7 @@ class _Reading:
         for flag in ("bf16", "fp16"):  # the Trainer's
             if _BOOLS.get(str(self.values.get(flag)).lower()):
                 values[flag] = self.values[flag]
+        # By how each was written. Several may be given, if they mean one dtype.
         dtypes: dict[str, torch.dtype | None] = {}
         for key, value in values.items():
             word = key if key in ("bf16", "fp16") else str(value or "no").lower()
@@ -265,6 +282,7 @@ class _Reading:
 
     def replicas(self) -> int:
         """Return the number of copies of the sharded model (HSDP)."""
+        # Sizes of axes: only replicas and shards can be more than 1.
         mapping = self._mapping("parallelism_config", self.values.get("parallelism_config"))
         sizes: dict[str, int] = {}
         for key, value in mapping.items():
@@ -285,6 +303,7 @@ class _Reading:
             self.faults.append(
                 f"num_processes={ranks} contradicts dp_replicate_size={replicas} times dp_shard_size={shards}"
             )
+        # The hybrid strategies of FSDP1 have one replica on each machine.
         strategy = str(self.fsdp.get("sharding_strategy"))
         machines = 1
         if strategy.startswith("HYBRID"):

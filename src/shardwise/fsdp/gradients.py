@@ -36,7 +36,8 @@ def clip_gradients(
     total = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device if gradients else None)
     for parameter, gradient in gradients:
         # Every rank adds its part of the square. What several ranks hold is divided by their number, so that the
-        # sum over all ranks counts each element once, on whatever meshes parameters are.
+        # sum over all ranks counts each element once, on whatever meshes parameters are. For example on a mesh
+        # (replicate=2, shard=3) each of the 6 ranks divides by 2, and by 6 for what is whole on every rank.
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         total += (norm.double().square() / _copies(parameter, ranks)).to(total.device)
     if ranks > 1:
@@ -118,6 +119,8 @@ class Averaging:
 
     @torch.no_grad()
     def _average(self, number: int) -> None:
+        # Buckets have no names, so every rank must have the same parameters in them, in the same order. That holds
+        # if each rank runs the same modules in the same order.
         buckets: dict[object, list[torch.Tensor]] = {}
         for parameter in self._waiting.pop(number):
             if (gradient := parameter.grad) is not None:
@@ -152,6 +155,7 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
     """
     if ranks == 1:
         return
+    # DistributedDataParallel averages the gradients of its parameters itself.
     in_ddp: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -193,6 +197,7 @@ def reset_fsdp_state(root: Any) -> None:
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
+    # First what all groups share, then each group, then the root.
     shared, idle = state._comm_ctx, type(state._training_state).IDLE
     # The buffer of the last all-gather must be kept until it is copied out, which is before this event.
     if shared.all_gather_state is not None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwise.core.errors import ShardingError
-from shardwise.core.formatting import few_names, without_wrapper_parts
+from shardwise.core.formatting import few_names, join_names, without_wrapper_parts
 from shardwise.core.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.core.tensors import Box, Strided, contiguous_strides
 from shardwise.fsdp import torch_private
@@ -136,18 +136,18 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
         item = refs.get(id(tensor))
         if item is None:
             item = refs[id(tensor)] = TensorRef(tensor, kind)
-        item.slots.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
+        item.slots.append(Slot(module, name, canonical(join_names(prefix, name))))
     return list(refs.values())
 
 
 def map_saved_names(model: nn.Module, tensors: Sequence[TensorRef]) -> dict[str, TensorRef]:
     """Return the tensors of ``model.state_dict()`` by its names, which are not canonical, in its order."""
-    of = {id(item.tensor): item for item in tensors}
-    return {
-        f"{prefix}.{name}" if prefix else name: of[id(tensor)]
-        for _, tensor, name, kind, prefix in _iter_registered(model.named_modules(remove_duplicate=False))
-        if kind.is_saved
-    }
+    by_id = {id(item.tensor): item for item in tensors}
+    saved: dict[str, TensorRef] = {}
+    for _, tensor, name, kind, prefix in _iter_registered(model.named_modules(remove_duplicate=False)):
+        if kind.is_saved:
+            saved[join_names(prefix, name)] = by_id[id(tensor)]
+    return saved
 
 
 def _iter_registered(
@@ -160,6 +160,7 @@ def _iter_registered(
         if not torch_private.get_buffers(module):
             continue
         buffers = {name: buffer for name, buffer in torch_private.get_buffers(module).items() if buffer is not None}
+        # Only persistent buffers are in the order in which they were registered, as in state_dict().
         temporary = sorted(torch_private.get_temporary_names(module) & buffers.keys())
         for name, buffer in buffers.items():
             if name not in temporary:
@@ -222,6 +223,7 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
     if not isinstance(tensor, DTensor):
         whole = Box.whole(tuple(tensor.shape))
         return (LocalBox(whole, Strided(0, whole.sizes, tuple(tensor.stride()))),) if whole.numel else ()
+    # A rank outside of the mesh holds nothing.
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
@@ -245,6 +247,7 @@ def boxes_by_rank(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple
     strides = contiguous_strides(shape)  # any: local layouts are not used
     boxes: list[tuple[Box, ...]] = []
     for rank in ranks:
+        # Where the rank is in the mesh, as get_coordinate() returns it for this rank.
         coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
         local = boxes_at(shape, tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate), strides)
         boxes.append(tuple(piece.box for piece in local))
@@ -284,13 +287,11 @@ def boxes_at(
     boxes: list[LocalBox] = []
     local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
     for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
-        offsets = tuple(runs[dim][pick][0] for dim, pick in enumerate(picks))
-        sizes = tuple(runs[dim][pick][1] for dim, pick in enumerate(picks))
-        start = sum(
-            local_starts[d][pick] * stride
-            for d, (pick, stride) in enumerate(zip(picks, local_strides, strict=True))
-        )
-        boxes.append(LocalBox(Box(offsets, sizes), Strided(start, sizes, local_strides)))
+        picked_runs = [runs[dim][pick] for dim, pick in enumerate(picks)]
+        starts = [local_starts[dim][pick] for dim, pick in enumerate(picks)]
+        box = Box(tuple(offset for offset, _ in picked_runs), tuple(count for _, count in picked_runs))
+        start = sum(index * stride for index, stride in zip(starts, local_strides, strict=True))
+        boxes.append(LocalBox(box, Strided(start, box.sizes, local_strides)))
     return tuple(boxes)
 
 
@@ -306,7 +307,7 @@ def attributes_on_meta(model: nn.Module) -> list[Slot]:
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and any(map(_is_on_meta, torch_private.tree_leaves(value))):
-                slots.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
+                slots.append(Slot(module, name, canonical(join_names(prefix, name))))
     return slots
 
 
@@ -327,6 +328,7 @@ def is_sharded(model: nn.Module, tensors: Sequence[TensorRef]) -> bool:
     parameters = [item for item in tensors if item.kind is TensorKind.PARAMETER]
     distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
     outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
+    # Parameters that are not distributed have been left whole on purpose if the root of all groups contains them.
     root: Any = find_fsdp_root(model)
     in_root = () if root is None else {id(parameter) for parameter in root.parameters()}
     if groups and (not outside or all(id(item.tensor) in in_root for item in parameters)):
@@ -363,11 +365,10 @@ def require_plain_tensors(tensors: Sequence[TensorRef]) -> None:
     Raises:
         ShardingError: the message has their names.
     """
-    subclasses = [
-        (item.fqn, kind.__name__)
-        for item in tensors
-        if item.tensor.is_meta and (kind := type(item.local)) not in (torch.Tensor, nn.Parameter)
-    ]
+    subclasses: list[tuple[str, str]] = []
+    for item in tensors:
+        if item.tensor.is_meta and (kind := type(item.local)) not in (torch.Tensor, nn.Parameter):
+            subclasses.append((item.fqn, kind.__name__))
     if subclasses:
         raise ShardingError(
             f"{abbreviate([name for name, _ in subclasses])}: on meta, and a {subclasses[0][1]}, a subclass of "
@@ -386,8 +387,8 @@ def padded_numels(tensors: Sequence[TensorRef], fsdp_params: Mapping[nn.Paramete
 
     ``fsdp_params`` are FSDP2's ``FSDPParam`` objects by parameter.
     """
-    return {
-        item.fqn: torch_private.padded_numel(fsdp_params[item.tensor])
-        for item in tensors
-        if isinstance(item.tensor, nn.Parameter) and item.tensor in fsdp_params
-    }
+    numels: dict[str, int] = {}
+    for item in tensors:
+        if isinstance(item.tensor, nn.Parameter) and item.tensor in fsdp_params:
+            numels[item.fqn] = torch_private.padded_numel(fsdp_params[item.tensor])
+    return numels

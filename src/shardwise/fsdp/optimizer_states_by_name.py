@@ -151,6 +151,7 @@ _NAMES = ("params", "param_names")
 def _add(parsed: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:
     name = label(parameter, entry)
     parsed.keys[name] = parameter, entry
+    # A scalar is the same on all ranks. All else is resharded like the parameter.
     is_tensor = isinstance(value, torch.Tensor)
     # One number may be a tensor of its parameter's shape.
     if is_tensor and (isinstance(value, DTensor) or value.numel() != 1 or (value.ndim and value.shape == shape)):
@@ -206,6 +207,7 @@ def list_differences(
 
     Both have, by parameter, a class ("" if unknown) and settings.
     """
+    # Parameters with the same difference are one sentence. Of another class, no settings are compared.
     by_reason: dict[str, list[str]] = {}
     for name in present.keys() & stored.keys():
         (here, settings), (there, saved) = present[name], stored[name]

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.core.errors import ConfigError, ShardingError, private
+from shardwise.core.formatting import join_names
 from shardwise.core.layout import NamedPolicy
 from shardwise.fsdp.torch_private import get_parameters
 
@@ -236,7 +237,7 @@ def _select_by_size(model: nn.Module, numel: int) -> list[str]:
                 count += parameter.numel()
         for child_name, child in module.named_children() if descends else ():
             if child not in seen:
-                count += ungrouped_numel(f"{name}.{child_name}" if name else child_name, child)
+                count += ungrouped_numel(join_names(name, child_name), child)
         if count < numel or not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return count
         selected.add(name)
@@ -312,7 +313,7 @@ class _ModuleNames:
         for prefix, module in modules.items():
             for name, parameter in get_parameters(module).items():
                 if parameter is not None:
-                    parameters.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
+                    parameters.setdefault(parameter, []).append(join_names(prefix, name))
         return cls(modules, parameters)
 
     def owners(self, groups: Iterable[Sequence[str]]) -> dict[str, str]:
@@ -324,6 +325,7 @@ class _ModuleNames:
         first[id(self.modules[""])] = ""
         by_name: dict[str, str] = {}
         for name in (name for names in self.names.values() for name in names):
+            # From the module of the parameter outwards. The search ends at the root at the latest.
             path = name.rpartition(".")[0]
             while id(self.modules[path]) not in first:
                 path = path.rpartition(".")[0]
@@ -345,6 +347,7 @@ def _merge_tied(inside: _ModuleNames, blocks: Sequence[str]) -> list[list[str]]:
             block = parent[block]
         return block
 
+    # Unite the groups of the first name of a parameter and of each other one.
     for name, *others in inside.names.values():
         for other in others:
             first, second = sorted((find(owners[name]), find(owners[other])), key=len)
@@ -400,6 +403,8 @@ def _dtype_groups(
         if parameter.requires_grad and parameter not in replicated:
             trained[name] = parameter
             by_group.setdefault(owners[name], []).append(parameter)
+    # The dtype of most trained elements is that of the group. Frozen parameters do not count: FSDP2 needs one dtype
+    # only where it reduces gradients.
     main = {group: _main_dtype(parameters) for group, parameters in by_group.items()}
     separate: list[list[str]] = []
     whole: dict[nn.Parameter, str] = {}
@@ -428,6 +433,7 @@ def shard_dim(shape: Sequence[int], shard_size: int) -> int:
     """
     if len(shape) < 3:
         return 0
+    # Examples on 8 ranks: 4 experts leave ranks empty, 9 are padded to 16, and 15 to 16, which is little.
     if shape[0] < shard_size:
         others = range(1, len(shape))
     elif -(-shape[0] // shard_size) * shard_size > MAX_PADDING * shape[0]:

@@ -170,6 +170,7 @@ class _Binder:
         for number, group in enumerate(optimizer.param_groups):
             place = f"group {number} of optimizer {index} ({type(optimizer).__name__})"
             bound.groups.append(self._members(group, place))
+        # Only reading the state of a parameter makes an empty one, because torch has it in a defaultdict.
         for parameter, state in optimizer.state.items():
             name = self.names.get(parameter) if isinstance(parameter, nn.Parameter) else None
             if name is not None and not state:
@@ -199,6 +200,8 @@ class _Binder:
         return members
 
     def _add(self, bound: Bound, key: Key, value: Any, parameter: torch.Tensor) -> None:
+        # Rank-local state first: it may happen to have the shape of the parameter. Then what is sharded like the
+        # parameter, and what is one number, the same on all ranks.
         if isinstance(value, torch.Tensor) and value.ndim and has_rank_local_state(bound.optimizer):
             if self.by_rank:
                 bound.rank_local[key] = value
@@ -284,6 +287,7 @@ def require_sharded_parameters(optimizer: Optimizer, parameters: Mapping[str, to
         return
     block: int = vars(optimizer)["block_size"]
     whose = f"torchao's {type(optimizer).__name__}"
+    # torchao decides by the number of elements of a shard whether its state is in 8 or 4 bits.
     unquantized = []
     for name, each in sharded.items():
         splits: list[tuple[int, int]] = []  # (size of the dim, number of shards)
@@ -291,7 +295,9 @@ def require_sharded_parameters(optimizer: Optimizer, parameters: Mapping[str, to
             dim = splitting_dim(place)
             if dim is not None:
                 splits.append((each.shape[dim], int(size)))
+        # The elements of a shard, if all are of one size: (4096, 512) on 8 ranks has 262144.
         numel = each.numel() // math.prod(count for _, count in splits)
+        # Smaller shards are not quantized, and may be of several sizes.
         if numel >= _LEAST and any(length % count for length, count in splits):
             raise ShardingError(
                 f"{whose}: {name}, of shape {tuple(each.shape)}, is cut into shards of several sizes, and a "

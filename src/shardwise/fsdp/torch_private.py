@@ -287,6 +287,7 @@ def get_given_timeout(group: Any) -> float | None:
     group = group or dist.group.WORLD
     for device in private("torch.distributed:ProcessGroup._device_types", group):
         backend = private("torch.distributed:ProcessGroup._get_backend", group)(device)
+        # Backends of other libraries may have no options.
         options = getattr(backend, "options", None)
         timeout = getattr(options, "_timeout", None)
         if timeout is None or timeout == dist.default_pg_timeout:
@@ -368,6 +369,7 @@ def zero_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
     """
     if padded.shape == fsdp_param.sharded_size:
         return padded
+    # For example 2 rows that are padded to 3: row 2 becomes zero, and rows 0 and 1 are returned.
     dim = fsdp_param.fsdp_placement.dim
     length = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
     padded.narrow(dim, length, padded.shape[dim] - length).zero_()
@@ -449,6 +451,7 @@ def _chunks(size: int, chunks: int) -> list[Run]:
 def _split(indices: torch.Tensor, placement: Any, chunks: int) -> Sequence[torch.Tensor]:
     if not _is_strided(placement):
         return [indices[start : start + count] for start, count in _chunks(len(indices), chunks)]
+    # The same placement of a flat tensor, whatever dimension it splits.
     along = type(placement)(0, split_factor=placement.split_factor)
     split = private("torch.distributed.tensor.placement_types:_StridedShard._split_tensor", along)
     pieces: Sequence[torch.Tensor] = split(indices, chunks, with_padding=False, contiguous=True)[0]
@@ -461,6 +464,7 @@ def _runs(indices: torch.Tensor) -> tuple[Run, ...]:
     # For example indices 0 1 4 5: one break, after the second; edges 0, 2, 4; runs (0, 2) and (4, 2).
     breaks = torch.nonzero(indices.diff() != 1).flatten().add_(1).tolist()
     edges = [0, *breaks, indices.numel()]
+    # A single run needs one index only, however many there are.
     starts = indices.tolist() if breaks else [int(indices[0])]
     return tuple((starts[first if breaks else 0], stop - first) for first, stop in itertools.pairwise(edges))
 

@@ -190,6 +190,7 @@ def wrap(
     if mesh is None:
         raise ShardingError("there is no mesh to shard the model on. Pass one, or initialize torch.distributed")
     grouping = group_parameters(model, sharding.wrap, kept_whole)
+    # All checks come before the first fully_shard: a model that is rejected later would be sharded in part.
     _require_shardable(model, grouping, mesh)
     shard_size = mesh.size(mesh.ndim - 1)
     _require_divisor(sharding.reshard_after_forward, shard_size)
@@ -247,7 +248,9 @@ def mark_sharded(model: nn.Module) -> None:
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
     """Recompute and compile a model's blocks where the sharding requests it. See :func:`blocks_to_prepare`."""
+    # False is 0, True 1 (every block), and n every n-th block from the first.
     every = int(sharding.activation_checkpointing)
+    compile_options = sharding.compile if isinstance(sharding.compile, Mapping) else {}
     for index, name in enumerate(blocks_to_prepare(model, sharding)):
         block = model.get_submodule(name)
         if every and index % every == 0:
@@ -255,7 +258,7 @@ def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
         # After the recomputation, which is compiled with the block, and before fully_shard, whose hooks are not. In
         # place, so that names of parameters do not change. The first call compiles.
         if sharding.compile is not False:
-            block.compile(**({} if sharding.compile is True else sharding.compile))
+            block.compile(**compile_options)
 
 
 def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
@@ -267,6 +270,7 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
     """
     if not sharding.activation_checkpointing and sharding.compile is False:
         return []
+    # Compiling needs no more than the blocks. Recomputation must not be on twice.
     names = find_repeated_blocks(model)
     if not sharding.activation_checkpointing:
         return names
@@ -410,6 +414,7 @@ def as_policy(policy: Any) -> Any:
     Raises:
         ConfigError: a partial has unknown arguments.
     """
+    # FSDP1 takes functions, and has their arguments bound by functools.partial.
     function, keywords = policy, {}
     if isinstance(policy, functools.partial):
         if policy.args:
@@ -447,11 +452,11 @@ def require_movable(tensors: Sequence[TensorRef]) -> None:
             parameter. The message names them.
     """
     parameters = [item for item in tensors if item.kind is TensorKind.PARAMETER]
-    faults = [
-        f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantized or wrapped"
-        for item in parameters
-        if type(item.tensor) is not nn.Parameter
-    ]
+    faults: list[str] = []
+    for item in parameters:
+        kind = type(item.tensor)
+        if kind is not nn.Parameter:
+            faults.append(f"{item.fqn} is a {kind.__name__}: shard the model before it is quantized or wrapped")
     with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
     if with_gradient:
         faults.append(f"{abbreviate(with_gradient)}: a gradient would be lost. Take the step, or call zero_grad()")

@@ -43,26 +43,29 @@ def trace_activations(
     Raises:
         Exception: whatever the model raises if it cannot run without data.
     """
+    # Without memory, and parameters in the dtype in which FSDP2 gathers them.
     roots = set(in_root)
     mode = fake_mode()
     with mode:
         _make_fake(model, param_dtype)
+    # FSDP2 reduces the gradients of a block after its backward pass, and frees them. Those of the root group stay.
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in roots:
             parameter.register_post_accumulate_grad_hook(_free_gradient)
     model.train()
+    # The model's own tensors count as 0 bytes. What operations create is measured.
     live_bytes = _LiveBytes((*model.parameters(), *model.buffers()))
     modules = [base.get_submodule(name) for name in blocks]
     passes = _Passes(live_bytes, modules)
-    kept = {parameter for name, parameter in model.named_parameters() if name in roots}
-    if not any(parameter in kept for module in modules for parameter in module.parameters()):
+    root_parameters = {parameter for name, parameter in model.named_parameters() if name in roots}
+    if root_parameters.isdisjoint(parameter for module in modules for parameter in module.parameters()):
         _Repeats(live_bytes, modules)
     with mode, live_bytes, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        # (rows, tokens). Autocast is that of the CPU, where the fake tensors are.
         ids = torch.zeros(size, dtype=torch.int64, device="cpu")
         parameters = inspect.signature(base.forward).parameters
-        keywords = {
-            name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in parameters
-        }
+        keywords = {"use_cache": False, "logits_to_keep": 1}
+        keywords = {name: value for name, value in keywords.items() if name in parameters}
         output = next(leaf for leaf in tree_leaves(model(input_ids=ids, **keywords)) if _needs_gradient(leaf))
         output.float().sum().backward()
     return passes.result()
@@ -83,7 +86,9 @@ def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
         is_parameter = item.kind is TensorKind.PARAMETER
         is_cast = dtype is not None and is_parameter and tensor.is_floating_point()
         fake = torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device="cpu")
-        item.replace(nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake)
+        if is_parameter:
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        item.replace(fake)
 
 
 class _LiveBytes(dispatch_mode()):  # type: ignore[misc]
@@ -190,14 +195,15 @@ class _Repeats:
             earlier, before, output = self.previous
             self.known.setdefault(earlier, (live - before, output))
             self.previous = None
+        # What the block saves for its backward pass is what memory has grown by, without the output.
         trained = [leaf for leaf in inputs if leaf.requires_grad]
         if may_repeat and key in self.known:
             grown, output = self.known[key]
             likes = [like for like in tree_leaves(output) if isinstance(like, _Like)]
-            kept = grown - sum(like.shape.numel() * like.dtype.itemsize for like in likes)
-            if trained and kept >= 0:
-                made = iter(_Repeated.apply(kept, likes, *trained))  # type: ignore[no-untyped-call]
-                return tree_map_only(_Like, lambda _: next(made), output)
+            saved_bytes = grown - sum(like.shape.numel() * like.dtype.itemsize for like in likes)
+            if trained and saved_bytes >= 0:
+                tensors = iter(_Repeated.apply(saved_bytes, likes, *trained))  # type: ignore[no-untyped-call]
+                return tree_map_only(_Like, lambda _: next(tensors), output)
         output = forward(*args, **keywords)
         self.previous = (key, live, tree_map_only(torch.Tensor, _Like.of, output))
         return output
@@ -207,8 +213,8 @@ class _Repeated(torch.autograd.Function):
     """Outputs of a block that keeps its inputs and some bytes more for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, kept: int, likes: Sequence[_Like], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(inputs[0].new_empty(kept, dtype=torch.uint8), *inputs)
+    def forward(ctx: Any, saved: int, likes: Sequence[_Like], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(inputs[0].new_empty(saved, dtype=torch.uint8), *inputs)
         outputs = tuple(inputs[0].new_empty(like.shape, dtype=like.dtype) for like in likes)
         pairs = zip(outputs, likes, strict=True)
         ctx.mark_non_differentiable(*(output for output, like in pairs if not like.requires_grad))
@@ -223,11 +229,10 @@ def _describe(block: nn.Module, index: int) -> object:
     """Describe what decides the memory of a block: classes, settings but its number, and parameters."""
     modules = []
     for name, module in block.named_modules():
-        settings = [
-            (key, repr(value))
-            for key, value in vars(module).items()
-            if isinstance(value, (str, int, float, tuple)) and not (key in _NUMBER_OF_BLOCK and value == index)
-        ]
+        settings: list[tuple[str, str]] = []
+        for key, value in vars(module).items():
+            if isinstance(value, (str, int, float, tuple)) and not (key in _NUMBER_OF_BLOCK and value == index):
+                settings.append((key, repr(value)))
         # A recomputed block has a forward of its own.
         modules.append((name, type(module), type(vars(module).get("forward")), *settings))
     tensors = (*block.named_parameters(), *block.named_buffers())
@@ -249,6 +254,8 @@ class _Passes:
             blocks[-1].register_forward_hook(self._leave)
 
     def _enter(self, _: nn.Module, args: Any, keywords: Any) -> None:
+        # The hook runs in the backward pass, when the gradient of the input of the first block is known. A
+        # recomputed block enters again there, and gets no second hook.
         for leaf in filter(_needs_gradient, () if self.is_back else tree_leaves((args, keywords))):
             leaf.register_hook(self._end_blocks)
 
@@ -257,6 +264,7 @@ class _Passes:
             return
         self.kept = self.watch.live
         self.watch.take_peak()
+        # The hook runs between the backward passes of the loss and of the last block.
         if (leaf := next(filter(_needs_gradient, tree_leaves(output)), None)) is not None:
             leaf.register_hook(self._end_loss)
 

@@ -38,6 +38,7 @@ def read_config(
         )
     try:
         _require_moderate(json.loads((directory / "config.json").read_text("utf-8")))
+        # Only AutoConfig may run the checkpoint's own code for its config.
         config_class: Any = _config_class(model_class)
         keywords = {**overrides} if config_class else {**overrides, "trust_remote_code": trust_remote_code}
         config, unused = (config_class or AutoConfig).from_pretrained(
@@ -114,6 +115,9 @@ def _class_from_config(
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"the config in {directory} has architectures {names!r:.80}. Write a list of names")
     auto_map = getattr(config, "auto_map", None) or {}
+    # In this order: the checkpoint's own class, if its code may run, a class of transformers that architectures
+    # names, and a class of the user. Of the own classes, the causal language model is preferred, then the one
+    # without a head.
     autos = ("AutoModelForCausalLM", "AutoModel", *auto_map)
     remote = next((auto_map[auto] for auto in autos if auto in auto_map), None)
     if remote is not None and trust_remote_code:
@@ -129,10 +133,10 @@ def _class_from_config(
             f"{directory}: contains its own model code ({remote}). Pass trust_remote_code=True to run it, if "
             "you trust it"
         )
-    unknown = f"{', '.join(names)}, which transformers {transformers.__version__} does not have"
-    raise ConfigError(
-        f"the config in {directory} names {unknown if names else 'no architecture'}. Pass model_class="
-    )
+    unknown = "no architecture"
+    if names:
+        unknown = f"{', '.join(names)}, which transformers {transformers.__version__} does not have"
+    raise ConfigError(f"the config in {directory} names {unknown}. Pass model_class=")
 
 
 def resolve_dtype(
@@ -174,6 +178,8 @@ def build_on_meta(
     get_contexts = private("transformers:PreTrainedModel.get_init_context")
     patch_outputs = private("transformers.monkey_patching:patch_output_recorders")
     try:
+        # Neither quantized, nor under DeepSpeed, and without a choice of kernels. The contexts are those of meta,
+        # of the dtype, and of no ties: these follow once it is known which names the checkpoint has.
         with contextlib.ExitStack() as stack:
             for context in get_contexts(dtype, False, False, None):
                 stack.enter_context(context)
@@ -250,6 +256,7 @@ def find_vocabulary_tensors(model: PreTrainedModel, tensors: list[TensorRef]) ->
         modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     except NotImplementedError as error:
         raise ConfigError(f"{type(model).__name__} has no embedding of tokens. Leave out resize_vocab") from error
+    # By identity: a head that is tied to the embedding has the same parameter.
     ids = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
     return {name for item in tensors if id(item.tensor) in ids for name in item.names}
 
@@ -263,6 +270,7 @@ def resize_vocabulary(bindings: Bindings, names: set[str], size: int) -> Binding
 
 
 def _with_rows(expression: Expression, size: int) -> Expression:
+    # Fewer tokens are the first rows of what is stored. More tokens are all of them, and rows that are initialized.
     rows = expression.shape[0]
     if rows >= size:
         return slice_dim(expression, 0, 0, size)

@@ -43,6 +43,7 @@ def match_former_names(
     """Match names of tensors with those of a model. ``names`` are the tensors that the model saves."""
     matched = MatchedNames({name: name for name in former if name in names})
     unmatched = _match(model, {name: name for name in former if name not in names}, names, transforms, matched)
+    # The others as names of the text part: model.layers.0 may be model.language_model.layers.0 here.
     if unmatched and (prefix := _text_prefix(model)) is not None:
         in_text = {f"{prefix}.{name.partition('.')[2]}": name for name in unmatched}
         _match(model, in_text, names, transforms, matched)
@@ -116,10 +117,12 @@ def fuse_experts(
         KeyMismatchError: a parameter's layers are not all adapted, or differ in rank or scaling. The message has
             all such parameters.
     """
-    leaves = {
-        name: Stored(name, (pairs[old].lora_B.shape[0], pairs[old].lora_A.shape[1]), pairs[old].lora_A.dtype)
-        for name, old in matched.former.items()
-    }
+    # The converter is traced on stand-ins for the weights (out, in) of single experts. Its result then shows where
+    # the delta of each expert, lora_B @ lora_A, belongs in the parameter of the model.
+    leaves: dict[str, Stored] = {}
+    for name, old in matched.former.items():
+        lora_A, lora_B = pairs[old].lora_A, pairs[old].lora_B
+        leaves[name] = Stored(name, (lora_B.shape[0], lora_A.shape[1]), lora_A.dtype)
     fused: dict[str, FusedPair] = {}
     errors: list[str] = []
     transposed = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False) is True}
@@ -170,8 +173,10 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
     parts = [by_row[row] for row in sorted(by_row)]
     if any({pair.lora_A.shape for pair in part.values()} != {part[0].lora_A.shape} for part in parts):
         return None
+    # (experts * r, in), where r is the sum of the ranks of the parts: for each expert, the lora_A of its parts.
     dtype, ranks = parts[0][0].lora_A.dtype, [part[0].lora_A.shape[0] for part in parts]
     lora_A = concat([part[expert].lora_A for expert in range(experts) for part in parts], 0)
+    # For each part the rows of lora_B that belong to it, (height, r, experts): zero but for the ranks of the part.
     blocks = []
     for number, part in enumerate(parts):
         height = part[0].lora_B.shape[0]
@@ -179,6 +184,7 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
         zeros = [_make_zeros((height, rank, experts), dtype) for rank in ranks]
         blocks.append(concat([*zeros[:number], diagonal, *zeros[number + 1 :]], 1))
     lora_B = concat(blocks, 0)
+    # (out, r, experts) is (out, r * experts), rank by rank, as PEFT has it.
     r = sum(ranks)
     return FusedPair(lora_A, reshape(lora_B, (lora_B.shape[0], r * experts)), r, parts[0][0].scaling)
 

@@ -91,6 +91,8 @@ class ProgramTensor(torch.Tensor):
     ) -> Any:
         # The generator is that of the block when the operation is replayed.
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
+        # An operation is an alias, a view of rows, a step of the program, or anything else, which makes the program
+        # one that cannot be replayed in blocks.
         target = args[0] if args and isinstance(args[0], ProgramTensor) else None
         others = [item for item in tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
         if target is not None and func in _ALIASES:
@@ -116,6 +118,7 @@ class ProgramTensor(torch.Tensor):
             # The values may be random, and must depend on the FQN only.
             self.program.is_elementwise = False
             args = (args[0].expand(self.shape).reshape(-1), *args[1:])
+        # For example rows 1 and 2 of a tensor (4, 3) are the elements 3 to 8.
         step = _InPlaceStep(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
         self.program.add(step, overwrites=func in _OVERWRITES or func is _TRUNCATED_NORMAL)
 
@@ -134,13 +137,12 @@ _RANDOM = {_TRUNCATED_NORMAL, *_DRAWN}
 
 _OVERWRITES = {*_DRAWN, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 
+_ARITHMETIC = [getattr(aten, name) for name in ("add_", "sub_", "mul_", "div_")]
+
 _UPDATES = {
     aten.pow_.Scalar,
-    *(
-        getattr(getattr(aten, name), kind)
-        for name in ("add_", "sub_", "mul_", "div_")
-        for kind in ("Scalar", "Tensor")
-    ),
+    *(operator.Scalar for operator in _ARITHMETIC),
+    *(operator.Tensor for operator in _ARITHMETIC),
     *(getattr(aten, name).default for name in ("clamp_", "clamp_min_", "clamp_max_", "neg_")),
     *(getattr(aten, name).default for name in ("erfinv_", "exp_", "log_", "sqrt_")),
 }
@@ -193,6 +195,7 @@ def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
     stop = min(start + BLOCK_NUMEL, math.prod(program.shape))
     block = torch.zeros(stop - start, dtype=program.dtype, device="cpu")
     generator = torch.Generator().manual_seed(derive_seed(seed, fqn, start // BLOCK_NUMEL))
+    # In order: each step draws from the generator where the step before has left it.
     for step in program.steps:
         low, high = max(step.start, start), min(step.stop, stop)  # the part of the step in this block
         if low < high:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import KeyMismatchError
+from shardwise.core.formatting import join_names
 from shardwise.core.layout import Origin, TensorKind
 from shardwise.fsdp.named_tensors import TensorRef, attributes_on_meta
 from shardwise.fsdp.torch_private import get_buffers, get_version, sent, tree_leaves, tree_map_only
@@ -178,12 +179,14 @@ class Initializers:
         modules are kept, and ``reset_parameters`` computes those on meta.
         """
         buffers = [item for item in self.tensors if item.kind is TensorKind.BUFFER]
+        # The source of each buffer: a rule of the caller, otherwise the initializers, or its present value.
         outcome = {
             item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, self._transformers_modules))
             for item in buffers
         }
         by_initializer = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
         chosen = [item for item in buffers if outcome[item.fqn].origin in by_initializer]
+        # One run of the initializers writes all of these. What it leaves unwritten keeps its values, if it has any.
         values = self._compute_buffers(chosen, seed=seed)
         for item in chosen:
             if item.fqn in values:
@@ -212,7 +215,7 @@ class Initializers:
                     continue  # the constructor does not compute it: an error of the audit
                 value = tree_map_only(torch.Tensor, partial(sent, device=device), value)
                 setattr(slot.module, slot.name, value)
-                names.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
+                names.append(join_names(prefix, slot.fqn))
         return tuple(names)
 
     @cached_property
@@ -241,11 +244,11 @@ class Initializers:
             return {}
         from shardwise.models.initial_programs import ProgramTensor, record_truncated_normal
 
-        chosen = {
-            item.fqn: ProgramTensor.fresh(tuple(item.tensor.shape), item.tensor.dtype)
-            for item in self.tensors
-            if item.fqn in names
-        }
+        chosen: dict[str, ProgramTensor] = {}
+        for item in self.tensors:
+            if item.fqn in names:
+                chosen[item.fqn] = ProgramTensor.fresh(tuple(item.tensor.shape), item.tensor.dtype)
+        # The seed is for random numbers that the initializers draw outside of the recorded tensors.
         with _seed_random_state(0), record_truncated_normal(), replace_tensors(self.tensors, chosen):
             try:
                 run()
@@ -319,6 +322,7 @@ def _add_parents(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Mod
     """Return modules and all of their parents, under any name."""
     by_name = dict(model.named_modules(remove_duplicate=False))
     names = {name for name, module in by_name.items() if module in modules}
+    # The parents of a.b.c are a and a.b.
     parents = {parent for name in names for parent in accumulate(name.split("."), "{}.{}".format)}
     return {model, *(by_name[name] for name in parents)} if names else set()
 

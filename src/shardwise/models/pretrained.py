@@ -75,6 +75,8 @@ def _text_config(model: nn.Module) -> object:
 def get_kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """Return a function from a name to the dtype that a model of ``dtype`` keeps it in, or None for any dtype."""
     plan = dict(private("transformers:PreTrainedModel._get_dtype_plan", model)(dtype))
+    # The keys of the plan are globs. They become one regex with a group for each, so the group that matched gives
+    # the key of the plan.
     build_alternation = private("transformers.core_model_loading:build_glob_alternation")
     alternation, by_group, _ = build_alternation(list(plan))
 
@@ -123,6 +125,7 @@ def get_conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] |
         except re.error as error:
             raise ConfigError(f"key_mapping: {source!r} is no valid regex ({error})") from error
     if isinstance(model, PreTrainedModel):
+        # transformers finds the conversions by the name of the model's class, which fully_shard has changed.
         with original_classes(model):
             return list(private("transformers.conversion_mapping:get_model_conversion_mapping")(model, mapping))
     if not mapping:
@@ -270,6 +273,8 @@ def assign_keys(
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     result = Assignment()
     is_renamed = bool(transforms) or prefix is not None
+    # Natural order: a converter that stacks experts takes its keys in this order, and needs experts.2 before
+    # experts.10. Keys that are not renamed need no order, and so no private name.
     order = private("transformers.core_model_loading:dot_natural_key") if is_renamed else None
     for key in sorted(keys, key=order):
         name, pattern = _rename(key, renamings, converters, prefix, names)
@@ -279,7 +284,8 @@ def assign_keys(
         # Wrapper parts come last: a model may have a module that is called "module" itself.
         if name not in names and (plain := plain_key(key)) != key:
             name, pattern = _rename(plain, renamings, converters, prefix, names)
-            result.wrapped += [key] if name in names else []
+            if name in names:
+                result.wrapped.append(key)
         if name not in names:
             result.unmatched[key] = name
         elif pattern is None:
@@ -308,6 +314,7 @@ def bind(
     """
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     assignment = assign_keys(model, list(stored), names, transforms)
+    # Further keys are tried only if they end like a tensor of the model: there may be many, and few match.
     ends = {name.rpartition(".")[2] for name in names}
     if keys_of_extra := [key for key in extra if key.rpartition(".")[2] in ends]:
         stored = {**stored, **extra}
@@ -324,6 +331,7 @@ def bind(
         leaves = {key: Stored(key, item.shape, item.dtype) for key, item in stored.items()}
         composed = {key for key, item in stored.items() if get_stored_key(item) is None}
         dtypes = get_dtype or (lambda name: to_torch(layout.by_name[name].dtype))
+        # A conversion may have results that the model lacks. Their keys then count as unmatched.
         for conversion, expressions, why in trace_conversions(
             model, layout, leaves, dtypes, assignment.conversions.values()
         ):

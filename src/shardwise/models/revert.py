@@ -50,6 +50,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     conversions = [] if internal_names else get_saved_conversions(model)
     if not conversions:
         return {name: Output.unchanged(name, tensor) for name, tensor in tensors.items()}
+    # transformers' own function runs on tensors without data. What it does to them is the expression of each key.
     recorded: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         stored = Stored(name, tensor.shape, tensor.dtype)
@@ -101,6 +102,7 @@ def get_saved_conversions(model: nn.Module) -> list[Any]:
     recorded = getattr(model, "_weight_conversions", None)
     if recorded is not None:
         return list(recorded)
+    # transformers finds the conversions by the name of the model's class, which fully_shard has changed.
     with torch_private.original_classes(model):
         conversions = private("transformers.conversion_mapping:get_model_conversion_mapping")(
             model, add_legacy=False
@@ -125,6 +127,7 @@ def save_configs(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> N
     if not getattr(model, "is_quantized", False):
         for section in quantized_configs(config):
             del section.quantization_config
+    # Before the config is written: this adds auto_map to it, by which a reader finds the code.
     if private("transformers:PreTrainedModel.is_remote_code", kind)():
         private("transformers.dynamic_module_utils:custom_object_save")(model, str(folder), config=config)
     config.save_pretrained(folder)

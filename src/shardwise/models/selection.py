@@ -48,12 +48,12 @@ def names_outside(model: nn.Module, tensors: Sequence[TensorRef], selection: Sel
 
 
 def broadcast_names_outside(
-    world: World, model: nn.Module, held: Sequence[TensorRef], selection: Selection
+    world: World, model: nn.Module, tensors: Sequence[TensorRef], selection: Selection
 ) -> dict[str, str]:
     """Return :func:`names_outside` of the first rank on all ranks. Collective: yes."""
     with world.broadcast("find tensors outside of the model") as exchange:
         if world.rank == 0:  # PEFT may query the hub, which may answer other ranks otherwise, or not at all
-            exchange.local = names_outside(model, held, selection)
+            exchange.local = names_outside(model, tensors, selection)
     names: dict[str, str] = exchange.result
     return names
 
@@ -68,6 +68,7 @@ def _names_in_peft(model: nn.Module, inside: Mapping[str, TensorRef], adapter: s
         name: torch.empty(item.tensor.shape, dtype=item.tensor.dtype, device="meta")
         for name, item in inside.items()
     }
+    # PEFT puts the tensors that it selects into its result as they are. It has computed any other object.
     known = {id(stand_in): canonical(name) for name, stand_in in stand_ins.items()}
     chosen = _peft_state_dict(model, stand_ins, adapter)
     changed = [name for name, tensor in chosen.items() if id(tensor) not in known]
@@ -160,6 +161,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
 
     if adapter not in getattr(model, "peft_config", {}):
         raise ConfigError(f"{type(model).__name__} has no adapter {adapter!r} of PEFT's")
+    # The base, by its place in PEFT's model, and the modules that own each parameter: a tied one has several.
     base = model.get_base_model()
     modules = {canonical(name): module for name, module in model.named_modules()}
     prefix = next(f"{name}." for name, module in modules.items() if module is base)
@@ -168,6 +170,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
     for name, module in modules.items():
         for parameter in get_parameters(module).values():
             owners.setdefault(id(parameter), []).append(name)
+    # Only pairs of matrices are merged, and only into weights that nothing else uses.
     for name, module in modules.items():
         if isinstance(module, AuxiliaryTrainingWrapper):
             raise ConfigError(f"{name} is in modules_to_save, which cannot be merged. Use PEFT's merge_and_unload")
@@ -194,6 +197,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             inside[name.removeprefix(prefix)] = name
         elif name.startswith(f"{owner}.base_layer."):
             inside[name.replace(".base_layer", "").removeprefix(prefix)] = name
+    # For each adapted weight, by its name in the base, the names of its matrices in PEFT's model.
     factors: dict[str, Factors] = {}
     for name, layer in layers.items():
         if adapter in layer.lora_A:

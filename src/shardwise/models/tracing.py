@@ -8,7 +8,7 @@ do not have the shapes of the model's tensors, the layer is traced separately.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -98,6 +98,8 @@ def _find_index_gap(conversion: Conversion) -> str | None:
     for keys in conversion.sources.values():
         if len(keys) < 2:
             continue
+        # experts.0.up, experts.1.up and experts.3.up are the columns (experts. three times), (0, 1, 3), (.up three
+        # times). They are a list if only one column varies, and it has numbers.
         columns = list(zip(*(_NUMBER.split(key) for key in keys), strict=False))
         varying = [column for column in columns if len(set(column)) > 1]
         if len(varying) != 1 or not all(token.isdigit() for token in varying[0]):
@@ -123,11 +125,12 @@ class _Tracer:
         self.memo: dict[object, tuple[dict[str, Expression], Conversion]] = {}
 
     def trace(self, conversion: Conversion) -> dict[str, Expression]:
-        shapes = tuple(
-            (pattern, tuple((self.stored[key].shape, self.stored[key].dtype) for key in keys))
-            for pattern, keys in conversion.sources.items()
-        )
-        kind = (id(conversion.converter), _NUMBER.sub("#", conversion.target), shapes)
+        shapes: list[Hashable] = []
+        for pattern, keys in conversion.sources.items():
+            tensors = [self.stored[key] for key in keys]
+            shapes.append((pattern, tuple((tensor.shape, tensor.dtype) for tensor in tensors)))
+        # Equal for equal layers: layers.0.experts.up and layers.7.experts.up are both layers.#.experts.up.
+        kind = (id(conversion.converter), _NUMBER.sub("#", conversion.target), tuple(shapes))
         if kind in self.memo:
             # Layers with equal sources may still have different tensors (an odd last layer, say), so shapes are
             # compared with the model's.
@@ -135,6 +138,7 @@ class _Tracer:
             if expressions is not None and all(self.fits(name, item) for name, item in expressions.items()):
                 return expressions
         expressions = self.record(conversion)
+        # A node that computes runs the converter with the names of this layer, so it is of no use to others.
         if not any(map(computes, expressions.values())):
             self.memo[kind] = (expressions, conversion)
         return expressions
@@ -161,6 +165,8 @@ class _Tracer:
     def record(self, conversion: Conversion) -> dict[str, Expression]:
         dtype = self.get_dtype(conversion.target)
         recorded = [Recorded(self.stored[key], dtype) for key in conversion.keys]
+        # First as movements of elements, of which any slice can be read. A converter that computes becomes one
+        # node, which needs all of its sources whole.
         try:
             return get_expressions(self.run(conversion, recorded))
         except NotStructural:
@@ -319,6 +325,7 @@ def _slice(
     tensor: Recorded, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Recorded:
     dim = _dim(tensor, dim)
+    # For example indices 1, 4, 7 of a dimension of 9: start 1, end 9, step 3, and ceil(8 / 3) = 3 of them.
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     size = max(0, -(-(last - first) // step))  # rounded up
     return _same(tensor, slice_dim(tensor.expression, dim, first if size else 0, size, step))

@@ -193,6 +193,7 @@ def freeze(model: nn.Module, mode: Freeze) -> None:
     Raises:
         ConfigError: a name matches nothing (the error contains the nearest names), or there are not enough layers.
     """
+    # The modules to train: layers, or modules in them, and modules outside of all layers.
     blocks = _find_layers(model) if mode.trainable_layers else []
     count = abs(mode.trainable_layers)
     if count > len(blocks):
@@ -228,6 +229,7 @@ def _find_layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
     for name, module in decoder.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == count:  # a single layer, or layers of many classes
             lists.setdefault(prefix + name, [f"{prefix}{name}.{index}" for index in range(count)])
+    # The lists of the decoder, and among them those that it has as its own attribute.
     of_decoder = {name: members for name, members in lists.items() if name.startswith(prefix)}
     children = {name: members for name, members in of_decoder.items() if "." not in name.removeprefix(prefix)}
     # Candidates from the narrowest to the widest. A list with as many layers as the config says comes before all.
@@ -253,6 +255,7 @@ def _find_layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
 def _find_in_layers(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
     candidates: list[tuple[str, nn.Module]] = []  # by name in the layer
     for name, module in modules.items():
+        # layers.3.mlp.down_proj is mlp.down_proj in layers.3.
         inside = (name.removeprefix(f"{block}.") for block in blocks if name.startswith(f"{block}."))
         candidates += [(local, module) for local in inside]
     return _find_modules("trainable_modules: no module of the layers", candidates, names)
@@ -324,6 +327,7 @@ def _recast_trained(model: nn.Module, trained_dtype: TrainedDtype, casts_to: tor
         dtype = get_trained_dtype(trained_dtype, tensor.dtype, tensor.requires_grad)
         if dtype != tensor.dtype:
             item.recast(dtype)
+    # Otherwise FSDP2 gathers all parameters in one dtype, whatever their own.
     if casts_to is None:
         _require_one_dtype(model)
 

@@ -74,6 +74,7 @@ def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
     for name, value in given.items():
         kinds, choices = _get_allowed(hints.get(name, Any))
         where = f"{inside}.{name}" if inside else name
+        # First the words of a Literal, then the classes, then the fields of options within options.
         if isinstance(value, str) and value in choices:
             continue
         if choices and (isinstance(value, str) or not kinds):
@@ -139,13 +140,19 @@ def _difference(world: World, settings_by_rank: Sequence[Mapping[str, str]]) -> 
 
 def _get_allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Return the classes and the strings that an annotation allows. No classes if none of them is checked."""
+    # For example Nf4 | Literal["auto"] | None has the classes Nf4 and NoneType, and the choice "auto". Of str | int
+    # nothing is checked: only annotations with a class of shardwise or of torch are.
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
-    others = [member for member in members if get_origin(member) is not Literal]
-    kinds = tuple(types.NoneType if member is None else get_origin(member) or member for member in others)
+    kinds: list[Any] = []
+    choices: list[str] = []
+    for member in members:
+        if get_origin(member) is Literal:
+            choices += get_args(member)
+        else:
+            kinds.append(types.NoneType if member is None else get_origin(member) or member)
     if not all(isinstance(kind, type) for kind in kinds) or not any(map(_is_strict, kinds)):
-        kinds = ()
-    return kinds, choices
+        kinds = []
+    return tuple(kinds), tuple(choices)
 
 
 def _is_instance(value: object, kinds: tuple[Any, ...]) -> bool:

@@ -63,6 +63,7 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
     watching = threading.Thread(
         target=_watch, args=(channel, where, when_stuck, has_left), name="shardwise-stuck", daemon=True
     )
+    # Two blocks: the watch has to end before anything below waits for other ranks.
     watching.start()
     try:
         try:

@@ -341,6 +341,7 @@ class ControlChannel:
             self._failed_step = step
         if self._verdict is None and keys.has("verdict"):
             self._announce(keys, RankLostError())  # reads the one that is there
+        # The others wait for the first rank only, which tells them of all else by a verdict.
         watched = self.global_ranks[1:] if self.rank == 0 else self.global_ranks[:1]
         self._detector.update(heartbeat_keys(store), watched)
         heartbeats = self._detector.heartbeats
@@ -364,6 +365,7 @@ class ControlChannel:
             self._warn_at = now + WARN_AGAIN_S
             size = dist.get_world_size() if dist.is_initialized() else self.size
             _log.warning("%s", waiting_for(unknown, size, self._store))
+        # Every rank that is not here is announced, but only the first announcement becomes the verdict.
         if now - self._joined_s > self.timeouts.join_timeout_s:
             for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):

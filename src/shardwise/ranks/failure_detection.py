@@ -169,6 +169,7 @@ class Detector:
         """Update the heartbeats of these ranks. A process that was never in a call has none."""
         # get() would wait for a key that is not set.
         present = [rank for rank in ranks if rank in self.heartbeats or keys.has(f"beat/{rank}")]
+        # The times are those of this process. Clocks of machines are not compared.
         for rank, value in zip(present, keys.get([f"beat/{rank}" for rank in present]), strict=True):
             heartbeat = self.heartbeats.get(rank)
             if heartbeat is None:

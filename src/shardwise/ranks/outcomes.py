@@ -52,6 +52,7 @@ class Failure:
         ignored.
         """
         failures = {rank: value for rank, value in enumerate(values) if isinstance(value, Failure)}
+        # Ranks that only stopped are consequences. If there are no others, the first of them is all that is known.
         causes = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
         for rank, first in causes.items():
             is_common = len(causes) == count and set(causes.values()) == {first}
@@ -97,7 +98,9 @@ def encode(value: object) -> bytes:
     if value is None:
         return b""
     pickled = attempt(pickle.dumps, value)
-    return zlib.compress(pickle.dumps(pickled) if isinstance(pickled, Failure) else pickled, 1)
+    if isinstance(pickled, Failure):
+        pickled = pickle.dumps(pickled)
+    return zlib.compress(pickled, 1)
 
 
 def decode(message: bytes) -> Any:

@@ -71,11 +71,13 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
         RankError: a rank failed otherwise, or ended.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
+        # The folder has the store of the process group, the file "begun", and the outcome of each rank.
         call = size, folder, function, args
         context: Any = start_processes(_run_rank, call, size, join=False, start_method="spawn")
         with _signals(context.processes, asks_first=asks_first):
             try:
                 first = _join_all(context, Path(folder, "begun"))
+            # Also when a signal raises here: no rank outlives this call.
             finally:
                 for process in context.processes:
                     process.kill()
@@ -136,6 +138,7 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal requested_s
+        # This process ends now, and its ranks with it: nobody is to be asked, or this is a second request.
         if not asks_first or (requested_s is not None and time.monotonic() - requested_s > SAME_REQUEST_S):
             raise_signal(number)
         if requested_s is None:
@@ -211,6 +214,7 @@ def select_accelerator(environment: Mapping[str, str], local_rank: int, local_si
     kind = accelerator()
     if kind is None:
         return "gloo"
+    # A launcher that gives no size of the machine still gives the local rank, which needs a device of that number.
     count, size = torch.accelerator.device_count(), max(local_rank + 1, local_size)
     shows_own = count == 1 and any("," not in environment.get(name, ",") for name in _VISIBLE)
     if size > count and not shows_own:
@@ -300,6 +304,7 @@ def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     """
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    # torchrun has a store of its own, to which all ranks connect. Otherwise the first rank has it.
     is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     tcp_store = TCPStore(host, port, size, is_server, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
     store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp_store)

@@ -101,6 +101,7 @@ def find_wait(
     Returns:
         The seconds of the wait, and a description of the ranks and what they do. 0 and "" if there is no wait.
     """
+    # In a meeting: those that have not come to it.
     for key, waited_s in local.meetings.items():
         if waited_s < WARN_S:
             continue

@@ -104,6 +104,7 @@ class StopRequest:
     def receive(self, wakeups: socket.socket) -> None:
         """Receive the numbers of signals until the main thread leaves the block. Runs on a thread of its own."""
         while not self._has_left.is_set():
+            # After a request it also looks, each second, whether another rank keeps this one from stopping.
             is_waiting = self.is_made and self._number_now is None
             if select.select([wakeups], [], [], 1.0 if is_waiting else None)[0]:
                 self._note(wakeups.recv(1)[0])

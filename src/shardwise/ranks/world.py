@@ -137,11 +137,11 @@ class World:
         if size > 1:
             from shardwise.ranks.control_channel import ControlChannel
 
-            name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
+            # Groups with some of the same ranks meet under keys of their own.
+            group_name = "all" if group is None else group.group_name
             self.global_ranks = dist.get_process_group_ranks(group)
-            self.channel = ControlChannel(
-                torch_private.default_store(), name, rank, self.global_ranks, self.timeouts, call
-            )
+            name, store = f"shardwise/{group_name}{purpose}", torch_private.default_store()
+            self.channel = ControlChannel(store, name, rank, self.global_ranks, self.timeouts, call)
             weakref.finalize(self, self.channel.close)
 
     @classmethod
@@ -167,6 +167,7 @@ class World:
         if dist.get_rank(group) < 0:
             raise ConfigError("process_group: this rank is not in it. Pass a group with every calling rank")
         if timeouts is None and (given_s := torch_private.get_given_timeout(group)) is not None:
+            # The time of the process group is for slow ranks. A lost one is found by its heartbeat.
             limit_s = max(given_s, Timeouts().heartbeat_timeout_s)
             timeouts = Timeouts(join_timeout_s=limit_s, meeting_timeout_s=limit_s)
         return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
@@ -326,6 +327,7 @@ class World:
             raise self._remember(self._end.to_error())
         if isinstance(local, Failure) and not local.is_stop:
             channel.interrupt()  # before the report: ranks that are still at work leave it at once
+        # All ranks but the first send their outcome, and wait for the result that the first one makes.
         try:
             if self.rank:
                 result = decode(channel.report(encode(local)))

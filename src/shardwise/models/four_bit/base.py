@@ -80,6 +80,7 @@ def _select(
         named = [pattern for pattern in quantization.skip_modules if any(_matches(pattern, name) for name in names)]
         matched.update(named)
         shown = names[-1]
+        # The first reason counts: the request, the layer itself, a tie, the checkpoint.
         if named:
             skip_modules[shown] = "as requested"
         elif why is not None:
@@ -163,12 +164,15 @@ def convert_base_to_four_bits(
     Raises:
         ConfigError: a name matches nothing, or no layer is left.
     """
+    # What the checkpoint stores in four bits, and in which form.
     forms: dict[str, tuple[FourBitForm, int]] = {}
     for name, expressions in bindings.matched.items():
         form = next(filter(None, map(find_quant_type, expressions)), None)
         if form is not None:
             forms[name] = form
     stacks = _find_stored_stacks(model, bindings) if keeps_experts else {}
+    # If there is any, these are all: whoever made the checkpoint has chosen. If there is none, all weights of the
+    # checkpoint can be quantized, unless ``config`` is given, which is that of the checkpoint.
     candidates = forms.keys() | stacks.keys()
     if not candidates and config is None:
         candidates = {name for name, expressions in bindings.matched.items() if expressions}
@@ -179,6 +183,7 @@ def convert_base_to_four_bits(
         return bindings, build_notes(selected, quantization)
     for name, layer in selected.layers.items():
         layers.convert_to_four_bits(layer, with_stored_form(forms.get(f"{name}.{layers.WEIGHT}"), quantization))
+    # All stacks of a module at once, because its class is changed.
     kinds: dict[nn.Module, dict[str, KeptForm]] = {}
     for name, (module, local) in selected.stacks.items():
         kinds.setdefault(module, {})[local] = with_stored_form(stacks.get(name), quantization)
@@ -267,6 +272,8 @@ def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
     """Return a checkpoint's bindings for a model, with weights of 4-bit layers quantized while they are read."""
     matched = dict(bindings.matched)
     stored_as_bytes: set[str] = set()  # scales that the checkpoint has as the model has them
+    # For each weight in four bits the checkpoint has either the model's own codes, which are read as they are
+    # together with their scales, or a weight, of which codes and scales are computed.
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if layers.are_experts_in_four_bits(module):
@@ -284,6 +291,7 @@ def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
             continue
         quantized = [_quantize_weight(module, expression, weight) for expression in expressions]
         matched |= {f"{prefix}{local}": tuple(tensors[local] for tensors in quantized) for local in quantized[0]}
+        # Scales are nested by the mean of all of them, so only after all are read. Until then they are here.
         if module.is_nested and layers.SCALES not in quantized[0]:
             module.whole_scales = matched.pop(f"{prefix}{layers.WHOLE_SCALES}")
     # The keys of these scales matched nothing when they were bound, before the layers had parameters for them.
@@ -327,4 +335,5 @@ def _quantize_weight(layer: Any, weight: Expression, name: str) -> dict[str, Exp
     if layer.is_nested and (stored := find_stored_nested(weight, form, block)) is not None:
         return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), stored, strict=True))
     weight, scales = pack(weight, form, block, rounds_to=from_torch(layer.packing.dtype, name))
-    return {layers.WEIGHT: weight, layers.WHOLE_SCALES if layer.is_nested else layers.SCALES: scales}
+    scales_name = layers.WHOLE_SCALES if layer.is_nested else layers.SCALES
+    return {layers.WEIGHT: weight, scales_name: scales}

@@ -121,6 +121,7 @@ def from_transformers(config: Any) -> Quantization:
             "BitsAndBytesConfig(load_in_4bit=True), or quantization=Nf4()"
         )
     values = config if isinstance(config, dict) else config.to_dict()
+    # A dict that a user writes often has no quant_method.
     default = "bitsandbytes" if "load_in_4bit" in values or "load_in_8bit" in values else None
     name = values.get("quant_method", default)
     method = "a config without quant_method" if name is None else str(getattr(name, "value", name))
@@ -321,6 +322,7 @@ class FourBitProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         packed, *scale_tensors = ctx.saved_tensors
+        # gradient is (.., out), and bias its sum over all rows. Codes and scales take none.
         of_rows = of_bias = None
         if ctx.needs_input_grad[5]:
             of_bias = gradient.flatten(0, -2).sum(0)

@@ -51,6 +51,8 @@ def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
         [item for item in tensors if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
         "files of bitsandbytes have no form for them. Pass names='internal', which quantization=Nf4() reads",
     )
+    # weight_scales becomes weight.absmax, as floats if it is not nested, and weight_nested_scales
+    # weight.nested_absmax. weight_nested_offset is a number in the metadata, which follows its weight.
     in_files: list[TensorRef] = []
     names_in_files = {layers.SCALES: f"{layers.WEIGHT}.{ABSMAX}", layers.NESTED: f"{layers.WEIGHT}.{NESTED_ABSMAX}"}
     for item in rename_mxfp4_codes(tensors):
@@ -75,12 +77,13 @@ def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
 
 def rename_mxfp4_codes(tensors: Sequence[TensorRef]) -> list[TensorRef]:
     """Return the tensors, with codes of MXFP4 under the names that checkpoints have for them: ``.._blocks``."""
-    return [
-        _rename(item, item.tensor, item.kind, item.slots[0].name, f"{item.slots[0].name}{_CODES_SUFFIX}")
-        if _is_mxfp4(item.slots[0].module, item.slots[0].name)
-        else item
-        for item in tensors
-    ]
+    renamed: list[TensorRef] = []
+    for item in tensors:
+        slot = item.slots[0]
+        if _is_mxfp4(slot.module, slot.name):
+            item = _rename(item, item.tensor, item.kind, slot.name, f"{slot.name}{_CODES_SUFFIX}")
+        renamed.append(item)
+    return renamed
 
 
 def _is_mxfp4(module: nn.Module, stack: str) -> bool:
@@ -141,6 +144,7 @@ def _as_floats(raw: torch.Tensor) -> torch.Tensor:
     """View bytes (rows, 4 n) as float32 (rows, n), with the same placement."""
     if not isinstance(raw, DTensor):
         return raw.detach().view(torch.float32)
+    # Each rank views its own rows. The global shape is given, because shards may be uneven.
     rows, columns = raw.shape[0], raw.shape[1] // 4
     with torch.no_grad():
         local = raw.to_local().view(torch.float32)

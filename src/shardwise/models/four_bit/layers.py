@@ -263,6 +263,7 @@ class _ExpertWeights:
     name: str
 
     def __getitem__(self, expert: int | torch.Tensor) -> _ExpertWeight:
+        # (out, in / 2), and the bytes of the scales, (out, ..).
         packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_name(self.name)))
         deltas = [
             (first[expert], second[expert]) for name, first, second in self.experts.deltas if name == self.name
@@ -285,6 +286,7 @@ class _ExpertWeight:
     def __torch_function__(
         cls, function: Any, _types: Any, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
     ) -> torch.Tensor:
+        # linear(input, weight, bias) with a weight (out, in), or input @ weight with a weight (in, out).
         arguments = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(keywords or {})
         weight = arguments.get("weight")
         if isinstance(weight, cls) and function in (_MATMUL if weight.packing.is_transposed else (F.linear,)):
@@ -315,6 +317,7 @@ def patch_shapes(model: nn.Module) -> Iterator[None]:
     try:
         for module in filter(are_experts_in_four_bits, model.modules()):
             for name, packing in module.packings.items():
+                # A byte has two codes: (experts, out, in / 2) is shown as (experts, out, in), or transposed.
                 stack, registry = module.get_parameter(name), get_parameters(module)
                 shape = (*stack.shape[:-1], 2 * stack.shape[-1])
                 weights = torch.empty(shape, dtype=packing.dtype, device="meta")
@@ -377,6 +380,7 @@ def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm
     for name, quantization in names.items():
         stack: nn.Parameter = getattr(module, name)
         is_transposed = bool(module.is_transposed)
+        # Whatever the order in the model, codes are kept with the input dimension last, along which blocks run.
         *outer, columns = stack.mT.shape if is_transposed else stack.shape  # (experts, out, in)
         packing = Packing(quantization.form, quantization.block_size, stack.dtype, is_transposed)
         packings[name] = packing

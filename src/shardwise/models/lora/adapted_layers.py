@@ -134,6 +134,7 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig, *, is_new: bool) 
             errors.append(str(error))
     if errors:
         raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(errors[:20]))
+    # A tied tensor is in ``tensors`` under each of its names, and once in these.
     initializers = Initializers(
         tuned.model, list({id(item): item for item in tensors.values()}.values()), tuned.additions
     )
@@ -176,6 +177,7 @@ def _make_site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite
         AdaptedMatrix(names[id(getattr(owner, local))], tuple(getattr(owner, local).shape))
         for owner, local in peft_private.matrices(layer, _ADAPTER)
     ]
+    # With a further parameter, such as a bias of lora_B, there are more than two, and the layer is rejected.
     r, scaling = layer.r[_ADAPTER], float(layer.scaling[_ADAPTER])
     if len(matrices) == 2 and math.isfinite(scaling):
         lora_A, lora_B = matrices

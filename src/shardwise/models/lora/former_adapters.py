@@ -47,6 +47,8 @@ def rename_adapter(base: PreTrainedModel, adapter: Adapter) -> Adapter:
     owners = {key: _get_owner(key) for key in adapter.tensors}
     if all(owner in modules for owner in owners.values()):
         return adapter
+    # transformers renames parameters, not modules. So a module is found by the name of its weight, or of a
+    # parameter that the config targets.
     layout = build_layout(collect_tensors(base))
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     transforms = pretrained.get_conversion_transforms(base, None)
@@ -54,19 +56,24 @@ def rename_adapter(base: PreTrainedModel, adapter: Adapter) -> Adapter:
     matched = match_former_names(base, list(probes), names, transforms)
     renamed = {probes[old]: new.rpartition(".")[0] for old, new in matched.plain.items()}
     renamed |= {owner: owner for owner in owners.values() if owner in modules}
+    # Modules whose weights go through a converter are single experts, whose matrices are fused.
     pairs = _collect_single_experts(adapter, {matched.former[key].rpartition(".")[0] for key in matched.former})
     fused = fuse_experts(base, layout, matched, pairs, what=adapter.directory)
     single = {name.rpartition(".")[0] for name in pairs}
-    tensors = {
-        f"{_PREFIX}{renamed.get(owner, owner)}{key.removeprefix(_PREFIX).removeprefix(owner)}": adapter.tensors[key]
-        for key, owner in owners.items()
-        if owner not in single
-    }
+    # The keys of all others change in the name of the module only.
+    tensors: dict[str, Expression] = {}
+    for key, owner in owners.items():
+        if owner not in single:
+            suffix = key.removeprefix(_PREFIX).removeprefix(owner)
+            tensors[f"{_PREFIX}{renamed.get(owner, owner)}{suffix}"] = adapter.tensors[key]
     config = copy.deepcopy(adapter.config)
+    # Patterns of the config may match other names today, so it gets each module in full, with the rank and the
+    # alpha that its former name had.
     adapted = [owner for key, owner in owners.items() if ".lora_" in key and owner not in single]
     _set_targets(config, {renamed.get(owner, owner): owner for owner in adapted}, fused, modules)
     saved = {owner: renamed[owner] for owner in owners.values() if owner in renamed}
     config.modules_to_save = [saved.get(name, name) for name in config.modules_to_save or ()] or None
+    # One example, for the report.
     former = next(owner for owner in owners.values() if owner not in modules)
     today = renamed.get(former) or next(iter(fused), former)
     notes = [f"the adapter has names of another version: {former} is {today} in this model"]
@@ -91,6 +98,7 @@ def _local_names(config: LoraConfig) -> list[str]:
 
 def _collect_single_experts(adapter: Adapter, modules: set[str]) -> dict[str, LowRankPair]:
     """Return the matrices of single experts, by name of the weight."""
+    # Both halves, or the product is unknown. ``modules`` are former names, as in the file.
     pairs: dict[str, LowRankPair] = {}
     for module in modules:
         halves = (adapter.tensors.get(f"{_PREFIX}{module}.{half}.weight") for half in ("lora_A", "lora_B"))
@@ -136,11 +144,10 @@ def _build_stacked_tensors(
     tensors: dict[str, Expression] = {}
     for name, pair in fused.items():
         module, _, local = name.rpartition(".")
-        targeted = [
-            other
-            for other, _ in modules[module].named_parameters(recurse=False)
-            if any(f".{module}.{other}".endswith(f".{parameter}") for parameter in config.target_parameters)
-        ]
+        targeted: list[str] = []
+        for other, _ in modules[module].named_parameters(recurse=False):
+            if any(f".{module}.{other}".endswith(f".{parameter}") for parameter in config.target_parameters):
+                targeted.append(other)
         # PEFT wraps a module once for each of its parameters. The wrapper of the last one is the outermost.
         depth = len(targeted) - 1 - targeted.index(local)
         inside = f"{_PREFIX}{module}{'.base_layer' * depth}"

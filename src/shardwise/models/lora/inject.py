@@ -52,6 +52,7 @@ def match_adapter(
     Raises:
         KeyMismatchError: tensors are missing, unexpected, or of another shape. The message has all of them.
     """
+    # PEFT decides which tensors belong to the adapter, and their keys. Faults of all keys are collected.
     fqns = names_outside(model, refs, AdapterOnly(name))
     by_name = {alias: item for item in refs for alias in item.names}
     version, what = adapter.config.peft_version, adapter.directory
@@ -59,15 +60,17 @@ def match_adapter(
     missing = [f"missing     {key}" for key, fqn in fqns.items() if key not in tensors and fqn in required]
     unexpected = [f"unexpected  {key}" for key in tensors if key not in fqns]
     pairs = {key: (by_name[fqns[key]], item) for key, item in tensors.items() if key in fqns}
-    mismatched = [
-        f"mismatched  {key}: stored {item.shape}, the model has {tuple(ref.tensor.shape)}"
-        for key, (ref, item) in pairs.items()
-        if item.shape != tuple(ref.tensor.shape)
-    ]
+    mismatched: list[str] = []
+    for key, (ref, item) in pairs.items():
+        shape = tuple(ref.tensor.shape)
+        if item.shape != shape:
+            mismatched.append(f"mismatched  {key}: stored {item.shape}, the model has {shape}")
     if missing or unexpected or mismatched:
         config, shown = adapter.config, [*missing[:_SHOWN], *unexpected[:_SHOWN], *mismatched[:_SHOWN]]
         more = len(missing) + len(unexpected) + len(mismatched) - len(shown)
-        listed = "\n  ".join([*shown, *([f"... and {more} more"] if more else [])])
+        if more:
+            shown.append(f"... and {more} more")
+        listed = "\n  ".join(shown)
         raise KeyMismatchError(
             f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config has the base "
             f"{config.base_model_name_or_path or '(not named)'}, r={config.r} and "
@@ -101,6 +104,7 @@ def exchange_experts(
     Raises:
         ConfigError: neither the shapes nor the version tell the layout.
     """
+    # Names in the model have the adapter's name in them, and keys of files do not. They are compared without it.
     fqns = {id(item.tensor): item.fqn for item in refs}
     stored = {key.replace(f".{name}.", "."): key for key in tensors}
     pairs: list[tuple[str, str]] = []
@@ -147,17 +151,20 @@ def inject_lora(
     new_names = {(id(slot.module), slot.name): slot.fqn for item in refs for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
     base_names = {new: old for old, new in renamed.items()}
+    # From here on by names in PEFT's model: the bindings, what PEFT has added, and the copies of modules_to_save.
     originals = _find_originals(model, name, new_names)
     matched: dict[str, tuple[Expression, ...]] = {
         renamed.get(old, old): expressions for old, expressions in bindings.matched.items()
     }
     additions = _additions(model, name, config, {id(item.tensor): item for item in refs})
     copied = {copy: original for copy, original in originals.items() if original in base_names}
+    # A stored adapter has the values of its matrices and copies, so none of its matrices is initialized.
     if adapter is not None:
         of_adapter = match_adapter(model, refs, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in of_adapter}
         additions = additions.from_checkpoint()
         matched |= {fqn: (expression,) for fqn, expression in of_adapter.items()}
+    # Other copies begin with what their originals are read from, which may be stored under a tied name.
     tied = {alias: item.names for item in refs for alias in item.names}
     for copy, original in copied.items():
         stored = next((matched[alias] for alias in tied[original] if alias in matched), None)
@@ -227,6 +234,7 @@ def _find_originals(model: Any, adapter: str, names: Mapping[tuple[int, str], st
     """Map the names of parameters and buffers of copied modules to those of their originals."""
     originals: dict[str, str] = {}
     for original, copy in peft_private.copies(model, adapter):
+        # A module has the same path in the original and in its copy.
         modules = dict(original.named_modules(remove_duplicate=False))
         for inner, module in copy.named_modules(remove_duplicate=False):
             for local in (name for (owner, name) in names if owner == id(module)):
@@ -281,6 +289,7 @@ def _require_all_matched(
         ConfigError: names match nothing. The message has all of them, with the nearest names.
     """
     errors: list[str] = []
+    # For each option: the config with its names, what PEFT has found for them, and all that there is.
     for option, source, targeted, known in (
         ("target_modules", targeting, targets.modules, modules),
         ("target_parameters", targeting, targets.parameters, parameters),
@@ -318,7 +327,7 @@ def matches(name: str, ending: str) -> bool:
 def near(unknown: str, names: Iterable[str]) -> str:
     """Return a sentence with the nearest names, to append to an error.
 
-    Names are compared by their last parts, as many as ``wanted`` has.
+    Names are compared by their last parts, as many as ``unknown`` has.
     """
     depth = unknown.count(".") + 1
     ends = {".".join(name.split(".")[-depth:]) for name in names if name}

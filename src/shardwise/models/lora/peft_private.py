@@ -108,6 +108,7 @@ def require_supported(config: LoraConfig, *, is_new: bool) -> None:
     copied: object = config.modules_to_save
     if isinstance(copied, str):
         errors.append(f"modules_to_save={copied!r}: is not a list of names. Pass a list")
+    # A field that is not known here may change what is adapted, unless it has its default.
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default is not dataclasses.MISSING else None
@@ -145,6 +146,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
         peft_config.init_lora_weights = True
     peft_config.peft_version = peft_version  # whose layout the tensors have from here on
     peft_config.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
+    # A stored adapter's config may name modules in full, as rename_adapter writes it. PEFT must keep these.
     names = dict(base.named_modules())
     explicit = peft_config.target_modules if isinstance(peft_config.target_modules, set | list) else ()
     is_explicit = not is_new and bool(explicit) and all(name in names for name in explicit)
@@ -201,6 +203,7 @@ def _without_conversion() -> Iterator[None]:
     It replaces the names of shared experts, and of the layers of dense blocks, too.
     """
     owner, name = find_private("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers")
+    # Of the whole process: PEFT looks the function up in its module at each call.
     original = getattr(owner, name)
     setattr(owner, name, lambda *_args, **_keywords: None)
     try:
