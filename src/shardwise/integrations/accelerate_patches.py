@@ -73,6 +73,7 @@ class AccelerateSwitch:
         if self._is_on:
             return
         if AccelerateSwitch._count == 0:
+            # If a function is missing, this block restores those before it.
             with ExitStack() as stack:
                 for path, replacement in _replacements().items():
                     owner, name = find_private(path)
@@ -152,6 +153,8 @@ def prepare_objects(
     """Replace ``Accelerator.prepare``: models that are sharded already stay as they are."""
     models = [item for item in objects if isinstance(item, nn.Module)]
     compat.require_parallelism(accelerator)
+    # With tensor parallelism, parameters may be DTensors though fully_shard has not been applied. accelerate
+    # prepares such a model. Its modules tell which case it is.
     by_fsdp = any(isinstance(module, FSDPModule) for model in models for module in model.modules())
     if not models or (compat.tensor_parallel_size(accelerator) > 1 and not by_fsdp):
         return original(accelerator, *objects, device_placement=device_placement)
@@ -163,6 +166,7 @@ def prepare_objects(
 
 def prepare_context_parallel(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
     """Replace accelerate's preparation for context parallelism: its own, and checks of models and their inputs."""
+    # Each call of the original sets a new context. The first one stays, because models have hooks of it.
     split = compat.get_context(accelerator)
     result = original(accelerator, *objects)
     if not isinstance(split, SplitSequences):
@@ -262,6 +266,7 @@ def _prepare_sharded(
         compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.prepare_without_wrapping(accelerator, objects, placement)
+    # Hooks first: they average the gradients that FSDP2 does not reduce, and the check finds those without.
     model = without_compile(models[0])
     mesh = next((parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     if mesh is not None:
@@ -360,6 +365,7 @@ def clip_grad_norm(
     """Replace ``Accelerator.clip_grad_norm_``: one norm of sharded and unsharded parameters."""
     if not accelerator.is_fsdp2 or float(norm_type) != 2.0:
         return original(accelerator, parameters, max_norm, norm_type)
+    # First, as in accelerate: max_norm is for the gradients without the scaler's factor.
     accelerator.unscale_gradients()
     items: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = clip_gradients(items, float(max_norm))

@@ -68,6 +68,7 @@ def weight_source(
 def _weight_transfer() -> Any:
     """Return vLLM's module for weight transfer, or raise ConfigError if it is missing."""
     try:
+        # Both names are looked up, because a release may have the module without them.
         vllm: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
         _ = vllm.WeightSource.iter_full, vllm.ParamMeta
     except (ImportError, AttributeError) as error:
