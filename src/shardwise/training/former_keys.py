@@ -151,6 +151,7 @@ def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation
         values: keys and values.
         keys: the keys of today, for the method. They are not translated.
     """
+    # Keys of today first, because what a former key becomes is compared with them.
     today = {key: value for key, value in values.items() if key in keys and not _is_converted(key, value, values)}
     notes: list[str] = []
     faults: list[str] = []
@@ -173,6 +174,8 @@ def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation
             continue
         if not replacement:
             notes.append(f"{key}: left out. {value} asks for nothing")
+        # If the key of today is set, too: mappings are united, a value that counts less is left out, equal values
+        # are one, and all others contradict each other.
         for name, new in replacement.items():
             old = today.get(name)
             is_unset = old is None or (key == "warmup_ratio" and old == 0)  # transformers 4 read 0 steps so
