@@ -60,6 +60,7 @@ def serve_command(
         raise ConfigError(f"{', '.join(missing)}: not installed. Run pip install 'shardwise[serve]'")
     from shardwise.serve.keys import make_key
 
+    # Two other commands, without a model: a key, and a demonstration.
     if new_key is not None:
         click.echo(make_key(new_key))
         return

@@ -135,6 +135,7 @@ def _num_ranks(config: RunConfig) -> int:
         return 1
     if config.own.num_processes or file is None:
         return config.own.num_processes or 1
+    # accelerate counts the processes of all machines. They are those of this one if it is the only one.
     values = read_yaml(trl_accelerate_config(file))
     if (machines := values.get("num_machines") or 1) != 1:
         raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine")
@@ -159,6 +160,7 @@ def run_on_rank(config: RunConfig, prints_to_stderr: bool = False) -> TrlOutcome
     """
     from shardwise.ranks.processes import get_rank_and_size, return_freed_blocks
 
+    # First, because it applies to blocks that are allocated afterwards.
     return_freed_blocks(os.environ)
     rank, size = get_rank_and_size()
     if size > 1:
@@ -267,6 +269,7 @@ def plan_command(
         estimate = _estimate_config(model, overrides, ranks, placed, options)
     else:
         estimate = _estimate_model(model, overrides, ranks, {**options, **placed})
+    # The report is printed even if the memory is too small.
     if limit is not None and not as_json:
         click.echo(estimate.verdict(limit))
     print_report(estimate, as_json=as_json)
