@@ -111,9 +111,11 @@ def _read(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
     from shardwise.training.run_config import read_run_config
 
     config = read_run_config(arguments, strict=strict)
+    # All ranks of a launcher read the configuration. The first one prints.
     if os.environ.get("RANK", "0") == "0":
         for note in config.notes:
             click.echo(note, err=True)
+    # For its errors only. The ranks expand it again.
     if config.own.has_adapters:
         read_adapters(config)
     model = str(config.values.get("model_name_or_path", ""))
@@ -302,6 +304,7 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, o
         raise ConfigError("--batch, --seq: need --tuning. Give that, too")
     if "mesh" in keywords:
         keywords["mesh"] = parse_mesh(keywords["mesh"])
+    # Before the import, which takes seconds.
     if is_local(model):
         local_path(model, HubOptions())
     with importing("torch and transformers"):

@@ -113,6 +113,7 @@ def _replacements() -> dict[str, Callable[..., Any]]:
         "accelerate:Accelerator.clip_grad_norm_": clip_grad_norm,
         "accelerate:Accelerator.save_state": save_state,
         "accelerate:Accelerator.load_state": load_state,
+        # In the module that calls them, which has imported them by name.
         "accelerate.accelerator:save_fsdp_model": save_model,
         "accelerate.accelerator:load_fsdp_model": load_model,
         "accelerate.accelerator:save_fsdp_optimizer": save_optimizer,
@@ -246,6 +247,7 @@ def _require_supported(
         raise ShardingError(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta. Call shardwise.load before prepare"
         )
+    # For its errors only, before anything is changed.
     bind_optimizers(
         [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], tensors, _PREPARE_FIRST
     )

@@ -245,6 +245,7 @@ def _write_files(
     match place.form:
         case "full":
             name = kind.file(number)
+            # By path in the tree of the state: tensors, and all other values.
             values = dict(flatten_values(state))
             tensors = {way: value for way, value in values.items() if isinstance(value, torch.Tensor)}
             objects = {way: value for way, value in values.items() if way not in tensors}

@@ -210,6 +210,7 @@ def _get_registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tenso
 
 def _record(model: Any, folder: Path, outline: MetaModel, index: CheckpointIndex) -> Any:
     """Record the pending tensors. Return the loading info for transformers."""
+    # A name that will be tied counts as missing, as in transformers, which ties it after this.
     matched = outline.bindings_less_ties().matched
     missing: set[str] = set()
     mismatched: set[tuple[str, Any, Any]] = set()

@@ -142,6 +142,7 @@ class _SavePretrained:
         if not has_adapters(self.model):
             save(self.model, save_directory, max_shard_size=max_shard_size)
             return
+        # Every adapter but TRL's reference, in PEFT's layout: others than "default" in folders of their names.
         adapters: Any = self.model.peft_config
         for name in adapters:
             if name != compat.REFERENCE:
@@ -242,6 +243,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
             f"for_trainer({type(inner).__name__}): is not sharded, and {world.size} ranks train it together. Load "
             "it with shardwise.from_pretrained(...), or call shardwise.shard(model) before"
         )
+    # Replicas of a sharded model (HSDP) are an axis of one mesh.
     meshes = {tuple(item.device_mesh.shape) for item in inner.parameters() if isinstance(item, DTensor)}
     if len(meshes) > 1:
         raise ConfigError(
@@ -300,6 +302,7 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
             f"{kind.__name__}(peft_config=...): an adapter that is added after sharding would not be sharded, and "
             "could differ between ranks. Load the model with from_pretrained(tuning=Lora(config)) instead"
         )
+    # What follows is about the trainers of TRL.
     if not compat.is_trl_trainer(kind):
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -228,6 +228,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         if inner:
             hint = f"Pass one of {', '.join(inner[:8])} in it"
         raise FormatError(f"{folder}: has no {STATE_FILE}. {hint}")
+    # The size first, so that a damaged file does not fill the memory.
     with LocalReader(folder) as reader:
         nbytes = reader.size(STATE_FILE)
         if nbytes > _MAX_STATE_BYTES:

@@ -173,6 +173,7 @@ def read_header(folder: Path) -> TrainerHeader:
     what = f"resume_from_checkpoint={str(folder)!r}"
     if not folder.is_dir():
         raise ConfigError(f"{what}: no such folder. Pass a folder {PREFIX_CHECKPOINT_DIR}-N, or True")
+    # Without a header, the other files tell what the folder is.
     file = folder / HEADER_FILE
     if not file.is_file():
         if (folder / BEGUN_FILE).is_file():

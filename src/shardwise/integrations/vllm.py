@@ -51,6 +51,7 @@ def weight_source(
     """
     vllm: Any = _weight_transfer()
 
+    # Defined here, because its base is imported only when it is used.
     class Source(vllm.WeightSource):  # type: ignore[misc]
         """The tensors of a sharded model."""
 

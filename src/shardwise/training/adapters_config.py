@@ -84,11 +84,13 @@ def read_adapters(config: RunConfig) -> dict[str, RunConfig]:
         ConfigError: keys are invalid, or not supported with many LoRAs. The message has all of them.
     """
     overrides_by_name, faults = _expand(config)
+    # All keys of the file: those of TRL, and those of shardwise that do not have their defaults.
     values, defaults = dict(config.values), asdict(ShardwiseArguments())
     values |= {key: value for key, value in asdict(config.own).items() if value != defaults[key]}
     faults += [fault for key, value in values.items() for fault in _find_unsupported(key, value)]
     raise_faults(config.source, faults)
     adapters = {name: _make_config(config, name, overrides) for name, overrides in overrides_by_name.items()}
+    # A key of one loss may be in the file if an adapter has that loss. The others do without it.
     known = {key for adapter in adapters.values() for key in get_keys(adapter.method)}
     raise_faults(
         config.source, [f"{key}: no adapter has a loss with it. Remove it" for key in values.keys() - known]

@@ -64,6 +64,7 @@ class AssistantMasks:
                 "rows with 'prompt' and 'completion'"
             )
         self._tokenizer = tokenizer
+        # The tokens by which templates begin and end messages. Not all of them have a role in the tokenizer.
         special = {str(token) for token in tokenizer.all_special_tokens}
         special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(sorted(special - {""}))
@@ -112,9 +113,11 @@ class AssistantMasks:
                 name = f"messages[{index}].tool_responses"
                 raise ChatError(f"{name}: is not supported. Write results as messages with the role 'tool'")
         has_calls = any(message.get("tool_calls") for message in chat.messages)
+        # A template without the word leaves out what the row has, in every form of the messages.
         for name, is_used in (("tools", chat.variables["tools"] is not None), ("tool_calls", has_calls)):
             if is_used and name not in chat.template:
                 raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path")
+        # If no form is complete, the error is that of the first one, which most templates are made for.
         first: ChatError | None = None
         for form in forms(chat.messages):
             rendered = replace(chat, messages=form)

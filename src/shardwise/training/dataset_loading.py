@@ -576,10 +576,12 @@ def _require_message(message: Mapping[str, Any], name: str) -> None:
     """Check that a message has a role, text as its content, and calls of functions with JSON as arguments."""
     if not isinstance(message.get("role"), str):
         raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
+    # Parts without text, such as images, are allowed.
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
         raise MalformedRowError(f"{name}.content: is not text, nor a list of parts of text. Write content: TEXT")
+    # A malformed call raises one of several errors below, which are all the same fault.
     try:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -636,6 +638,7 @@ def _convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
     """Convert a row of Alpaca. The input follows the instruction on a new line. ``history`` comes before both."""
+    # Each column is removed when it is used, so that the others are left.
     messages = []
     if system := row.pop("system", None):
         messages.append({"role": "system", "content": system})

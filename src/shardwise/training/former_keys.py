@@ -232,6 +232,7 @@ def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[s
         if not 0 <= ratio < 1:
             raise ValueError(f"{value} is not a fraction of the steps. Write 0.0 or more, and less than 1")
         return {"warmup_steps": ratio}
+    # Lists for dataset_mixer, beside a single dataset.
     if key == "dataset_configs":
         if not isinstance(value, list) or len(value) != 1:
             raise ValueError("is for dataset_mixer. Set dataset_config")

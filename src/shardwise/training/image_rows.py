@@ -133,6 +133,7 @@ def _require_image(image: Any, name: str) -> None:
         source = image.get("path") if image.get("bytes") is None else io.BytesIO(image["bytes"])
     if isinstance(source, Image.Image) or (isinstance(source, str) and source.startswith(("http://", "https://"))):
         return
+    # For messages: a path may be long, and a URL may have credentials.
     shown = without_secrets(source) if isinstance(source, str) else "its content"
     shown = shown if len(shown) <= 200 else f"{shown[:197]}..."
     try:
@@ -141,6 +142,7 @@ def _require_image(image: Any, name: str) -> None:
                 load_image(source)
                 return
             raise MalformedRowError(f"{name}: {shown} is not a file. Check the path")
+        # This reads the header only.
         with Image.open(source):
             return
     except MalformedRowError:

@@ -165,6 +165,7 @@ def normalize_values(values: Mapping[str, Any], method: TrainMethod) -> dict[str
 def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Yield the faults of a key and its value."""
     specs = get_keys(method)
+    # The first that applies. The later ones are for values of the right type.
     if key == "method" and value in OTHER_METHODS:
         yield f"method: {value} is not supported: {OTHER_METHODS[value]}"
     elif others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
@@ -194,6 +195,7 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
     """
     use_peft = values.get("use_peft")
     all_values = {**values, **dataclasses.asdict(own)}
+    # Each key of shardwise says which one it excludes.
     for field in dataclasses.fields(own):
         other = field.metadata["excludes"]
         if other and all_values.get(field.name) and all_values.get(other):
@@ -261,6 +263,7 @@ def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str
     spec = specs[key]
     names: Sequence[str] = spec["types"]
     kind = "null" if value is None else type(value).__name__
+    # Besides values of its types, a key takes those that TRL's parser converts to them.
     fits = (
         "any" in names
         or (key == "resume_from_checkpoint" and value is False)  # as the Trainer's own argument

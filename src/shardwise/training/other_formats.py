@@ -90,6 +90,7 @@ def _explain(program: str, given: Mapping[str, Any]) -> str:
 
 def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that have values, those in mappings and in datasets with a dot."""
+    # LLaMA-Factory names its datasets in one string. axolotl lists entries, which may have keys that TRL has not.
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key == "dataset" and isinstance(value, str):

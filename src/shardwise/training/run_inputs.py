@@ -158,6 +158,7 @@ def lock_output(
         StorageError: another training runs there.
         ConfigError: the folder has another training. The message has the key that differs.
     """
+    # Not the output folder itself is locked, because each save of a checkpoint locks that.
     folder = output / RUN_FOLDER
     with World.current(call="train") as world:
         with world.broadcast("create the folder"):

@@ -247,6 +247,7 @@ class AdapterTraining:
         rows, self._held_out = splits
         assert rows is not None
         self._rows, self._shared = rows, shared
+        # A row that does not fit is an error before the training, not within it.
         for split in filter(None, splits):
             require_rows_fit(split, self.bank.max_length, shared.tokens_per_pass)
         self._has_pairs = rows.size > 1
@@ -256,6 +257,7 @@ class AdapterTraining:
         """Log probabilities of the base for the rows of the next step."""
         self._margins: list[float] = []
         """Of this rank's pairs since the last log entry."""
+        # As in the Trainer, a step has the rows of all ranks and of all of their micro-batches.
         per_rank = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._order = StepOrder(len(rows), per_rank * shared.world.size, seed)
@@ -306,6 +308,7 @@ class AdapterTraining:
     def _keywords(self) -> AdapterOptions:
         args, total = self.args, self.state.max_steps
 
+        # As the Trainer makes them. The bank calls both, with the parameters of the adapter.
         def optimizer(parameters: list[Any]) -> Any:
             kind, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
             return kind(parameters, weight_decay=args.weight_decay, **keywords)
@@ -400,6 +403,7 @@ class AdapterTraining:
         self.state.epoch = self._order.epochs
         self._losses.append(loss)
         if self.is_done or self.state.global_step % self.state.logging_steps == 0:
+            # Means over the steps since the last entry.
             average = math.fsum(self._losses) / len(self._losses)
             rewards = self._measure_rewards(self._margins)
             self._losses, self._margins = [], []

@@ -140,6 +140,7 @@ def _resume_from(training: Any, output: Path) -> Any:
     """
     if training.resume_from_checkpoint:
         return training.resume_from_checkpoint
+    # By the first rank alone, so that all ranks decide the same.
     with World.current(call="train") as world:
         with world.broadcast("list files") as exchange:
             if world.rank == 0:

@@ -183,6 +183,7 @@ def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
     """
     method, training = arguments.own.method, arguments.training
     frozen: dict[str, Any] = {}
+    # The reference is the model as it is before the training, so it is loaded in the same way.
     if _has_reference(method, training) and not arguments.model.use_peft:
         frozen["ref_model"] = _load_other(arguments.model.model_name_or_path, model_options(arguments))
     if method == "distillation":
@@ -281,6 +282,7 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
         options["sharding"] = replace(options["sharding"], compile=compiled)
     if arguments.own.config_overrides:
         options["config_overrides"] = arguments.own.config_overrides
+    # In place of the head for tokens, a reward model has one for a score.
     if arguments.own.method == "reward":
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
@@ -318,17 +320,17 @@ def lora_config(arguments: TrlArguments) -> Any:
 
 
 def build_tuning(arguments: TrlArguments) -> Tuning:
-    own = arguments.own
+    keys = arguments.own
     config = lora_config(arguments)
     if config is not None:
-        return Lora(config, placement="sharded" if own.shard_adapters else "replicated")
+        return Lora(config, placement="sharded" if keys.shard_adapters else "replicated")
     options: dict[str, Any] = {}
-    if own.trainable_layers:
-        options["trainable_layers"] = own.trainable_layers
-    if own.trainable_modules:
-        options["trainable_modules"] = tuple(own.trainable_modules)
-    if own.extra_modules:
-        options["extra_modules"] = tuple(own.extra_modules)
+    if keys.trainable_layers:
+        options["trainable_layers"] = keys.trainable_layers
+    if keys.trainable_modules:
+        options["trainable_modules"] = tuple(keys.trainable_modules)
+    if keys.extra_modules:
+        options["extra_modules"] = tuple(keys.extra_modules)
     return Freeze(**options) if options else Full()
 
 
@@ -354,10 +356,12 @@ def load_processor(arguments: TrlArguments) -> Any:
     except (OSError, ValueError, KeyError) as error:
         message = redact(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
         raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path") from error
+    # A setting that the processor does not have would have no effect.
     known = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
     for key in settings:
         if known is not None and key not in known.__annotations__ and not hasattr(processor, key):
             raise ConfigError(f"processor_kwargs: {key} is no setting of the model's processor. Remove it")
+    # TRL's key is the path of a template, and that of shardwise a path or the template itself.
     template = getattr(arguments.training, "chat_template_path", None)
     if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
         raise ConfigError(
