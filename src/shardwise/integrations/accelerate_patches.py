@@ -187,6 +187,7 @@ def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: A
     if is_fsdp2 and ranks and not compat.has_state() and not torch.accelerator.is_available():
         keywords["cpu"] = True  # else accelerate takes each rank for a single process
     original(state, *args, **keywords)
+    # On CPUs accelerate does not use the plugin, and would wrap models in DDP.
     if is_fsdp2 and state.distributed_type == compat.DistributedType.MULTI_CPU:
         compat.become_fsdp2(state, plugin)
     if is_fsdp2 and state.distributed_type == compat.DistributedType.NO and ranks > 1:
@@ -216,6 +217,7 @@ def _are_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     """Return whether all models are sharded already (True), or none is. Collective: yes."""
     with world.collective("look for sharded models"):
         flags = list(map(_is_sharded, models))
+    # Before they go different ways, in which they would wait for each other.
     world.require_equal(flags, "the state of the model (sharded already, or not)")
     if any(flags) and not all(flags):
         raise ShardingError("prepare: some models are sharded already and some are not. Prepare them separately")

@@ -271,7 +271,7 @@ def _find_older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> li
     """Return the files that a newly committed model or optimizer replaces: the older one in the same form."""
     match place.form:
         case "full":
-            return []
+            return []  # the new file has the name of the older one
         case "sharded":
             name = kind.folder(place.number)
             new = {file.removeprefix(f"{name}/") for file in written.beside}

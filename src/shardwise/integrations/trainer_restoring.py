@@ -204,6 +204,7 @@ class TrainerFolder:
 
 
 def _has(kind: SavedKind, names: tuple[str, ...]) -> bool:
+    # accelerate's three forms: a file, a folder, or a file for each rank.
     return any(name in (kind.file(0), kind.folder(0)) or kind.parse_rank(name, 0) is not None for name in names)
 
 

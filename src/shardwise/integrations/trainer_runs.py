@@ -75,6 +75,7 @@ class TrainerHeader:
         values: dict[str, Any] = parse_object(content, what=what)
         if values.pop("version", None) != _VERSION:
             raise FormatError(f"{what}: is of another version of shardwise. Pass another checkpoint")
+        # By type(), because True is an int for isinstance().
         types = [(name, type(value)) for name, value in sorted(values.items())]
         if types != _FIELDS or any(value < 0 for value in values.values() if type(value) is int):
             raise FormatError(f"{what}: is not the header of a checkpoint. Pass another checkpoint")
@@ -252,6 +253,7 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
     """Return the oldest checkpoints above ``save_total_limit``, without the newest and the best."""
     if limit is None or limit <= 0 or not complete:
         return []
+    # Of steps 1 to 5 with a limit of 2, 1 to 3 are removed, or 2 to 4 if 1 is the best.
     removable = [step for step in sorted(complete) if step not in (max(complete), best)]
     return removable[: max(0, len(complete) - limit)]
 

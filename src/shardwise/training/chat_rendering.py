@@ -88,6 +88,7 @@ class Chat:
             [text], spans = render([list(messages)], chat_template=self.template, **variables)
         except Exception as error:  # a template can raise anything
             raise ChatError(f"chat template: {error}. Change the row, or set chat_template_path") from error
+        # Without marks everything is one range, in which the caller finds the answer.
         if not self.has_marks:
             return MaskedText(text, [(0, len(text))])
         return MaskedText(text, list(spans[0]) if spans else [])

@@ -152,6 +152,7 @@ def _plot(
     """Plot the curve at a place among several, with a label for the legend, or ""."""
     from matplotlib import colormaps
 
+    # matplotlib's own colors are ten.
     color: Any = f"C{place}" if count <= 10 else colormaps["turbo"](place / count)
     marker = "." if len(points) < _FEW_POINTS else ""
     axes.plot(*zip(*points, strict=True), color=color, marker=marker, label=label, **style)

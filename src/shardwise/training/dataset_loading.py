@@ -90,6 +90,7 @@ def preparing_together(
             except ShardwiseError:
                 raise
             except Exception as error:  # of datasets, pyarrow, Jinja: any
+                # Only after TRL has failed, because it is a pass over all rows.
                 for dataset in rows:
                     if isinstance(dataset, datasets.Dataset):
                         _require_usable_rows(dataset, text_field)

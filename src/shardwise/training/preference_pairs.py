@@ -63,5 +63,6 @@ def compute_dpo_loss(
 
     (Rafailov et al., 2023, arXiv 2305.18290, equation 7.)
     """
+    # ``num_pairs`` counts those of all ranks, so the sum over them is the mean of the step.
     [margin] = compute_margins(logprobs, [row["logprobs"] for row in rows], config["beta"])
     return -torch.nn.functional.logsigmoid(margin) / config["num_pairs"]
