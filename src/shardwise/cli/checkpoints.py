@@ -133,7 +133,10 @@ def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: s
     else:
         local = resolve(path, HubOptions(revision=revision, local_files_only=True), download=False)
         config = read_config_summary(local if local.is_dir() else local.parent)
-        weights = config.get("transformers_weights") or _find_adapter(local) if local.is_dir() else None
+        # A file is opened as it is. In a folder, the file that its config names, or that of an adapter.
+        weights: object = None
+        if local.is_dir():
+            weights = config.get("transformers_weights") or _find_adapter(local)
         index = open_checkpoint(local, weights_name=weights if isinstance(weights, str) else None)
     if as_json:
         click.echo(json.dumps(as_json_object(index, config), indent=2))
@@ -222,6 +225,7 @@ def as_json_object(index: CheckpointIndex, config: dict[str, object]) -> dict[st
 
 
 def _locate(index: CheckpointIndex, tensor: StoredTensor) -> dict[str, object]:
+    # One for each stored entry. Only a composed tensor may have several.
     ranges = [{"file": entry.file, "start": entry.start, "stop": entry.stop} for entry in tensor.entries]
     if tensor.key not in index.composed:
         return {**ranges[0]}
@@ -235,6 +239,7 @@ def _count_parameters(tensors: Iterable[StoredTensor]) -> int:
 
 def _natural_sort_key(key: str) -> list[tuple[str, int]]:
     """Return a sort key by which layer 2 comes before layer 10."""
+    # "layers.10.bias" is split into "layers.", "10" and ".bias", and sorted by [("layers.", 10), (".bias", 0)].
     words = _DIGITS.split(shown(key))
     return [(word, int(number)) for word, number in zip(words[::2], [*words[1::2], "0"], strict=True)]
 
@@ -269,6 +274,7 @@ def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
 
 def _print_groups(tensors: Iterable[StoredTensor]) -> None:
     """Print a line for tensors that differ only in numbers in their keys, such as those of equal layers."""
+    # By shape and dtype first, so that a pattern of keys stands for tensors that are alike.
     groups: dict[tuple[tuple[int, ...], str], list[StoredTensor]] = defaultdict(list)
     for tensor in sorted(tensors, key=lambda tensor: _natural_sort_key(tensor.key)):
         groups[tensor.shape, tensor.dtype.label].append(tensor)

@@ -25,6 +25,7 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
     """
     if "RANK" not in environment:
         return None
+    # RANK alone may be left over from another program, so all of torchrun's variables are checked.
     texts = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     bad = [f"{name}={text}" for name, text in texts.items() if not (text.isascii() and text.isdigit())]
     if not environment.get("MASTER_ADDR"):
@@ -51,6 +52,7 @@ def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[A
         ShardwiseError: as raised by the function.
     """
     launch = read_launch(os.environ, nproc_per_node)
+    # Of a launcher's ranks, the first one says what it is doing.
     with nullcontext() if launch and launch["RANK"] else importing("torch and TRL"):
         from shardwise.ranks.processes import run_launched, run_spawned
     if launch is not None:

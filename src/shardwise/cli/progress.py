@@ -59,10 +59,12 @@ def _report(work: str, has_ended: threading.Event) -> None:
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     begin_s, last_phases = time.monotonic(), ""
     while not has_ended.wait(0.5):
+        # Phases of shardwise, such as "load, read headers", or else what user code or a library is doing.
         phases, busy, changed_s = main_thread_work()
         output_s, is_line_open = last_output()
         now_s = time.monotonic()
         since_s = changed_s if phases or busy else begin_s
+        # A new phase is shown soon. The same work again, only after a longer time without output.
         if is_terminal and phases not in ("", last_phases):
             is_due = now_s - max(output_s, since_s) >= _NEW_PHASE_S
         else:

@@ -56,10 +56,12 @@ def serve_command(
 
     Exit codes: 0 stopped by a signal, with all models saved as "shutdown"; 2 an error.
     """
+    # Before the imports below, which would name one package at a time.
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{', '.join(missing)}: not installed. Run pip install 'shardwise[serve]'")
     from shardwise.serve.keys import make_key
 
+    # Two other commands, without a model: a key, and a demonstration.
     if new_key is not None:
         click.echo(make_key(new_key))
         return
@@ -74,6 +76,7 @@ def serve_command(
     from shardwise.serve.run import ServeOptions, serve
     from shardwise.serve.service import Settings
 
+    # A path on this machine tells clients nothing, so they see the name of the folder.
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
     settings = Settings(name, tokenizer or name, max_tokens_per_turn, fuse_wait, session_timeout)
     options = ServeOptions(model, settings, host, port, keys, state, max_tokens_per_pass, dtype, vllm, log_requests)

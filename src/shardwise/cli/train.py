@@ -111,9 +111,11 @@ def _read(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
     from shardwise.training.run_config import read_run_config
 
     config = read_run_config(arguments, strict=strict)
+    # All ranks of a launcher read the configuration. The first one prints.
     if os.environ.get("RANK", "0") == "0":
         for note in config.notes:
             click.echo(note, err=True)
+    # For its errors only. The ranks expand it again.
     if config.own.has_adapters:
         read_adapters(config)
     model = str(config.values.get("model_name_or_path", ""))
@@ -135,6 +137,7 @@ def _num_ranks(config: RunConfig) -> int:
         return 1
     if config.own.num_processes or file is None:
         return config.own.num_processes or 1
+    # accelerate counts the processes of all machines. They are those of this one if it is the only one.
     values = read_yaml(trl_accelerate_config(file))
     if (machines := values.get("num_machines") or 1) != 1:
         raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine")
@@ -159,6 +162,7 @@ def run_on_rank(config: RunConfig, prints_to_stderr: bool = False) -> TrlOutcome
     """
     from shardwise.ranks.processes import get_rank_and_size, return_freed_blocks
 
+    # First, because it applies to blocks that are allocated afterwards.
     return_freed_blocks(os.environ)
     rank, size = get_rank_and_size()
     if size > 1:
@@ -267,6 +271,7 @@ def plan_command(
         estimate = _estimate_config(model, overrides, ranks, placed, options)
     else:
         estimate = _estimate_model(model, overrides, ranks, {**options, **placed})
+    # The report is printed even if the memory is too small.
     if limit is not None and not as_json:
         click.echo(estimate.verdict(limit))
     print_report(estimate, as_json=as_json)
@@ -299,6 +304,7 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, o
         raise ConfigError("--batch, --seq: need --tuning. Give that, too")
     if "mesh" in keywords:
         keywords["mesh"] = parse_mesh(keywords["mesh"])
+    # Before the import, which takes seconds.
     if is_local(model):
         local_path(model, HubOptions())
     with importing("torch and transformers"):

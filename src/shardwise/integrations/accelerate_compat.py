@@ -35,6 +35,7 @@ def become_fsdp2(state: Any, plugin: Any) -> None:
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     state.fsdp_plugin = plugin
+    # AcceleratorState has copied the type from PartialState, so both are set.
     state.distributed_type = DistributedType.FSDP
     private("accelerate.state:PartialState._shared_state")["distributed_type"] = DistributedType.FSDP
 
@@ -59,11 +60,11 @@ def prepare_without_wrapping(
     registered, _ = get_prepared(accelerator)
     first: list[Any] = []
     for item, placement in zip(objects, device_placement, strict=True):
-        if isinstance(item, nn.Module):
-            first.append(item)
-        else:
-            is_optimizer = isinstance(item, torch.optim.Optimizer)
-            first.append(prepare(item, first_pass=True, device_placement=False if is_optimizer else placement))
+        if isinstance(item, torch.optim.Optimizer):
+            placement = False
+        if not isinstance(item, nn.Module):
+            item = prepare(item, first_pass=True, device_placement=placement)
+        first.append(item)
     # The second pass wraps schedulers, which need the optimizers of the first.
     result = [item if isinstance(item, nn.Module) else prepare(item) for item in first]
     for item in result:

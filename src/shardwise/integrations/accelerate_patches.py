@@ -73,6 +73,7 @@ class AccelerateSwitch:
         if self._is_on:
             return
         if AccelerateSwitch._count == 0:
+            # If a function is missing, this block restores those before it.
             with ExitStack() as stack:
                 for path, replacement in _replacements().items():
                     owner, name = find_private(path)
@@ -112,6 +113,7 @@ def _replacements() -> dict[str, Callable[..., Any]]:
         "accelerate:Accelerator.clip_grad_norm_": clip_grad_norm,
         "accelerate:Accelerator.save_state": save_state,
         "accelerate:Accelerator.load_state": load_state,
+        # In the module that calls them, which has imported them by name.
         "accelerate.accelerator:save_fsdp_model": save_model,
         "accelerate.accelerator:load_fsdp_model": load_model,
         "accelerate.accelerator:save_fsdp_optimizer": save_optimizer,
@@ -152,6 +154,8 @@ def prepare_objects(
     """Replace ``Accelerator.prepare``: models that are sharded already stay as they are."""
     models = [item for item in objects if isinstance(item, nn.Module)]
     compat.require_parallelism(accelerator)
+    # With tensor parallelism, parameters may be DTensors though fully_shard has not been applied. accelerate
+    # prepares such a model. Its modules tell which case it is.
     by_fsdp = any(isinstance(module, FSDPModule) for model in models for module in model.modules())
     if not models or (compat.tensor_parallel_size(accelerator) > 1 and not by_fsdp):
         return original(accelerator, *objects, device_placement=device_placement)
@@ -163,6 +167,7 @@ def prepare_objects(
 
 def prepare_context_parallel(original: compat.Original, accelerator: Any, *objects: Any) -> Any:
     """Replace accelerate's preparation for context parallelism: its own, and checks of models and their inputs."""
+    # Each call of the original sets a new context. The first one stays, because models have hooks of it.
     split = compat.get_context(accelerator)
     result = original(accelerator, *objects)
     if not isinstance(split, SplitSequences):
@@ -182,6 +187,7 @@ def begin_state(original: compat.Original, state: Any, *args: Any, **keywords: A
     if is_fsdp2 and ranks and not compat.has_state() and not torch.accelerator.is_available():
         keywords["cpu"] = True  # else accelerate takes each rank for a single process
     original(state, *args, **keywords)
+    # On CPUs accelerate does not use the plugin, and would wrap models in DDP.
     if is_fsdp2 and state.distributed_type == compat.DistributedType.MULTI_CPU:
         compat.become_fsdp2(state, plugin)
     if is_fsdp2 and state.distributed_type == compat.DistributedType.NO and ranks > 1:
@@ -211,6 +217,7 @@ def _are_sharded(world: World, models: Sequence[nn.Module]) -> bool:
     """Return whether all models are sharded already (True), or none is. Collective: yes."""
     with world.collective("look for sharded models"):
         flags = list(map(_is_sharded, models))
+    # Before they go different ways, in which they would wait for each other.
     world.require_equal(flags, "the state of the model (sharded already, or not)")
     if any(flags) and not all(flags):
         raise ShardingError("prepare: some models are sharded already and some are not. Prepare them separately")
@@ -242,6 +249,7 @@ def _require_supported(
         raise ShardingError(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta. Call shardwise.load before prepare"
         )
+    # For its errors only, before anything is changed.
     bind_optimizers(
         [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], tensors, _PREPARE_FIRST
     )
@@ -262,6 +270,7 @@ def _prepare_sharded(
         compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.prepare_without_wrapping(accelerator, objects, placement)
+    # Hooks first: they average the gradients that FSDP2 does not reduce, and the check finds those without.
     model = without_compile(models[0])
     mesh = next((parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     if mesh is not None:
@@ -360,6 +369,7 @@ def clip_grad_norm(
     """Replace ``Accelerator.clip_grad_norm_``: one norm of sharded and unsharded parameters."""
     if not accelerator.is_fsdp2 or float(norm_type) != 2.0:
         return original(accelerator, parameters, max_norm, norm_type)
+    # First, as in accelerate: max_norm is for the gradients without the scaler's factor.
     accelerator.unscale_gradients()
     items: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = clip_gradients(items, float(max_norm))

@@ -215,7 +215,10 @@ def _read_optimizer_state(
     expressions = stored_tensors(tree.index)
     by_label = {name: expressions[tree.keys[paths[name]]] for name in parsed.tensors}
     values = state_values.StoredValues(reader, tree.index, by_label, options.budget_bytes)
-    return (parsed if world.rank == 0 else ParsedState()), values
+    # Every rank has the whole state. It counts once, as that of the first rank.
+    if world.rank > 0:
+        parsed = ParsedState()
+    return parsed, values
 
 
 def _read_tree(
@@ -240,6 +243,7 @@ def _find_save(
         if world.rank == 0:
             exchange.local = read_rename_lists(folder)
     if exchange.result:
+        # Each rank makes links in a temporary folder of its own, so each finds the save under another path.
         with world.collective("find saved files"):
             path = stack.enter_context(link_as_renamed(folder)) / path.relative_to(folder)
             return accelerate_saves.find_saved(path, kind, number)
@@ -261,6 +265,8 @@ def _parse(state: Any, targets: OptimizerTargets) -> tuple[ParsedState, dict[str
     """
     if not isinstance(state, Mapping) or "param_groups" not in state:
         return read(state, targets.first_names, targets.shapes), {}
+    # {"state": {0: {"step": ...}}, "param_groups": [{"params": [0], "param_names": ["lm_head.weight"]}]} becomes
+    # {"state": {"lm_head.weight": {"step": ...}}, ...}, and the label of the step leads to ("state", 0, "step").
     state = {"state": {}, **state}  # a folder of DCP does not keep an empty dict
     named = names_by_index(state)
     groups: list[dict[str, Any]] = []
@@ -269,7 +275,9 @@ def _parse(state: Any, targets: OptimizerTargets) -> tuple[ParsedState, dict[str
     values: dict[str, Any] = {}
     paths: dict[str, Levels] = {}
     for key, entries in state["state"].items():
-        index = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _MOST_DIGITS else key
+        index = key
+        if isinstance(key, str) and key.isdecimal() and len(key) < _MOST_DIGITS:
+            index = int(key)
         name = str(named.get(index, key))
         values[name] = entries
         fqn = targets.first_names.get(canonical(name), canonical(name))

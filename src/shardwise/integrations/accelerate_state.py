@@ -34,6 +34,8 @@ def save_state(
         with world.collective("check the folder"):
             _require_one_each("save_state", *map(len, compat.get_prepared(accelerator)))
         world.require_equal(str(folder), "the folder to save into")
+        # At the end of this block all files get their names together: those that models and optimizers have written
+        # into the folder, and those that accelerate has written into ``work``.
         with saving_state(world, folder, is_new=is_named) as (saving, work):
             config.automatic_checkpoint_naming = False  # accelerate would choose the folder, and not take ``work``
             failure: Exception | None = None
@@ -44,6 +46,7 @@ def save_state(
                 failure = saving.find_cause(error)
             finally:
                 config.automatic_checkpoint_naming = is_named
+            # Before the commit: a state must not count if any rank has failed to write its part.
             with world.collective("save the state"):
                 if failure is not None:
                     raise failure
@@ -51,7 +54,10 @@ def save_state(
             with world.broadcast("delete old checkpoints"):
                 if world.rank == 0:
                     keep_latest(folder.parent, folder, config.total_limit)
-    return type(location)(output_dir or folder) if str(location) == work else location
+    # The caller gets the folder of the state in place of the temporary one.
+    if str(location) == work:
+        location = type(location)(output_dir or folder)
+    return location
 
 
 def load_state(
@@ -87,6 +93,7 @@ def load_state(
             folder = Path(str(input_dir)).expanduser().resolve()
             with world.collective("open the folder"):
                 seen = stack.enter_context(link_as_renamed(folder))
+        # A save was killed within its renames: accelerate reads through links, which have the new names.
         if seen != folder:
             input_dir = TemporaryFolder(seen, folder)
 

@@ -171,10 +171,12 @@ def save_model(model: nn.Module, place: FilesPlace, only: Selection, options: St
         agree_on_call(world, save_accelerate_model, place.folder, place.number, arguments, options)
         collected = collect_model(world, model, only, options)
         state = collected.by_name({name: tensor.detach() for name, tensor in collected.tensors.items()})
+        # accelerate writes one file of an adapter under the model's names, without what is not trained.
         if place.form == "full" and isinstance(only, AdapterOnly):
             untrained = untrained_names(collected.refs, only.adapter)
             state = {fqn: state[name] for name, fqn in collected.names.items() if fqn not in untrained}
         path, nbytes = _write(world, place, MODEL, state, collected.device, options)
+    # By identity: a tied tensor is one object under several names.
     count = len({id(tensor) for tensor in state.values()})
     return FilesReport(str(path), count, nbytes, time.perf_counter() - start, collected.differing)
 
@@ -215,6 +217,7 @@ def _write(
     options: StateOptions,
 ) -> tuple[Path, int]:
     """Write a state and return its path and its bytes. Collective: yes."""
+    # Within save_state, which has locked the folder and commits at its end. Otherwise this is a save of its own.
     if place.state is not None:
         assert place.state.saving is not None, "a load writes nothing"
         path, nbytes, written = _write_files(world, place.state.saving, place, kind, state, device, options)
@@ -242,6 +245,7 @@ def _write_files(
     match place.form:
         case "full":
             name = kind.file(number)
+            # By path in the tree of the state: tensors, and all other values.
             values = dict(flatten_values(state))
             tensors = {way: value for way, value in values.items() if isinstance(value, torch.Tensor)}
             objects = {way: value for way, value in values.items() if way not in tensors}
@@ -267,17 +271,16 @@ def _find_older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> li
     """Return the files that a newly committed model or optimizer replaces: the older one in the same form."""
     match place.form:
         case "full":
-            return []
+            return []  # the new file has the name of the older one
         case "sharded":
             name = kind.folder(place.number)
             new = {file.removeprefix(f"{name}/") for file in written.beside}
             return [f"{name}/{file}" for file in rename_journal.find_older(place.folder / name, new)]
         case "local":
-            return [
-                name
-                for name in os.listdir(place.folder)
-                if kind.parse_rank(name, place.number) is not None and name not in written.named
-            ]
+            # More ranks may have written the older one.
+            names = os.listdir(place.folder)
+            of_ranks = [name for name in names if kind.parse_rank(name, place.number) is not None]
+            return [name for name in of_ranks if name not in written.named]
         case _:
             assert_never(place.form)
 
@@ -301,6 +304,7 @@ def saving_state(world: World, folder: Path, *, is_new: bool) -> Iterator[tuple[
         StorageError: another save is in progress or has taken over, a file could not be written, or the folder is
             not new.
     """
+    # Folders of accelerate's files. It is filled before the commit, and read if that fails, to remove the copies.
     carried: set[str] = set()
     with rename_journal.lock_and_clean_up(world, folder, carried) as saving:
         path = rename_journal.work_folder(saving.folder, saving.save_id)
@@ -373,6 +377,8 @@ def _commit_state(locked: LockedFolder, work: TemporaryFolder, names: list[str])
     written = WrittenFiles()
     for files in work.written:
         written = written.with_more(files)
+    # The files of models and optimizers have temporary names in the folder already. accelerate's files get theirs
+    # here, after those of killed saves are removed.
     copies: dict[str, int] = {}
     folders = {name.rpartition("/")[0] for name in names} - {""}
     with LocalWriter(locked.writer.root, folders=folders) as writer:

@@ -50,12 +50,15 @@ class AgreedEvents:
             with busy_with(f"the callbacks of {event}"):
                 control = self._call_event(event, args, state, control, **others)
         except Exception as error:
+            # Not raised here: the other ranks would wait for this one in their next collective. The first failure
+            # counts, because later ones may follow from it.
             self._failure = self._failure or error  # raised at the next event of _MEETINGS, on all ranks
         if event in _MEETINGS:
             self._synchronize(control)
         return control
 
     def _synchronize(self, control: TrainerControl) -> None:
+        # Whether this rank has failed, and its flags, in the order of _FLAGS.
         local = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
         is_failed, *flags = self._reduce_any(local)
         for name, value in zip(_FLAGS, flags, strict=True):
@@ -66,6 +69,7 @@ class AgreedEvents:
 
     def _reduce_any(self, local: list[bool]) -> list[bool]:
         """Return which of these are true on any rank, without waiting for an accelerator. Collective: yes."""
+        # A process group of NCCL alone has no collectives on the host. Then the store carries the values.
         if not torch_private.has_collectives(torch.device("cpu")):
             return self._world.all_reduce_object(local, _any_by_place)
         flags = torch.tensor(local, dtype=torch.int32, device="cpu")
@@ -84,6 +88,7 @@ def raise_together(world: World, failure: Exception | None) -> None:
             if failure is not None:
                 raise failure
     except ShardwiseError as error:
+        # This rank raises its own error, with the traceback of the callback, unless a rank is lost.
         if failure is not None and not isinstance(error, RankLostError):
             raise failure from error
         raise

@@ -45,8 +45,13 @@ class SplitSequences:
         """
         if not self._is_entered:
             return
-        makes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-        needed = ["position_ids"] * makes_positions + ["shift_labels"] * (inputs.get("labels") is not None)
+        needed: list[str] = []
+        # A model that takes positions would count those of each part from 0.
+        if "position_ids" in inspect.signature(type(model).forward).parameters:
+            needed.append("position_ids")
+        # It would shift labels within a part, where the target of the last token is on another rank.
+        if inputs.get("labels") is not None:
+            needed.append("shift_labels")
         if missing := [name for name in needed if inputs.get(name) is None]:
             raise ConfigError(
                 f"{type(model).__name__} without {' and '.join(missing)}: it would make them from this rank's "

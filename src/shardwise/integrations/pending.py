@@ -15,7 +15,7 @@ the first rank (an adapter, a new head, another model) are sent in shards.
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,6 +62,8 @@ class Pending:
 
     def get_expression(self, tensor: torch.Tensor) -> Expression | None:
         """Return the expression of a tensor, or None if it is not an unchanged pending one."""
+        # An id may be that of another tensor by now, so the object is compared, too. A write since then (an
+        # initialization in place) has changed the version counter.
         recorded, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
         if recorded is not tensor or expression is None or not tensor.is_meta:
             return None
@@ -117,6 +119,8 @@ def defer_load(
     **keywords: Any,
 ) -> Any:
     """Replace transformers' reading: under FSDP a model stays on meta, and its files are recorded."""
+    # transformers reads all else: a state dict in memory, files of several folders, quantized weights, a model with
+    # a device map or a mesh.
     is_supported = (
         build.loads_for_fsdp()
         and state_dict is None
@@ -145,8 +149,8 @@ def defer_load(
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
         outline = bind_checkpoint(model, source.index, build.get_load_dtype(load_config), transforms)
-        for sentence in outline.bindings.errors:
-            raise KeyMismatchError(f"{folder}: {sentence}")
+        if outline.bindings.errors:
+            raise KeyMismatchError(f"{folder}: {next(iter(outline.bindings.errors))}")
         # Both names of a tie may be stored, and transformers would compare tensors on meta.
         untied, _ = decide_ties(world, outline, outline.ties_stored_twice(), source, options)
         for name in untied:
@@ -156,7 +160,10 @@ def defer_load(
 
 def place_missing(original: compat.Original, model: nn.Module, *others: Any, **keywords: Any) -> Any:
     """Replace the function that allocates missing tensors: for pending models the same on every rank."""
-    with compat.patch_environment(**{EFFICIENT: "False"}) if model in _pending else nullcontext():
+    if model not in _pending:
+        return original(model, *others, **keywords)
+    # With the variable, ranks other than the first of a machine would leave missing parameters on meta.
+    with compat.patch_environment(**{EFFICIENT: "False"}):
         return original(model, *others, **keywords)
 
 
@@ -166,12 +173,9 @@ def keep_adapter(original: compat.Original, *args: Any, **keywords: Any) -> Any:
     They are the first rank's, and would be lost on meta.
     """
     layer: Any = peft_private.find_adapter_layer(args)
-    if layer is None or not any(
-        pending.get_expression(tensor) is not None
-        for pending in _pending.values()
-        for tensor in layer.get_base_layer().parameters()
-    ):
+    if layer is None or not _is_pending(layer):
         return original(*args, **keywords)
+    # By module and name, because the original may replace the tensors by others.
     before = _get_registered(layer)
     outcome = original(*args, **keywords)
     for (module, name), moved in _get_registered(layer).items():
@@ -185,18 +189,28 @@ def keep_adapter(original: compat.Original, *args: Any, **keywords: Any) -> Any:
     return outcome
 
 
+def _is_pending(layer: Any) -> bool:
+    """Return whether a parameter under an adapter's layer will be read from files."""
+    for pending in _pending.values():
+        for tensor in layer.get_base_layer().parameters():
+            if pending.get_expression(tensor) is not None:
+                return True
+    return False
+
+
 def _get_registered(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:
     """Return the registered tensors of all modules in a model."""
-    return {
-        (module, name): tensor
-        for module in model.modules()
-        for name, tensor in [*get_parameters(module).items(), *get_buffers(module).items()]
-        if tensor is not None
-    }
+    tensors: dict[tuple[nn.Module, str], torch.Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*get_parameters(module).items(), *get_buffers(module).items()]:
+            if tensor is not None:  # a name without a tensor, such as the bias of a Linear without one
+                tensors[module, name] = tensor
+    return tensors
 
 
 def _record(model: Any, folder: Path, outline: MetaModel, index: CheckpointIndex) -> Any:
     """Record the pending tensors. Return the loading info for transformers."""
+    # A name that will be tied counts as missing, as in transformers, which ties it after this.
     matched = outline.bindings_less_ties().matched
     missing: set[str] = set()
     mismatched: set[tuple[str, Any, Any]] = set()
@@ -327,6 +341,7 @@ def load_full_state_dict(
             if world.rank == 0:
                 exchange.local = _require_values(full_sd, live, in_files)
         has_live: bool = exchange.result
+        # First what is in files: each rank reads the bytes of its shards. Then what the first rank alone has.
         for pending, expressions in pending_here:
             with world.collective("open the folder"):
                 reader = stack.enter_context(LocalReader(pending.folder))
@@ -362,6 +377,7 @@ def _bind(
 
 def _rebind(model: nn.Module, bounds: list[Bound]) -> None:
     """Give the optimizers the model's new parameters."""
+    # The names are those of ``bounds``, which were collected before sharding. It replaces the parameters only.
     parameters = {name: item.tensor for item in collect_tensors(model) for name in item.names}
     for bound in bounds:
         for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):

@@ -98,8 +98,12 @@ class ShardwiseTrainer(_Trainer):
         compat.require_before_trainer(cls, ShardwiseTrainer)
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
+        # The classes that super() leads to. Arguments have the names that their first constructor gives them.
         after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
-        reference: Any = keywords.pop("ref_model", None) if compat.loads_reference(type(self)) else None
+        # Constructors of such trainers have no ref_model, so it is taken out before the arguments are passed on.
+        reference: Any = None
+        if compat.loads_reference(type(self)):
+            reference = keywords.pop("ref_model", None)
         kwargs = bind_arguments(after, positional, keywords)
         if reference is not None:
             kwargs = {**kwargs, "ref_model": reference}
@@ -114,6 +118,7 @@ class ShardwiseTrainer(_Trainer):
             with compat.replaced_in_trl(type(self), **replacements):
                 super().__init__(*positional, **keywords)
         finally:
+            # create_accelerator_and_postprocess, which the constructor calls, has replaced it.
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model
         world = World.current(call="the Trainer's callbacks")
@@ -125,6 +130,7 @@ class ShardwiseTrainer(_Trainer):
         """Header of the checkpoint that a training resumes from."""
         self._position: tuple[int, float] | None = None
         """Passes, and optimizer steps of the pass, after which a training resumes in a stream."""
+        # Other models than the trained one, which compute no gradients.
         frozen = [getattr(self, name, None) for name in ("ref_model", "teacher_model")]
         rewards: list[Any] = [one for one in getattr(self, "reward_funcs", ()) if isinstance(one, FSDPModule)]
         for reward in rewards:
@@ -162,10 +168,10 @@ class ShardwiseTrainer(_Trainer):
                 "ranks, so that all ranks would train on the same rows. Launch by torchrun or accelerate launch, "
                 "and on CPUs pass use_cpu=True"
             )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise double_sharding_error(
-                "ACCELERATE_USE_FSDP, or accelerate's configuration," if self.is_fsdp_enabled else "deepspeed"
-            )
+        if self.is_fsdp_enabled:
+            raise double_sharding_error("ACCELERATE_USE_FSDP, or accelerate's configuration,")
+        if self.is_deepspeed_enabled:
+            raise double_sharding_error("deepspeed")
         if self.accelerator.parallelism_config is not None:
             require_rows_or_sequences(self.accelerator.parallelism_config)
         # The Trainer refuses resumable checkpoints of models that are sharded already. Those of this class are.
@@ -226,10 +232,12 @@ class ShardwiseTrainer(_Trainer):
         run, requested = self._run, _requested_checkpoint(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
+            # The first rank alone looks for checkpoints, so that all ranks resume from the same one.
             with world.broadcast("find the checkpoint to resume") as exchange:
                 if world.rank == 0:
                     exchange.local = folders.resume_source(run, requested)
             source, has_incomplete = exchange.result
+            # What an earlier call of train() resumed from must not apply to this one.
             self._header, self._events.best, self._position = None, None, None
             if source is not None:
                 with world.broadcast("read the header") as exchange:
@@ -239,6 +247,7 @@ class ShardwiseTrainer(_Trainer):
                 with world.collective("compare with the run"):
                     self._require_same(header, source)
                 self._header = header
+            # After all checks, so that a training that is refused leaves the folder as it was.
             if has_incomplete:
                 with world.broadcast("remove what a stopped save left"):
                     if world.rank == 0:
@@ -290,6 +299,7 @@ class ShardwiseTrainer(_Trainer):
         Raises:
             RankMismatchError: a rank has fewer batches: its rows, or its settings, are others.
         """
+        # ``num_batches`` is the number of micro-batches of one optimizer step.
         # A stream is read by the first rank, which sends its batches to the others.
         is_sent = world.rank > 0 and isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
         with busy_with("" if is_sent else "the next batch"):
@@ -341,6 +351,7 @@ class ShardwiseTrainer(_Trainer):
                 f"{what}: holds the state of {header.holds}, and this training has {current}. Resume it with the "
                 "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
+        # The position in the data is a number of steps. It is the same row only if steps have as many rows.
         rows = self.get_total_train_batch_size(self.args)
         if rows != header.rows_per_step and not self.args.ignore_data_skip:
             raise ConfigError(
@@ -358,6 +369,7 @@ class ShardwiseTrainer(_Trainer):
             return
         run = Path(self._get_output_dir(trial=trial))
         folder = folders.checkpoint_folder(run, step)
+        # Locked from the first file until older checkpoints are removed.
         with (
             World.current(call="Trainer._save_checkpoint") as world,
             folders.locked_for(world, run, step) as saving,
@@ -371,6 +383,7 @@ class ShardwiseTrainer(_Trainer):
                 failure = saving.find_cause(error)
             finally:
                 self.args.save_total_limit = limit
+            # Before the commit: a checkpoint must not count if any rank has failed to write its part.
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
@@ -393,6 +406,7 @@ class ShardwiseTrainer(_Trainer):
             self.control.should_training_stop = True  # passes over a stream have no end
             return
         if self._position is not None and not compat.has_length(keywords["train_dataloader"]):
+            # With gradient_accumulation_steps=4, the position (1, 25.0) is 100 batches into the second pass.
             epoch, steps = self._position
             if keywords["epoch"] < epoch:
                 return
@@ -428,6 +442,7 @@ class ShardwiseTrainer(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        # All ranks write the model, and then the first one the tokenizer and the arguments. It may fail alone.
         failure: Exception | None = None
         try:
             super()._save(output_dir, state_dict)

@@ -111,6 +111,7 @@ class ComputesInNormalMode:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # One for each forward pass that has begun. Entered and left by hand, because these are two hooks.
         self._left: list[torch.inference_mode] = []
         model.register_forward_pre_hook(self._leave, prepend=True)  # before FSDP2's, which gathers
         model.register_forward_hook(self._enter_again, always_call=True)
@@ -144,8 +145,6 @@ def replaced_in_trl(trainer_class: type, **replacements: Any) -> Iterator[None]:
 
 def wants_reference(trainer_class: type) -> bool:
     """Return whether a trainer needs a reference model. TRL creates one from the model's name by default."""
-    return any(
-        "ref_model" in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-        for kind in trainer_class.__mro__
-        if "__init__" in vars(kind) and kind.__module__.startswith("trl.")
-    )
+    of_trl = [kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.")]
+    constructors = [vars(kind)["__init__"] for kind in of_trl if "__init__" in vars(kind)]
+    return any("ref_model" in inspect.signature(constructor).parameters for constructor in constructors)

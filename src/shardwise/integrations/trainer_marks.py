@@ -91,6 +91,7 @@ def for_trainer(model: ModelT) -> ModelT:
     with World.current(call="for_trainer") as world:
         with world.collective("check that marks fit"):
             inner = _require_fit(model, world)
+        # Hooks first: they average the gradients that FSDP2 does not reduce, and the check finds those without.
         mesh = next((item.device_mesh for item in inner.parameters() if isinstance(item, DTensor)), None)
         if mesh is not None:
             average_replicated_gradients(model, mesh)
@@ -141,6 +142,7 @@ class _SavePretrained:
         if not has_adapters(self.model):
             save(self.model, save_directory, max_shard_size=max_shard_size)
             return
+        # Every adapter but TRL's reference, in PEFT's layout: others than "default" in folders of their names.
         adapters: Any = self.model.peft_config
         for name in adapters:
             if name != compat.REFERENCE:
@@ -158,6 +160,7 @@ class _AddAdapter:
         """Collective: yes, for the reference."""
         if adapter_name == compat.REFERENCE:
             with World.current(call="add_adapter") as world:
+                # Each rank sees its own shards. All must decide the same, because copying the values is collective.
                 changes = peft_private.find_changes(self.model, self.model.active_adapter)
                 if not world.all_reduce_object(changes, _is_any_change):
                     return
@@ -171,7 +174,8 @@ class _AddAdapter:
 def _is_any_change(ranks: Sequence[Sequence[Sequence[bool]]]) -> bool:
     """Return whether an adapter changes the model, from ``peft_private.find_changes`` of all ranks."""
     # ranks[r][layer][factor]: whether rank r's shard of a factor of the layer's product is not zero. A layer
-    # changes the model if each of its factors (lora_A and lora_B) is not zero on some rank.
+    # changes the model if each of its factors (lora_A and lora_B) is not zero on some rank. With one layer and two
+    # ranks, [[[True, False]], [[False, True]]] is a change, and [[[True, False]], [[True, False]]] is none.
     layers = zip(*ranks, strict=True)
     return any(all(any(factor) for factor in zip(*by_rank, strict=True)) for by_rank in layers)
 
@@ -196,7 +200,10 @@ class _GetParameter:
         if is_reference and compat.REFERENCE not in self.model.peft_config:
             return _GatheringProxy(None)
         parameter = type(self.model).get_parameter(self.model, target)
-        return _GatheringProxy(parameter) if is_reference and not isinstance(parameter, DTensor) else parameter
+        # A sharded parameter takes sharded values itself.
+        if is_reference and not isinstance(parameter, DTensor):
+            return _GatheringProxy(parameter)
+        return parameter
 
 
 def _get_pretrained(model: nn.Module) -> PreTrainedModel:
@@ -236,6 +243,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
             f"for_trainer({type(inner).__name__}): is not sharded, and {world.size} ranks train it together. Load "
             "it with shardwise.from_pretrained(...), or call shardwise.shard(model) before"
         )
+    # Replicas of a sharded model (HSDP) are an axis of one mesh.
     meshes = {tuple(item.device_mesh.shape) for item in inner.parameters() if isinstance(item, DTensor)}
     if len(meshes) > 1:
         raise ConfigError(
@@ -243,6 +251,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
             "the Trainer gives every rank rows of its own. Shard it on one mesh of all ranks, with an axis for "
             "replicas"
         )
+    # The mark of transformers is also that of an earlier call of for_trainer, which may be repeated.
     if compat.is_open(inner) and not is_for_trainer(model):
         raise ConfigError(
             f"for_trainer({type(inner).__name__}): transformers has sharded it (from_pretrained with a "
@@ -260,7 +269,7 @@ def bind_arguments(
 ) -> dict[str, Any]:
     """Return arguments by name, for the first of these classes that has a constructor."""
     kind = next(kind for kind in classes if "__init__" in vars(kind))
-    names = list(inspect.signature(kind.__init__).parameters)[1:]  # type: ignore[misc]
+    names = list(inspect.signature(kind.__init__).parameters)[1:]  # type: ignore[misc]  # without self
     return {**dict(zip(names, positional, strict=False)), **keywords}
 
 
@@ -280,8 +289,9 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
         )
     if not is_for_trainer(model):
         raise ConfigError(f"{kind.__name__}(model={type(model).__name__}): pass model=for_trainer(model)")
-    if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
-        raise double_sharding_error("fsdp" if getattr(args, "fsdp", None) else "deepspeed")
+    for option in ("fsdp", "deepspeed"):
+        if getattr(args, option, None):
+            raise double_sharding_error(option)
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None:
         require_rows_or_sequences(parallelism)
@@ -292,6 +302,7 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
             f"{kind.__name__}(peft_config=...): an adapter that is added after sharding would not be sharded, and "
             "could differ between ranks. Load the model with from_pretrained(tuning=Lora(config)) instead"
         )
+    # What follows is about the trainers of TRL.
     if not compat.is_trl_trainer(kind):
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -316,6 +327,7 @@ def _require_reference(kind: type, model: nn.Module, args: Any, kwargs: Mapping[
             raise ConfigError(
                 f"{kind.__name__}({name}=...): pass {name}=for_trainer({other}), sharded as the model is"
             )
+    # In most methods beta weighs a reference model. Where it has another meaning, it asks for none.
     has_beta = bool(getattr(args, "beta", 0)) and not compat.has_no_reference(kind)
     compares = compat.wants_reference(kind) or has_beta
     if reference is None and compares and not has_adapters(model):
@@ -356,6 +368,7 @@ def _require_splittable(kind: type, model: nn.Module, args: Any, kwargs: Mapping
             "dp_replicate_size, dp_shard_size and cp_size whose product is the number of ranks"
         )
     require_sdpa(model)
+    # Each of these computes from the logits or labels of a sequence, of which a rank has a part.
     unfit = {
         "a trainer of TRL": compat.is_trl_trainer(kind),
         "compute_loss_func": kwargs.get("compute_loss_func") is not None,

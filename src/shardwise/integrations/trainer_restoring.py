@@ -86,6 +86,7 @@ def load_trainer_checkpoint(
                 if world.rank == 0:
                     exchange.local = TrainerFolder.open(Path(checkpoint))
             folder: TrainerFolder = exchange.result
+            # save_pretrained of a PEFT model has written its adapter alone, into files of its own.
             is_adapter = has_adapters(model) and not folder.is_fsdp
             with world.collective("find the adapter"):
                 file = folder.adapter_file(adapter) if is_adapter else None
@@ -123,6 +124,7 @@ def _set_model(
     options: StateOptions,
 ) -> StateReport | LoadReport:
     """Set a model's weights, or of a PEFT model its adapter's in ``file``. Collective: yes."""
+    # Files of save_pretrained, of a whole model: a load like any other.
     if file is None and not folder.is_fsdp:
         as_load = LoadOptions(process_group=options.process_group, timeouts=options.timeouts)
         request = LoadRequest(consent=Consent(unexpected=on_unexpected), options=as_load)
@@ -130,8 +132,10 @@ def _set_model(
     only = AdapterOnly(adapter) if has_adapters(model) else None
     consent, clock = Consent(unexpected=on_unexpected), Clock()
     with torch.device("cpu"), ExitStack() as stack:
+        # accelerate's files.
         if file is None:
             return read_model(world, model, FilesSource(folder.path, 0, consent, options), only, clock)
+        # Files of save_pretrained, of an adapter.
         with clock.phase("agree"):
             values: Values = open_stored_values(world, str(file.parent), file.name, options, stack)
             values = exchange_stored_experts(world, model, values, adapter, str(file.parent))
@@ -200,6 +204,7 @@ class TrainerFolder:
 
 
 def _has(kind: SavedKind, names: tuple[str, ...]) -> bool:
+    # accelerate's three forms: a file, a folder, or a file for each rank.
     return any(name in (kind.file(0), kind.folder(0)) or kind.parse_rank(name, 0) is not None for name in names)
 
 
@@ -220,10 +225,11 @@ def _read_state(folder: Path) -> dict[str, Any]:
     what = f"{STATE_FILE} in {folder}"
     if not (folder / STATE_FILE).is_file():
         inner = sorted(place.name for place in folder.glob("checkpoint-*") if (place / STATE_FILE).is_file())
-        hint = (
-            f"Pass one of {', '.join(inner[:8])} in it" if inner else "Pass a folder checkpoint-N of the Trainer's"
-        )
+        hint = "Pass a folder checkpoint-N of the Trainer's"
+        if inner:
+            hint = f"Pass one of {', '.join(inner[:8])} in it"
         raise FormatError(f"{folder}: has no {STATE_FILE}. {hint}")
+    # The size first, so that a damaged file does not fill the memory.
     with LocalReader(folder) as reader:
         nbytes = reader.size(STATE_FILE)
         if nbytes > _MAX_STATE_BYTES:
@@ -235,6 +241,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise FormatError(f"{what}: is not JSON ({error}). The checkpoint is damaged. Pass another one") from error
     if not isinstance(state, dict):
         raise FormatError(f"{what}: holds a {type(state).__name__}, not an object")
+    # A NaN fails the last comparison, as infinity does.
     step, epoch = state.get("global_step"), state.get("epoch") or 0
     if type(step) is not int or step < 0 or not isinstance(epoch, (int, float)) or not abs(epoch) < _MAX_EPOCH:
         raise FormatError(f"{what}: global_step {step!r} and epoch {epoch!r} are no place in a training")

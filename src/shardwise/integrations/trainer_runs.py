@@ -75,6 +75,7 @@ class TrainerHeader:
         values: dict[str, Any] = parse_object(content, what=what)
         if values.pop("version", None) != _VERSION:
             raise FormatError(f"{what}: is of another version of shardwise. Pass another checkpoint")
+        # By type(), because True is an int for isinstance().
         types = [(name, type(value)) for name, value in sorted(values.items())]
         if types != _FIELDS or any(value < 0 for value in values.values() if type(value) is int):
             raise FormatError(f"{what}: is not the header of a checkpoint. Pass another checkpoint")
@@ -131,9 +132,11 @@ def read_checkpoint(source: Path) -> tuple[TrainerHeader, str | None, tuple[int,
             ``source`` cannot be read.
     """
     header, folder = read_complete_header(source), TrainerFolder.open(source)
-    epoch, steps = int(folder.epoch), folder.state.get("max_steps")
-    # Of a stream, whose length it does not know, the Trainer counts max_steps as one pass.
-    return header, _find_best(folder), (epoch, (folder.epoch - epoch) * steps if type(steps) is int else 0)
+    epoch, max_steps = int(folder.epoch), folder.state.get("max_steps")
+    # Of a stream, whose length it does not know, the Trainer counts max_steps as one pass. With max_steps=40 the
+    # epoch 2.25 is the position (2, 10.0): two passes, and ten steps of the third.
+    steps = (folder.epoch - epoch) * max_steps if type(max_steps) is int else 0
+    return header, _find_best(folder), (epoch, steps)
 
 
 def _find_best(folder: TrainerFolder) -> str | None:
@@ -156,6 +159,7 @@ def get_folder_kind(folder: Path) -> FolderKind:
         return FolderKind.COMPLETE
     if not folder.is_dir():
         return FolderKind.FOREIGN
+    # An empty folder is left by a save that is killed before it writes the marker.
     is_incomplete = (folder / BEGUN_FILE).is_file() or not any(folder.iterdir())
     return FolderKind.LEFT if is_incomplete else FolderKind.FOREIGN
 
@@ -170,19 +174,19 @@ def read_header(folder: Path) -> TrainerHeader:
     what = f"resume_from_checkpoint={str(folder)!r}"
     if not folder.is_dir():
         raise ConfigError(f"{what}: no such folder. Pass a folder {PREFIX_CHECKPOINT_DIR}-N, or True")
+    # Without a header, the other files tell what the folder is.
     file = folder / HEADER_FILE
     if not file.is_file():
         if (folder / BEGUN_FILE).is_file():
             raise ConfigError(
                 f"{what}: was never completed. Pass resume_from_checkpoint=True for the newest that was"
             )
-        hint = (
-            "was not saved by ShardwiseTrainer (by the Trainer itself, or under accelerate's FSDP). "
-            "Load its model with shardwise.load_trainer_checkpoint(model, folder)"
-            if (folder / STATE_FILE).is_file()
-            else f"is not a checkpoint. Pass a folder {PREFIX_CHECKPOINT_DIR}-N"
-        )
-        raise ConfigError(f"{what}: {hint}")
+        if (folder / STATE_FILE).is_file():
+            raise ConfigError(
+                f"{what}: was not saved by ShardwiseTrainer (by the Trainer itself, or under accelerate's FSDP). "
+                "Load its model with shardwise.load_trainer_checkpoint(model, folder)"
+            )
+        raise ConfigError(f"{what}: is not a checkpoint. Pass a folder {PREFIX_CHECKPOINT_DIR}-N")
     if file.stat().st_size > _MAX_HEADER_BYTES:
         raise FormatError(f"{file}: is too large for the header of a checkpoint. Pass another checkpoint")
     return TrainerHeader.from_bytes(file.read_bytes(), str(file))
@@ -195,6 +199,7 @@ def read_complete_header(folder: Path) -> TrainerHeader:
         ConfigError, FormatError: as :func:`read_header`, or files are missing or truncated.
     """
     header = read_header(folder)
+    # The header is written last, so a file is missing only if it was removed later, or not copied.
     state = folder / STATE_FOLDER
     if not (folder / STATE_FILE).is_file() or (header.holds != MODEL_ALONE and find_latest(state) != header.step):
         raise FormatError(
@@ -216,6 +221,8 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
     kinds = checkpoints_in(run)
     complete = [step for step, kind in kinds.items() if kind is FolderKind.COMPLETE]
     foreign = [step for step, kind in kinds.items() if kind is FolderKind.FOREIGN]
+    # The step of this folder that the training continues from. It is -1 for a training that starts from the
+    # beginning, or from a checkpoint in another folder: then all checkpoints here are of another run.
     source, at = None, -1
     if requested == "newest":
         if not complete:
@@ -246,6 +253,7 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
     """Return the oldest checkpoints above ``save_total_limit``, without the newest and the best."""
     if limit is None or limit <= 0 or not complete:
         return []
+    # Of steps 1 to 5 with a limit of 2, 1 to 3 are removed, or 2 to 4 if 1 is the best.
     removable = [step for step in sorted(complete) if step not in (max(complete), best)]
     return removable[: max(0, len(complete) - limit)]
 
@@ -266,6 +274,7 @@ def locked_for(world: World, run: Path, step: int) -> Iterator[Saving]:
                     _begin(run, step, saving.save_id)
             yield saving
         except BaseException:
+            # On the first rank, which has the lock. If the removal fails, the first error is still the one raised.
             with contextlib.suppress(StorageError):
                 if saving.is_locked_here:
                     _undo(run, step, saving.locked)
@@ -279,6 +288,7 @@ def _begin(run: Path, step: int, save_id: str) -> None:
         raise StorageError(
             f"{folder}: exists already, with {get_folder_kind(folder).value}. Nothing was overwritten"
         )
+    # The marker is durable before there is any other file, so that all remains of a killed save are recognized.
     with LocalWriter(folder, folders=()) as writer:
         content = save_id.encode()
         writer.create(BEGUN_FILE, len(content))
@@ -296,6 +306,7 @@ def _undo(run: Path, step: int, locked: LockedFolder) -> None:
         if (folder / BEGUN_FILE).is_file():
             _remove_incomplete(folder)
         return
+    # The lock is lost: another save may be writing into this folder. Only the pending header has this save's name.
     with LocalWriter(folder, folders=folders_in(folder)) as writer:
         writer.remove(pending_name(HEADER_FILE, locked.save_id))
         names = writer.list()
@@ -319,6 +330,7 @@ def complete(saving: Saving, folder: Path, header: TrainerHeader) -> None:
             raise StorageError(
                 f"{folder}: another training has begun to save there. Use a different output_dir for each"
             )
+        # Weights and states are synced when they are written, and are not copied again.
         durable = _find_durable(writer)
         for name in writer.list():  # those of the Trainer, which syncs none
             if name not in durable and not name.startswith(f"{STATE_FOLDER}/"):
@@ -334,6 +346,7 @@ def _find_durable(writer: LocalWriter) -> set[str]:
     for name in writer.list():
         if not name.endswith(fingerprints.fingerprint_file("")):
             continue
+        # A record has names within its own folder: in "a/x.fingerprints.json", "y" is the file "a/y".
         folder, slash, _ = name.rpartition("/")
         for saved in fingerprints.from_bytes(writer.read(name)):
             durable |= {f"{folder}{slash}{file}" for file in saved.files}

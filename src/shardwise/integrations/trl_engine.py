@@ -83,6 +83,7 @@ def engine_class() -> Any:
                 only=self._only,
                 options=StreamOptions(device=self.accelerator.device),
             )
+            # zip asks the stream first. If that fails, ``waiting`` still has the tensor that was to come.
             waiting = iter(self._weight_metadata)
             with contextlib.closing(stream):  # type: ignore[type-var]
                 try:
@@ -92,9 +93,11 @@ def engine_class() -> Any:
                     if not is_server or not self.accelerator.is_main_process:
                         raise
                     self._failure = error
+            if self._failure is None:
+                return
             # The server waits for all tensors that it was told of, and this rank for the server. So it gets the
             # rest, without values, before the error is raised.
-            for name, dtype, shape in waiting if self._failure is not None else ():
+            for name, dtype, shape in waiting:
                 yield name, torch.zeros(shape, dtype=getattr(torch, dtype), device=self.accelerator.device)
 
     return StreamingGeneration

@@ -51,6 +51,7 @@ def weight_source(
     """
     vllm: Any = _weight_transfer()
 
+    # Defined here, because its base is imported only when it is used.
     class Source(vllm.WeightSource):  # type: ignore[misc]
         """The tensors of a sharded model."""
 
@@ -68,6 +69,7 @@ def weight_source(
 def _weight_transfer() -> Any:
     """Return vLLM's module for weight transfer, or raise ConfigError if it is missing."""
     try:
+        # Both names are looked up, because a release may have the module without them.
         vllm: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
         _ = vllm.WeightSource.iter_full, vllm.ParamMeta
     except (ImportError, AttributeError) as error:

@@ -49,12 +49,14 @@ class TokenizedRows:
 
     def take(self, indices: Sequence[int]) -> list[RowTensors]:
         """Return rows, or the rows of pairs, without padding."""
-        taken: list[RowTensors] = []
+        # Position i of ``targets`` is the token that position i predicts: the labels, moved by one. Nothing follows
+        # the last token.
+        tensors: list[RowTensors] = []
         for index in indices:
             for row in self.rows.select(range(index * self.size, (index + 1) * self.size)):
                 targets = [*row["labels"][1:], IGNORED]
-                taken.append({"input_ids": torch.tensor(row["input_ids"]), "targets": torch.tensor(targets)})
-        return taken
+                tensors.append({"input_ids": torch.tensor(row["input_ids"]), "targets": torch.tensor(targets)})
+        return tensors
 
 
 def tokenize(
@@ -74,12 +76,16 @@ def tokenize(
         trl_setup.trl_class(method, "Trainer"), local_rank, data, getattr(args, "dataset_text_field", "text")
     ):
         for rows in data:
-            tokenized.append(None if rows is None else tokenize_rows(rows, args, processor))
+            if rows is not None:
+                rows = tokenize_rows(rows, args, processor)
+            tokenized.append(rows)
     splits = (arguments.script.dataset_train_split, arguments.script.dataset_test_split)
     for dataset, split in zip(tokenized, splits, strict=True):
         if dataset is not None:
-            has_labels = _count_supervised(dataset) > 0
-            require_trainable_rows(dataset if has_labels else dataset.select([]), split, args.max_length)
+            # If no row has a label (all answers were cut off), there is none to train on.
+            if _count_supervised(dataset) == 0:
+                dataset = dataset.select([])
+            require_trainable_rows(dataset, split, args.max_length)
     train, test = tokenized
     assert train is not None
     return train, test
@@ -114,6 +120,7 @@ def require_rows_fit(rows: TokenizedRows, longest: int, tokens_per_pass: int) ->
     Raises:
         ConfigError: it does not.
     """
+    # The two rows of a pair are padded to one length, and share a pass.
     padded = rows.size * pad_length(rows.longest, multiple=LENGTH_MULTIPLE, longest=longest)
     if rows.longest > longest or padded > tokens_per_pass:
         raise ConfigError(
@@ -143,6 +150,7 @@ class StepOrder:
 
     def take_step(self) -> list[int]:
         """Return the rows of the next step. The last step of an epoch may have fewer."""
+        # The order of an epoch depends on its seed only, so a checkpoint has the position and not the order.
         if self._of_epoch[0] != self.epoch:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             self._of_epoch = self.epoch, torch.randperm(self.count, generator=generator).tolist()
@@ -159,6 +167,7 @@ class StepOrder:
 
     def steps_left(self, epochs: float) -> int:
         """Return the number of steps until ``epochs`` are completed."""
+        # 10 rows, 4 in a step, are 3 steps. At row 4 of the second of 3 epochs, 2 + 3 steps are left.
         per_epoch = math.ceil(self.count / self.rows_per_step)
         # The checkpoint may have been saved with other rows per step, so the rest of this epoch is counted by rows.
         in_this_epoch = math.ceil((self.count - self.offset) / self.rows_per_step)

@@ -84,11 +84,13 @@ def read_adapters(config: RunConfig) -> dict[str, RunConfig]:
         ConfigError: keys are invalid, or not supported with many LoRAs. The message has all of them.
     """
     overrides_by_name, faults = _expand(config)
+    # All keys of the file: those of TRL, and those of shardwise that do not have their defaults.
     values, defaults = dict(config.values), asdict(ShardwiseArguments())
     values |= {key: value for key, value in asdict(config.own).items() if value != defaults[key]}
     faults += [fault for key, value in values.items() for fault in _find_unsupported(key, value)]
     raise_faults(config.source, faults)
     adapters = {name: _make_config(config, name, overrides) for name, overrides in overrides_by_name.items()}
+    # A key of one loss may be in the file if an adapter has that loss. The others do without it.
     known = {key for adapter in adapters.values() for key in get_keys(adapter.method)}
     raise_faults(
         config.source, [f"{key}: no adapter has a loss with it. Remove it" for key in values.keys() - known]
@@ -103,11 +105,15 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the overrides of each adapter by name, and faults."""
     adapters: Mapping[str, Any] = config.own.adapters or {}
     sweep: Mapping[str, Any] = config.own.sweep or {}
-    default, losses = config.own.loss, set[AdapterMethod]()
+    # A sweep alone is one of a nameless adapter without overrides.
+    entries: Mapping[str, Any] = adapters or {"": {}}
+    losses = set[AdapterMethod]()
     faults: list[str] = []
-    for name, overrides in (adapters or {"": {}}).items():
+    for name, overrides in entries.items():
         loss = overrides.get("loss") if isinstance(overrides, dict) else None
-        losses.add(loss := loss if loss in _LOSSES else default)
+        if loss not in _LOSSES:  # it has none, or one that is a fault of its own
+            loss = config.own.loss
+        losses.add(loss)
         if adapters:
             faults += _find_adapter_faults(name, overrides, loss)
     faults += [fault for key, values in sweep.items() for fault in _find_sweep_faults(key, values, sorted(losses))]
@@ -119,7 +125,7 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
     # names r4-seed1 and r8-seed1. Without a sweep there is one point, without keys.
     points = list(itertools.product(*([(key, value) for value in values] for key, values in sweep.items())))
     expanded: dict[str, dict[str, Any]] = {}
-    for (name, overrides), point in itertools.product((adapters or {"": {}}).items(), points):
+    for (name, overrides), point in itertools.product(entries.items(), points):
         words = [name, *(_format_word(key, value) for key, value in point)]
         expanded["-".join(filter(None, words))] = {**overrides, **dict(point)}
     count = len(points) * max(len(adapters), 1)
@@ -150,6 +156,7 @@ def _find_sweep_faults(key: str, values: object, losses: Sequence[AdapterMethod]
 
 def _find_override_faults(key: str, value: Any, losses: Sequence[AdapterMethod]) -> Iterator[str]:
     """Yield the faults of a key that is set for adapters with these losses."""
+    # A key that no loss has is one of the faults that find_faults finds.
     having = [loss for loss in _LOSSES if key in get_keys(loss)]
     if having and (others := [loss for loss in losses if loss not in having]):
         yield f"{key}: is a key of loss: {having[0]}, not of {others[0]}. Remove it, or set loss"
@@ -173,6 +180,7 @@ def _make_config(config: RunConfig, name: str, overrides: Mapping[str, Any]) -> 
     """Return the configuration of one adapter, as of a single training in a folder with its name."""
     overrides = dict(overrides)
     method: AdapterMethod = overrides.pop("loss", config.own.loss)
+    # The file's max_steps would end a training for which an adapter sets num_train_epochs.
     replaced = {_REPLACED[key] for key in overrides if key in _REPLACED} - overrides.keys()
     # Keys of the file that another loss has do not apply.
     applied = get_keys(method).keys() - replaced

@@ -29,10 +29,12 @@ def _require_message(chat: Chat, index: int) -> None:
     message, text, name = chat.messages[index], chat.text, f"messages[{index}]"
     content = message.get("content")
     if isinstance(content, list):
+        # A template that does not know parts writes the list itself.
         if str(content) in text or json.dumps(content, ensure_ascii=False) in text:
             raise _left_out(f"{name}.content")
         texts = [str(item.get("text", "")) for item in content]
     else:
+        # Templates strip and indent texts, and drop earlier reasoning. The longest line stands for the text.
         texts = [line for line in (content or "").split("</think>")[-1].splitlines() if line.strip()]
         texts = [max(texts, key=len)] if texts else []
     if not all(_has(text, one) for one in texts):
@@ -43,6 +45,7 @@ def _require_message(chat: Chat, index: int) -> None:
             raise _left_out(f"{name}.content")
     for number, call in enumerate(message.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
+        # An object as Python writes it, or a string within another, is not what a model should learn to write.
         is_written = call["function"]["name"] in text
         if isinstance(arguments, dict):
             is_written &= not (arguments and str(arguments) in text)
@@ -76,11 +79,12 @@ def require_trained(chat: Chat, index: int, answer: str) -> None:
     if not all(_has(answer, text.removeprefix("<think>")) for text in texts):
         raise _left_out(f"{name}.content")
     calls = message.get("tool_calls") or []
-    through = chat.trainable([*chat.messages[:index], message]) if calls else ""
+    # Templates write calls in many ways. A part is trained if the trained text changes when it is left out.
+    whole = chat.trainable([*chat.messages[:index], message]) if calls else ""
     for number, call in enumerate(calls):
         for part, fewer in _without_parts(call, answer):
             others = [*calls[:number], *fewer, *calls[number + 1 :]]
-            if chat.trainable([*chat.messages[:index], {**message, "tool_calls": others}]) == through:
+            if chat.trainable([*chat.messages[:index], {**message, "tool_calls": others}]) == whole:
                 raise _left_out(f"{name}.tool_calls[{number}]{part}")
 
 

@@ -64,6 +64,7 @@ class AssistantMasks:
                 "rows with 'prompt' and 'completion'"
             )
         self._tokenizer = tokenizer
+        # The tokens by which templates begin and end messages. Not all of them have a role in the tokenizer.
         special = {str(token) for token in tokenizer.all_special_tokens}
         special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(sorted(special - {""}))
@@ -112,9 +113,11 @@ class AssistantMasks:
                 name = f"messages[{index}].tool_responses"
                 raise ChatError(f"{name}: is not supported. Write results as messages with the role 'tool'")
         has_calls = any(message.get("tool_calls") for message in chat.messages)
+        # A template without the word leaves out what the row has, in every form of the messages.
         for name, is_used in (("tools", chat.variables["tools"] is not None), ("tool_calls", has_calls)):
             if is_used and name not in chat.template:
                 raise ChatError(f"chat template: does not use {name!r}, which the row has. Set chat_template_path")
+        # If no form is complete, the error is that of the first one, which most templates are made for.
         first: ChatError | None = None
         for form in forms(chat.messages):
             rendered = replace(chat, messages=form)
@@ -131,17 +134,20 @@ class AssistantMasks:
         before, message = chat.messages[:index], chat.messages[index]
         prompt = chat.attempt(before, prompt=True)
         rendered = chat.render([*before, message])
+        # ``text`` is the chat through this answer, and ``start`` and ``end`` are the answer's place in it.
         text = rendered.text
         if prompt is not None and text.startswith(prompt):
             start = len(prompt)
         else:
             start = _start(chat, index, text, prompt)
         end = self._end(chat, index, text, start)
+        # Marked ranges that end before the answer are those of earlier ones.
         if chat.has_marks:
             return MaskedText(text, [(first, min(last, end)) for first, last in rendered.spans if last > start])
         if prompt is not None and _lacks_context(chat, before, text[:start], prompt):
             # Mistral's templates render a system message only if the chat ends with a user message.
             text, start, end = prompt + text[start:end], len(prompt), len(prompt) + end - start
+        # The model has to learn to stop, at a special token of the answer or the one that begins the next message.
         if text[start:end].endswith(self._special):
             return MaskedText(text, [(start, end)])
         opening = self._opening(chat, "tool" if message.get("tool_calls") else "user")
@@ -162,6 +168,7 @@ class AssistantMasks:
 
     def _opening(self, chat: Chat, role: str) -> str:
         """Return the special token that starts the message after an answer, or "" if it starts with other text."""
+        # Found in a chat of stand-ins, once for each role: the answer is rendered with and without a next message.
         if role not in self._openings:
             answer: ChatMessage = {"role": "assistant", "content": "x"}
             if role == "tool":
@@ -175,6 +182,7 @@ class AssistantMasks:
         return self._openings[role]
 
     def _tokenize(self, example: MaskedText) -> dict[str, list[int]]:
+        # The rendering has all special tokens. Offsets are the (first, stop) characters of each token.
         tokens = self._tokenizer(example.text, add_special_tokens=False, return_attention_mask=False, verbose=False)
         mask = [0] * len(tokens["input_ids"])  # a token is trained on if any of its characters is
         for number, (first, stop) in enumerate(tokens.encodings[0].offsets):
@@ -185,6 +193,7 @@ class AssistantMasks:
 def _start(chat: Chat, index: int, text: str, prompt: str | None) -> int:
     """Return the start of an answer in a text that does not continue the prompt for it."""
     before, message = chat.messages[:index], chat.messages[index]
+    # Two other contents, because the answer may begin like one of them.
     others = (chat.attempt([*before, with_content(message, other)]) for other in ("x", "y"))
     changed = min((common_length(text, other) for other in others if other is not None), default=len(text))
     if prompt is None:
@@ -218,6 +227,7 @@ def _context_end(chat: Chat, index: int, text: str) -> int:
         message = before[place]
         if not message.get("content"):
             continue
+        # The last character that changes with this content, counted from the end. Two others, as in _start.
         for other in ("x", "y"):
             changed = {**message, "content": like(message["content"], other)}
             whole = chat.attempt([*before[:place], changed, *chat.messages[place + 1 : index + 1]])

@@ -88,6 +88,7 @@ class Chat:
             [text], spans = render([list(messages)], chat_template=self.template, **variables)
         except Exception as error:  # a template can raise anything
             raise ChatError(f"chat template: {error}. Change the row, or set chat_template_path") from error
+        # Without marks everything is one range, in which the caller finds the answer.
         if not self.has_marks:
             return MaskedText(text, [(0, len(text))])
         return MaskedText(text, list(spans[0]) if spans else [])
@@ -111,6 +112,7 @@ class Chat:
         others = [*self.messages[:index], message, *self.messages[index + 1 :]]
         if self.attempt(others) != self.text:
             return True
+        # Some templates have a message only in the prompt for an answer, and not in the chat with it.
         roles = [one["role"] for one in self.messages]
         stop = roles.index("assistant", index) if "assistant" in roles[index:] else len(roles)
         return self.attempt(others[:stop], prompt=True) != self.attempt(self.messages[:stop], prompt=True)
@@ -132,6 +134,7 @@ def forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
     Contents as strings or lists of parts, arguments of tool calls as objects or JSON, absent contents left out,
     None or "".
     """
+    # Only what the messages have is varied: a chat without calls and absent contents has two forms.
     usual = [_clean(message) for message in messages]
     has_calls = any("tool_calls" in message for message in usual)
     lacks_content = any(message.get("content") is None for message in usual)
@@ -167,6 +170,7 @@ def _normalize(message: ChatMessage, arguments: type, absent: str | None, *, as_
 
 
 def _normalize_call(call: Mapping[str, Any], form: type) -> Mapping[str, Any]:
+    # {"name": ..., "arguments": ...}, which is within the call, or the call itself.
     function = {key: value for key, value in call.get("function", call).items() if value is not None}
     arguments = function.get("arguments") or {}
     if form is dict:

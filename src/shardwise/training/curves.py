@@ -80,6 +80,7 @@ class MemoryCallback(TrainerCallback):
         if "loss" not in (logs or {}):
             return
         memory = gather_memory(self._world)
+        # The Trainer has appended the entry of these logs before it calls its callbacks.
         entry: dict[str, Any] = state.log_history[-1]
         entry.update(memory)  # not ``logs``, which the console shows
         metrics = {
@@ -117,9 +118,11 @@ def _draw(path: Path, logs: Mapping[str, LogHistory], memory: LogHistory, estima
     memory = [entry for entry in memory if _HOST in entry]
     if not memory:  # no loss was logged
         return
+    # Panels from the top: losses, learning rates, and a panel for each kind of memory.
     kinds = [kind for kind in (_DEVICE, _HOST) if any(kind in entry for entry in memory)]
     figure = Figure(figsize=(9, 2.5 * (2 + len(kinds))), dpi=100, layout="constrained")
     loss, rate, *others = figure.subplots(2 + len(kinds), 1)
+    # A LoRA has the same color in both panels, and one label in each legend.
     for place, (name, log) in enumerate(logs.items()):
         label = name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 2]}…{name[-_MAX_NAME // 2 :]}"
         for axes, key, style in ((loss, "loss", "-"), (loss, "eval_loss", "--"), (rate, "learning_rate", "-")):
@@ -149,6 +152,7 @@ def _plot(
     """Plot the curve at a place among several, with a label for the legend, or ""."""
     from matplotlib import colormaps
 
+    # matplotlib's own colors are ten.
     color: Any = f"C{place}" if count <= 10 else colormaps["turbo"](place / count)
     marker = "." if len(points) < _FEW_POINTS else ""
     axes.plot(*zip(*points, strict=True), color=color, marker=marker, label=label, **style)

@@ -8,7 +8,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -90,14 +90,18 @@ def preparing_together(
             except ShardwiseError:
                 raise
             except Exception as error:  # of datasets, pyarrow, Jinja: any
+                # Only after TRL has failed, because it is a pass over all rows.
                 for dataset in rows:
                     if isinstance(dataset, datasets.Dataset):
                         _require_usable_rows(dataset, text_field)
                 why = redact(f"{type(error).__name__}: {error}", "", {})
                 raise ConfigError(f"the dataset cannot be prepared, {why}. Check its rows") from error
 
+    # Some classes of TRL prepare no datasets, and their modules lack the name.
     module, name = sys.modules[trainer.__module__], "global_then_local_main_first"
-    with mock.patch.object(module, name, first_rank_first) if hasattr(module, name) else nullcontext():
+    with ExitStack() as stack:
+        if hasattr(module, name):
+            stack.enter_context(mock.patch.object(module, name, first_rank_first))
         yield
 
 
@@ -130,6 +134,7 @@ def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[
     if own.dataset_mixture:
         return _mix_weighted(own.dataset_mixture, script.dataset_train_split)
     if mixture.datasets:
+        # TRL reads each entry by its path. Of a local file that is the builder.
         for entry in mixture.datasets:
             if (builder := _find_builder(entry.path)) is not None:
                 entry.path, entry.data_files = builder, entry.path
@@ -174,14 +179,15 @@ def _mix_shares(own: ShardwiseArguments) -> Mapping[str, AnyDataset]:
         for split in own.dataset_splits or ("train", "test"):
             rows = _read(name, config, split=split)
             rows = rows.select_columns([column for column in rows.column_names if column in _MIXED_COLUMNS])
+            # Splits have names such as train_sft and test_prefs.
             if "train" in split:
                 rows = rows.select(range(int(share * len(rows))))
             parts["train" if "train" in split else "test"].append(rows)
-    return {
-        split: _call(", ".join(mixer), datasets.concatenate_datasets, rows).shuffle(seed=42)
-        for split, rows in parts.items()
-        if rows
-    }
+    mixed: dict[str, AnyDataset] = {}
+    for split, of_split in parts.items():
+        if of_split:
+            mixed[split] = _call(", ".join(mixer), datasets.concatenate_datasets, of_split).shuffle(seed=42)
+    return mixed
 
 
 def _mix_weighted(mixture: Mapping[str, Any], train_split: str) -> Mapping[str, AnyDataset]:
@@ -281,7 +287,9 @@ def _add_system_prompt(
     columns = next((one for one in (["messages"], ["prompt"], ["chosen", "rejected"]) if one[0] in chat), [])
     if not columns:
         raise MalformedRowError("has no messages, prompt or chosen for system_prompt. Remove that key")
-    for column in columns if system_prompt is not None else ():
+    if system_prompt is None:
+        return [chat]
+    for column in columns:
         messages = chat[column]
         if isinstance(messages, str):
             raise MalformedRowError(f"{column}: is text, which has no system message. Set dataset_prompt_column")
@@ -377,6 +385,7 @@ def require_embedded_tokens(dataset: AnyDataset, processor: Any, model: Any) -> 
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
+    # Words of the tokenizer whose ids are beyond the last embedding.
     words = {token: word for word, token in tokenizer.get_vocab().items() if token >= num_embeddings}
     columns = [name for name in get_column_names(dataset) if name.endswith("ids")]
     if not words or not columns:  # most tokenizers have no such words: then rows are not read
@@ -385,6 +394,7 @@ def require_embedded_tokens(dataset: AnyDataset, processor: Any, model: Any) -> 
         checked: AnyDataset = dataset.map(partial(_require_embedded, words, columns, num_embeddings))
         return checked
     for batch in dataset.select_columns(columns).iter(1000):
+        # By column, the highest id of each row.
         highest = {name: [max(ids, default=0) for ids in batch[name]] for name in columns}
         _require_embedded(words, columns, num_embeddings, highest)
     return dataset
@@ -418,9 +428,8 @@ def needs_masks(dataset: AnyDataset) -> bool:
         with naming_row(index):
             chat = to_messages(row)
             for key in ("messages", "prompt", "completion"):
-                if any(
-                    "weight" in message or message.get("tool_calls") for message in _turns(key, chat.get(key, []))
-                ):
+                messages = _turns(key, chat.get(key, []))
+                if any("weight" in message or message.get("tool_calls") for message in messages):
                     return True
     return False
 
@@ -485,6 +494,7 @@ def _make_batch(
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
 ) -> dict[str, list[Any]]:
+    # From columns to rows, and back. A column that an example lacks is null there.
     examples: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         with naming_row(index):
@@ -495,6 +505,7 @@ def _make_batch(
 
 def _tokenize(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     chat = to_messages(row)
+    # Of prompt and completion, only the completion is trained on.
     if "messages" not in chat:
         context = [{**message, "weight": 0} for message in _turns("prompt", chat.get("prompt", []))]
         chat["messages"] = [*context, *_turns("completion", chat.get("completion", []))]
@@ -539,6 +550,7 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
         MalformedRowError: naming the key that is malformed.
     """
     columns = {key: _parse_json(key, _without_nulls(value)) for key, value in row.items() if value is not None}
+    # An empty list of tools is no tools.
     if tools := columns.pop("tools", None):
         columns["tools"] = _to_functions(tools)
     if "messages" in columns:
@@ -565,10 +577,12 @@ def _require_message(message: Mapping[str, Any], name: str) -> None:
     """Check that a message has a role, text as its content, and calls of functions with JSON as arguments."""
     if not isinstance(message.get("role"), str):
         raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
+    # Parts without text, such as images, are allowed.
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
         raise MalformedRowError(f"{name}.content: is not text, nor a list of parts of text. Write content: TEXT")
+    # A malformed call raises one of several errors below, which are all the same fault.
     try:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -607,6 +621,7 @@ def _convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise MalformedRowError(f"{name}: has the speaker {speaker!r}. Use one of {', '.join(_ROLES)}.")
     others = {key: value for key, value in turn.items() if key not in ("from", "value")}
     content = turn.get("value", "")
+    # A function call is the JSON of one call, or of a list of calls.
     if speaker != "function_call":
         return {"role": _ROLES[speaker], "content": content, **others}
     try:
@@ -624,6 +639,7 @@ def _convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
     """Convert a row of Alpaca. The input follows the instruction on a new line. ``history`` comes before both."""
+    # Each column is removed when it is used, so that the others are left.
     messages = []
     if system := row.pop("system", None):
         messages.append({"role": "system", "content": system})

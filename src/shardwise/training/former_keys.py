@@ -151,6 +151,7 @@ def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation
         values: keys and values.
         keys: the keys of today, for the method. They are not translated.
     """
+    # Keys of today first, because what a former key becomes is compared with them.
     today = {key: value for key, value in values.items() if key in keys and not _is_converted(key, value, values)}
     notes: list[str] = []
     faults: list[str] = []
@@ -173,6 +174,8 @@ def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation
             continue
         if not replacement:
             notes.append(f"{key}: left out. {value} asks for nothing")
+        # If the key of today is set, too: mappings are united, a value that counts less is left out, equal values
+        # are one, and all others contradict each other.
         for name, new in replacement.items():
             old = today.get(name)
             is_unset = old is None or (key == "warmup_ratio" and old == 0)  # transformers 4 read 0 steps so
@@ -229,6 +232,7 @@ def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[s
         if not 0 <= ratio < 1:
             raise ValueError(f"{value} is not a fraction of the steps. Write 0.0 or more, and less than 1")
         return {"warmup_steps": ratio}
+    # Lists for dataset_mixer, beside a single dataset.
     if key == "dataset_configs":
         if not isinstance(value, list) or len(value) != 1:
             raise ValueError("is for dataset_mixer. Set dataset_config")

@@ -67,7 +67,8 @@ class ImageRowCheck:
         """
         with naming_row(index):
             images = row.get(self._column)
-            images = [images] if self._column == "image" and images is not None else images
+            if self._column == "image" and images is not None:
+                images = [images]
             # Ranks gather the weights of the vision tower together, so that none may have a batch without images.
             if not images:
                 raise MalformedRowError(
@@ -91,6 +92,7 @@ class ImageRowCheck:
         example: dict[str, Any] = {name: row.get(name) for name in names}
         if missing := [name for name, value in example.items() if not value]:
             raise MalformedRowError(f"{missing[0]}: is missing or empty. Write {', '.join(names)}")
+        # Only the number of images matters here, so small ones stand in for them.
         stand_ins = [Image.new("RGB", (1, 1))] * num_images
         try:
             if self._has_masks and any(message.get("weight") is not None for message in example["messages"]):
@@ -103,6 +105,7 @@ class ImageRowCheck:
                     for name, messages in example.items()
                 }
                 example = apply_chat_template(paired, self._processor)
+            # Images are in the prompt, or in the only text. Answers have none.
             with_images = example.pop("prompt", None) or example.popitem()[1]
             self._processor.validate_inputs(images=[stand_ins], text=[with_images])
             if example:
@@ -130,6 +133,7 @@ def _require_image(image: Any, name: str) -> None:
         source = image.get("path") if image.get("bytes") is None else io.BytesIO(image["bytes"])
     if isinstance(source, Image.Image) or (isinstance(source, str) and source.startswith(("http://", "https://"))):
         return
+    # For messages: a path may be long, and a URL may have credentials.
     shown = without_secrets(source) if isinstance(source, str) else "its content"
     shown = shown if len(shown) <= 200 else f"{shown[:197]}..."
     try:
@@ -138,6 +142,7 @@ def _require_image(image: Any, name: str) -> None:
                 load_image(source)
                 return
             raise MalformedRowError(f"{name}: {shown} is not a file. Check the path")
+        # This reads the header only.
         with Image.open(source):
             return
     except MalformedRowError:
@@ -158,6 +163,7 @@ def require_usable(dataset: AnyDataset | None, check: ImageRowCheck) -> None:
         return
     with World.current(call="train") as world:
         with world.all_gather("check the rows with images") as exchange:
+            # Each rank stops at its first fault. The first of all rows is the first of these.
             share = range(world.rank, len(dataset), world.size)
             exchange.local = _find_fault(dataset, share, check, world)
         faults: list[tuple[int, str]] = [fault for fault in exchange.result if fault is not None]

@@ -148,6 +148,7 @@ def normalize_values(values: Mapping[str, Any], method: TrainMethod) -> dict[str
     A key of another method that is off asks for nothing, and is left out, too.
     """
     specs = get_keys(method)
+    # Keys that only other methods have.
     elsewhere = {key for one in METHODS for key in get_keys(one)} - specs.keys()
     normalized = {}
     for key, value in values.items():
@@ -164,6 +165,7 @@ def normalize_values(values: Mapping[str, Any], method: TrainMethod) -> dict[str
 def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Yield the faults of a key and its value."""
     specs = get_keys(method)
+    # The first that applies. The later ones are for values of the right type.
     if key == "method" and value in OTHER_METHODS:
         yield f"method: {value} is not supported: {OTHER_METHODS[value]}"
     elif others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
@@ -193,6 +195,7 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
     """
     use_peft = values.get("use_peft")
     all_values = {**values, **dataclasses.asdict(own)}
+    # Each key of shardwise says which one it excludes.
     for field in dataclasses.fields(own):
         other = field.metadata["excludes"]
         if other and all_values.get(field.name) and all_values.get(other):
@@ -235,6 +238,7 @@ def _find_mixture_faults(own: ShardwiseArguments) -> Iterator[str]:
     if not isinstance(entries, list) or not all(isinstance(one, dict) and "id" in one for one in entries):
         yield "dataset_mixture: has no datasets. Write datasets: [{id: NAME, weight: SHARE}, ...]"
         return
+    # Unknown keys of the mixture and of all of its datasets are one fault.
     unknown = own.dataset_mixture.keys() - {"datasets", "seed", "test_split_size"}
     for number, entry in enumerate(entries):
         unknown |= entry.keys() - {"id", "config", "split", "columns", "weight"}
@@ -259,6 +263,7 @@ def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str
     spec = specs[key]
     names: Sequence[str] = spec["types"]
     kind = "null" if value is None else type(value).__name__
+    # Besides values of its types, a key takes those that TRL's parser converts to them.
     fits = (
         "any" in names
         or (key == "resume_from_checkpoint" and value is False)  # as the Trainer's own argument
@@ -282,6 +287,7 @@ def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str
 def _find_misspelled(key: str, known: Iterable[str]) -> str | None:
     """Return a known key with one or two other letters. One that is merely similar may mean something else."""
     for near in difflib.get_close_matches(key, known, n=3, cutoff=0.8):
+        # Letters that are added, left out or exchanged. Letters in another order are one mistake.
         edits = difflib.SequenceMatcher(None, key, near, autojunk=False).get_opcodes()
         letters = sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in edits if kind != "equal")
         if letters <= (2 if len(key) > 8 else 1) or sorted(key) == sorted(near):

@@ -53,13 +53,16 @@ def _read_tables() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _explain(program: str, given: Mapping[str, Any]) -> str:
+    # What the program does without a key, and TRL does not.
     keys = dict(given)
     for condition, implied in _read_tables()["implied"].items():
         if condition in {program, *keys, *(_line(key, value) for key, value in keys.items())}:
             keys = {**keys, **{key: value for key, value in implied.items() if key not in keys}}
+    # The method first, because it decides which keys of TRL exist.
     replacements = {key: _convert(key, value, keys) for key, value in keys.items()}
     chosen = [replacement.get("method") for replacement in replacements.values()]
     method = next((one for one in METHODS if one in chosen), METHODS[0])
+    # Each key of the file is in the new one, with its origin as a comment, or among the comments at its end.
     config: dict[str, Any] = {}
     origins: dict[str, str] = {}
     comments: list[str] = []
@@ -87,6 +90,7 @@ def _explain(program: str, given: Mapping[str, Any]) -> str:
 
 def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that have values, those in mappings and in datasets with a dot."""
+    # LLaMA-Factory names its datasets in one string. axolotl lists entries, which may have keys that TRL has not.
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key == "dataset" and isinstance(value, str):
@@ -121,6 +125,7 @@ def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]
         return {names[key]: [name.strip() for name in value.split(",")]}
     if key == "lora_target_modules" and keys.get("lora_target_linear"):  # which adds them to all others
         return {"": value}
+    # 4 in each of 2 epochs are 8 in all, one after each 0.125 of the steps.
     epochs = keys.get("num_epochs")
     is_per_epoch = key == "saves_per_epoch" or (key == "evals_per_epoch" and keys.get("val_set_size"))
     if is_per_epoch and isinstance(value, int) and isinstance(epochs, int | float) and value > 0:

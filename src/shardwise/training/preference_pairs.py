@@ -20,16 +20,17 @@ def tokenize_pairs(rows: AnyDataset, args: Any, processor: Any) -> datasets.Data
     # DPOTrainer sets this attribute in its constructor, which needs a model.
     trainer: Any = SimpleNamespace(_tokenizer=getattr(processor, "tokenizer", processor))
     prepared = DPOTrainer._prepare_dataset(trainer, rows, processor, args, "adapter")
-    kept = slice(args.max_length)
+    # Prompt and answer are cut together, at the end of the answer or at the beginning of the prompt.
+    window = slice(args.max_length)
     if args.max_length is not None and args.truncation_mode == "keep_end":
-        kept = slice(-args.max_length, None)
+        window = slice(-args.max_length, None)
 
     def split(batch: Mapping[str, Any]) -> dict[str, list[list[int]]]:
         ids, labels = [], []
         for prompt, *answers in zip(batch["prompt_ids"], batch["chosen_ids"], batch["rejected_ids"], strict=True):
             for answer in answers:
-                ids.append((prompt + answer)[kept])
-                labels.append(([IGNORED] * len(prompt) + answer)[kept])
+                ids.append((prompt + answer)[window])
+                labels.append(([IGNORED] * len(prompt) + answer)[window])
         return {"input_ids": ids, "labels": labels}
 
     return prepared.map(split, batched=True, remove_columns=prepared.column_names)
@@ -47,7 +48,10 @@ def compute_margins(
         references: the same of the base without the adapter.
         beta: see ``DPOConfig``.
     """
-    rewards = [beta * (own.sum() - other.sum()) for own, other in zip(logprobs, references, strict=True)]
+    # A scalar for each row. Rows 2k and 2k + 1 are the chosen and the rejected answer of pair k.
+    rewards: list[torch.Tensor] = []
+    for tuned, base in zip(logprobs, references, strict=True):  # each (tokens,)
+        rewards.append(beta * (tuned.sum() - base.sum()))
     for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True):
         yield chosen - rejected
 
@@ -59,5 +63,6 @@ def compute_dpo_loss(
 
     (Rafailov et al., 2023, arXiv 2305.18290, equation 7.)
     """
+    # ``num_pairs`` counts those of all ranks, so the sum over them is the mean of the step.
     [margin] = compute_margins(logprobs, [row["logprobs"] for row in rows], config["beta"])
     return -torch.nn.functional.logsigmoid(margin) / config["num_pairs"]

@@ -55,6 +55,7 @@ def require_same_rows(split: str, dataset: AnyDataset | None) -> None:
         require_same_settings(world, _describe(dataset), what)
         if not isinstance(dataset, datasets.Dataset):
             return  # a stream is compared in its first row, and ranks notice when its rows end in different steps
+        # Reading all rows is slow, and rarely needed.
         if world.all_reduce_object(dataset._fingerprint, world.find_mismatched):
             require_same_settings(world, {"rows": _digest(dataset)}, what)
 

@@ -60,6 +60,7 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
         ConfigError: the file cannot be read, or keys are unknown or have invalid values. The message has all of
             them.
     """
+    # [METHOD] and [CONFIG.yaml] are optional. All other words are overrides of the file.
     words = list(arguments)
     method = words.pop(0) if words and words[0] in METHODS else None
     file = words.pop(0) if words and not words[0].startswith("--") else None
@@ -74,6 +75,7 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     source = file or "the command line"
     if explanation := explain_other_format(values):
         raise ConfigError(f"{source}: {explanation}")
+    # The method decides which keys exist, so it is needed before keys are translated and checked.
     named: Any = values.get("loss") or values.get("method", "sft")  # many LoRAs are of several methods
     valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
     translation = translate(values, get_keys(valid_method))
@@ -84,6 +86,7 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     values = {key: [value] if _is_single(key, value) else value for key, value in values.items()}
     if values.get("resume_from_checkpoint") is True:  # as is the default here
         del values["resume_from_checkpoint"]
+    # First all keys one by one, and only if all are valid those that contradict each other.
     for key, value in values.items():
         faults += find_faults(key, value, valid_method)
     raise_faults(source, faults)
@@ -158,6 +161,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Parse ``--key value``, ``--key=value``, ``--key v1 v2`` and ``--flag``, as TRL's parser does."""
+    # ["--lr", "1", "--betas", "0.9", "0.99"] is grouped to [["lr", "1"], ["betas", "0.9", "0.99"]].
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("--"):

@@ -84,6 +84,7 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     with World.current(call="train") as world:
         with world.collective("parse the configuration"):
             parsed = {name: trl_setup.parse(one) for name, one in configs.items()}
+        # Ranks of a launcher read files and environments of their own.
         settings: dict[str, str] = {}
         for name, arguments in parsed.items():
             for key, value in effective_settings(arguments).items():
@@ -92,6 +93,7 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     # Keys of the base are the same for all. Those of the tokenizer are among those of supervised training.
     first = min(parsed.values(), key=lambda one: one.own.method != "sft")
     output = Path(first.training.output_dir)
+    # The keys that a training keeps when it resumes. Those of an adapter are NAME.KEY.
     identity = get_identity(config, config.method)
     weights = ["*.safetensors"]
     if config.own.has_adapters:
@@ -156,6 +158,7 @@ def lock_output(
         StorageError: another training runs there.
         ConfigError: the folder has another training. The message has the key that differs.
     """
+    # Not the output folder itself is locked, because each save of a checkpoint locks that.
     folder = output / RUN_FOLDER
     with World.current(call="train") as world:
         with world.broadcast("create the folder"):
@@ -200,6 +203,7 @@ class TrainingRecord:
 def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
     """Write the record of a training, unless the folder has another training."""
     file = output / RUN_FOLDER / _RUN_FILE
+    # Without weights a record may be replaced: its training has saved nothing that could be mixed up.
     has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
     if has_weights and not file.is_file():
         raise ConfigError(

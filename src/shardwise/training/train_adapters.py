@@ -58,6 +58,7 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
         has_stopped, failures, memory = train_together(adapters, request)
         if world.rank == 0:
             draw_curves(output, {adapter.name: adapter.state.log_history for adapter in adapters}, memory)
+    # By adapter: steps, the last losses, and the failure of one that has failed.
     metrics: dict[str, dict[str, Any]] = {}
     history: list[Mapping[str, Any]] = []
     for adapter in adapters:
@@ -118,9 +119,9 @@ def _add_adapters(inputs: RunInputs, tokens_per_pass: int, world: World) -> list
                     require_embedded_tokens(dataset, inputs.processor, model)
     adapters = []
     for name, arguments in inputs.arguments.items():
-        rows_of_adapter = [
-            None if rows is None else TokenizedRows(rows, arguments.own.method) for rows in inputs.data[name]
-        ]
+        rows_of_adapter: list[TokenizedRows | None] = []
+        for rows in inputs.data[name]:
+            rows_of_adapter.append(None if rows is None else TokenizedRows(rows, arguments.own.method))
         with name_adapter(name):
             adapters.append(AdapterTraining(name, arguments, rows_of_adapter, shared))
             adapters[-1].join()
@@ -151,7 +152,8 @@ def train_together(
         tqdm(total=total, disable=is_silent) as bar,
         translate_collective_errors(world, lambda: "in a pass of adapters"),
     ):
-        # An adapter that resumes from its last step has no step left, but may not have saved its matrices.
+        # ``waiting`` have steps left, and ``in_step`` have just taken one. Before the first step, the latter are
+        # the adapters that resume from their last step, and may not have saved their matrices.
         steps: dict[str, AdapterStep] = {}
         in_step, waiting = [adapter for adapter in adapters if adapter.is_done], list(adapters)
         while True:
@@ -178,11 +180,13 @@ def train_together(
                 if error.output is None:
                     raise
                 output = error.output  # losses that are not finite are NaN, and end their adapters alone
+            # In the order of the requests. Each adapter takes as many as it has made.
             outcomes = iter(output.requests)
             for adapter in in_step:
                 adapter.note_outcomes(outcomes)
             steps = bank.optim_step({adapter.name: {} for adapter in in_step})
             bar.update(len(in_step))
+        # Adapters that are left after a signal. Those that are done have saved themselves.
         for adapter in waiting:
             adapter.save_checkpoint()
     return has_stopped and bool(waiting), failures, memory
@@ -243,6 +247,7 @@ class AdapterTraining:
         rows, self._held_out = splits
         assert rows is not None
         self._rows, self._shared = rows, shared
+        # A row that does not fit is an error before the training, not within it.
         for split in filter(None, splits):
             require_rows_fit(split, self.bank.max_length, shared.tokens_per_pass)
         self._has_pairs = rows.size > 1
@@ -252,6 +257,7 @@ class AdapterTraining:
         """Log probabilities of the base for the rows of the next step."""
         self._margins: list[float] = []
         """Of this rank's pairs since the last log entry."""
+        # As in the Trainer, a step has the rows of all ranks and of all of their micro-batches.
         per_rank = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._order = StepOrder(len(rows), per_rank * shared.world.size, seed)
@@ -302,6 +308,7 @@ class AdapterTraining:
     def _keywords(self) -> AdapterOptions:
         args, total = self.args, self.state.max_steps
 
+        # As the Trainer makes them. The bank calls both, with the parameters of the adapter.
         def optimizer(parameters: list[Any]) -> Any:
             kind, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
             return kind(parameters, weight_decay=args.weight_decay, **keywords)
@@ -331,6 +338,7 @@ class AdapterTraining:
 
     def next_requests(self) -> list[Request]:
         """Return requests with the rows of the next step on this rank. Collective: yes."""
+        # Indices of all ranks' rows. ``rows`` are those of this rank.
         step = self._order.take_step()
         rows = self._take(self._rows, step)
         if not self._has_pairs:
@@ -338,8 +346,11 @@ class AdapterTraining:
         # The base is not trained, so the call of a step also computes its log probabilities for the next step.
         if self._references is None:
             [self._references] = self.bank.compute_logprobs([Request(None, rows)])
-        self._pairs = [{**row, "logprobs": own} for row, own in zip(rows, self._references, strict=True)]
+        self._pairs = []
+        for row, logprobs in zip(rows, self._references, strict=True):
+            self._pairs.append({**row, "logprobs": logprobs})
         is_last = self.state.global_step + 1 >= self.state.max_steps
+        # A copy takes the next step, so that the position stays behind this one.
         upcoming = [] if is_last else replace(self._order).take_step()
         config = {"beta": self.args.beta, "num_pairs": len(step)}
         return [
@@ -392,6 +403,7 @@ class AdapterTraining:
         self.state.epoch = self._order.epochs
         self._losses.append(loss)
         if self.is_done or self.state.global_step % self.state.logging_steps == 0:
+            # Means over the steps since the last entry.
             average = math.fsum(self._losses) / len(self._losses)
             rewards = self._measure_rewards(self._margins)
             self._losses, self._margins = [], []
@@ -401,6 +413,7 @@ class AdapterTraining:
         """Return TRL's metrics of the pairs of all ranks, nothing without pairs. Collective: yes."""
         if not self._has_pairs:
             return {}
+        # (pairs, sum of margins, pairs whose chosen answer is preferred) of each rank, then of all.
         sums = len(margins), math.fsum(margins), sum(margin > 0 for margin in margins)
         count, total, correct = map(math.fsum, zip(*self._shared.world.all_gather_object(sums), strict=True))
         return {f"{prefix}rewards/margins": total / count, f"{prefix}rewards/accuracies": correct / count}
@@ -414,10 +427,13 @@ class AdapterTraining:
         return {key: merged[key] for key in ("loss", "eval_loss") if key in merged}
 
     def _evaluate(self, rows: TokenizedRows) -> None:
+        # A sum over the supervised tokens of this rank, or over its pairs, of which ``num_terms`` is the number.
         local_sum, margins = 0.0, list[float]()
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             batch = self._take(rows, range(start, min(start + _ROWS_AT_ONCE, len(rows))))
-            requests = [Request(name, batch) for name in ((self.name, None) if self._has_pairs else (self.name,))]
+            requests = [Request(self.name, batch)]
+            if self._has_pairs:
+                requests.append(Request(None, batch))
             # For each row (tokens,), 0 for ignored targets. A rank without rows passes, too.
             logprobs, *references = self.bank.compute_logprobs(requests)
             if references:
@@ -433,6 +449,7 @@ class AdapterTraining:
         step = self.state.global_step
         if step <= self._saved_step:
             return
+        # First the adapter, and at last the state of the Trainer, without which the folder is no checkpoint.
         checkpoint = self._folder / f"checkpoint-{step}"
         self._shared.record.require_on_first_rank(self._shared.world)
         self.bank.save(self.name, checkpoint, options=SaveOptions(progress=False))
@@ -477,6 +494,7 @@ def _find_latest(folder: Path) -> tuple[int, TrainerState | None]:
     file = folder / f"checkpoint-{steps[-1]}" / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(file))
+        # Checked here, where an error names the file: the position is used as an index later.
         callbacks: Any = state.stateful_callbacks
         position = callbacks[_POSITION]
         count, epoch, offset = (operator.index(position[key]) for key in ("count", "epoch", "offset"))

@@ -62,6 +62,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         model = trl_setup.load_model(arguments)
         honor_timeout(config, arguments)  # again, for the process groups of the model's mesh, which are new
         require_pad_token(model, processor)
+        # Reference, teacher and reward models, each sharded as well.
         frozen = trl_setup.load_frozen(arguments)
         trainer = trl_setup.make_trainer(arguments, model, frozen, processor, data, local_rank)
         callback = RunCallback(request, record, trainer)
@@ -79,6 +80,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         with World.current(call="train") as world:
             is_signaled = world.all_reduce_object(request.is_made, any)
         has_stopped = is_signaled and state.global_step < state.max_steps
+        # A training that was stopped has a checkpoint, which it resumes from, and no model yet.
         if not has_stopped:
             save_model(trainer, output, record)
         estimated_bytes = _estimate_peak(config, world.size)
@@ -138,6 +140,7 @@ def _resume_from(training: Any, output: Path) -> Any:
     """
     if training.resume_from_checkpoint:
         return training.resume_from_checkpoint
+    # By the first rank alone, so that all ranks decide the same.
     with World.current(call="train") as world:
         with world.broadcast("list files") as exchange:
             if world.rank == 0:
@@ -162,7 +165,7 @@ def peak_line() -> str:
 
 
 def _estimate_peak(config: RunConfig, ranks: int) -> int | None:
-    """Return the estimated peak of a rank on its accelerator in bytes, or None. Collective: yes, with replicas.
+    """Return the estimated peak of a rank on its accelerator in bytes, or None. Collective: no.
 
     There is none on the CPU, where the peak of a process includes its libraries, none of methods that generate or
     have a reference model, and none with Liger's kernels, which this process has put into classes of transformers.
@@ -232,6 +235,8 @@ def require_finite_loss(state: TrainerState, output: Path) -> None:
     Raises:
         TrainingError: none was.
     """
+    # (step, loss). Of losses 2.0, NaN, 1.5, NaN, NaN in steps 1 to 5, the last finite one is of step 3, and those
+    # from step 4 on are not finite.
     losses = [(entry["step"], float(entry["loss"])) for entry in state.log_history if "loss" in entry]
     if not losses or math.isfinite(losses[-1][1]):
         return
@@ -263,6 +268,7 @@ def _guard(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[
             return call(*positional, **keywords)
         except Exception as error:
             _log.warning("%s: failed, %s. The training continues without it.", type(tracker).__name__, error)
+            # Its other events, too: a tracker that could not begin a run cannot log to it.
             vars(tracker).update(dict.fromkeys(events, lambda *_, **__: None))
             return None
 

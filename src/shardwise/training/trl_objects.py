@@ -115,6 +115,7 @@ def parse(config: RunConfig) -> TrlArguments:
     config_class = trl_class(config.method, "Config")
     parser = trl.TrlParser((script_class(config.method), config_class, trl.ModelConfig, trl.DatasetMixtureConfig))
     values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
+    # Defaults of shardwise, where those of TRL and transformers do not fit.
     if accelerator() is None:
         values["use_cpu"] = True
     values.setdefault("log_level_replica", "error")  # the first rank shows warnings
@@ -126,6 +127,7 @@ def parse(config: RunConfig) -> TrlArguments:
         raise ConfigError(f"{config.source}: is rejected by TRL. {error}") from error
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL")
+    # The Trainer would find this only after the model is loaded.
     try:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
@@ -150,6 +152,8 @@ def load_model(arguments: TrlArguments) -> PreTrainedModel:
         keywords["trained_dtype"] = "unchanged"  # TRL trains in the dtype that is loaded
     name = arguments.model.model_name_or_path
     model, report = from_pretrained(name, **keywords, output_loading_info=True)
+    # A head that is initialized is right for a language model, of which a reward model is made. A reward model has
+    # one already, and without it would score at random.
     heads = [tensor for tensor in report.initialized if not {"score", "classifier"}.isdisjoint(tensor.split("."))]
     if heads and any("ForSequenceClassification" in kind for kind in model.config.architectures or ()):
         raise ConfigError(f"{without_secrets(name)}: is a reward model without {heads[0]}. Save it again")
@@ -179,6 +183,7 @@ def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
     """
     method, training = arguments.own.method, arguments.training
     frozen: dict[str, Any] = {}
+    # The reference is the model as it is before the training, so it is loaded in the same way.
     if _has_reference(method, training) and not arguments.model.use_peft:
         frozen["ref_model"] = _load_other(arguments.model.model_name_or_path, model_options(arguments))
     if method == "distillation":
@@ -200,10 +205,12 @@ def _load_rewards(arguments: TrlArguments) -> list[Any]:
     names: list[str] = [*filter(None, [script.reward_model_name_or_path]), *(script.reward_funcs or ())]
     if not names:
         raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, import paths, or reward models")
+    # Import paths and names in trl.rewards have no slash. What has one is a folder, or a repository on the hub.
     models = {name for name in names if "/" in name or Path(name).is_dir()} | {script.reward_model_name_or_path}
     with World.current(call="train") as world, world.collective("import reward functions"):
         sys.path.insert(0, os.getcwd())  # as TRL's own command does
         rewards = {name: _import_reward_function(name) for name in names if name not in models}
+    # After the functions, so that an import error is found before these models are loaded.
     options = _other_options(arguments, None) | {"model_class": transformers.AutoModelForSequenceClassification}
     options["config_overrides"] = {"num_labels": 1}
     for name in names:
@@ -275,6 +282,7 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
         options["sharding"] = replace(options["sharding"], compile=compiled)
     if arguments.own.config_overrides:
         options["config_overrides"] = arguments.own.config_overrides
+    # In place of the head for tokens, a reward model has one for a score.
     if arguments.own.method == "reward":
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
@@ -312,17 +320,17 @@ def lora_config(arguments: TrlArguments) -> Any:
 
 
 def build_tuning(arguments: TrlArguments) -> Tuning:
-    own = arguments.own
+    keys = arguments.own
     config = lora_config(arguments)
     if config is not None:
-        return Lora(config, placement="sharded" if own.shard_adapters else "replicated")
+        return Lora(config, placement="sharded" if keys.shard_adapters else "replicated")
     options: dict[str, Any] = {}
-    if own.trainable_layers:
-        options["trainable_layers"] = own.trainable_layers
-    if own.trainable_modules:
-        options["trainable_modules"] = tuple(own.trainable_modules)
-    if own.extra_modules:
-        options["extra_modules"] = tuple(own.extra_modules)
+    if keys.trainable_layers:
+        options["trainable_layers"] = keys.trainable_layers
+    if keys.trainable_modules:
+        options["trainable_modules"] = tuple(keys.trainable_modules)
+    if keys.extra_modules:
+        options["extra_modules"] = tuple(keys.extra_modules)
     return Freeze(**options) if options else Full()
 
 
@@ -348,10 +356,12 @@ def load_processor(arguments: TrlArguments) -> Any:
     except (OSError, ValueError, KeyError) as error:
         message = redact(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
         raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path") from error
+    # A setting that the processor does not have would have no effect.
     known = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
     for key in settings:
         if known is not None and key not in known.__annotations__ and not hasattr(processor, key):
             raise ConfigError(f"processor_kwargs: {key} is no setting of the model's processor. Remove it")
+    # TRL's key is the path of a template, and that of shardwise a path or the template itself.
     template = getattr(arguments.training, "chat_template_path", None)
     if template and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
         raise ConfigError(
@@ -386,6 +396,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
     num_proc = getattr(training, "dataset_num_proc", None)
     is_masked = arguments.own.method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
+        # The splits that are used, each of which must have rows.
         splits = dataset_loading.load(script, arguments.mixture, arguments.own)
         names = [script.dataset_train_split]
         if training.eval_strategy != "no":
@@ -398,11 +409,13 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                 )
             if next(iter(dataset_loading.without_decoding(splits[name])), None) is None:
                 raise ConfigError(f"{name}: has no rows. Check the dataset, or set another split")
+        # Chats of all formats become messages.
         datasets = []
         for name in names:
             messages = dataset_loading.convert_to_messages(splits[name], num_proc=num_proc)
             prompt, column = arguments.own.system_prompt, arguments.own.dataset_prompt_column
             datasets.append(dataset_loading.add_system_prompt(messages, prompt, column, num_proc=num_proc))
+        # Rows with images are checked, and rows of text are tokenized here if TRL's masks would not be right.
         check: image_rows.ImageRowCheck | None = None
         if column := dataset_loading.find_image_column(datasets[0]):  # TRL's collators tokenize and mask these
             check = _make_image_check(arguments, processor, column, datasets)
@@ -417,8 +430,10 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                     dataset_loading.tokenize_with_masks(one, tokenizer, num_proc=num_proc) for one in datasets
                 ]
                 training.assistant_only_loss = False  # TRL would require marks in the chat template
+        # Rows that TRL tokenizes. It would not say which one is malformed.
         if not column and "input_ids" not in dataset_loading.get_column_names(datasets[0]):
             datasets = [dataset_loading.check_when_read(dataset, _text_field(training)) for dataset in datasets]
+    # All ranks at once, since nothing is cached: each reads a share of the rows.
     if check is not None:
         for dataset in datasets:
             image_rows.require_usable(dataset, check)
@@ -588,6 +603,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
     without_mesh = replace(config, own=replace(config.own, dp_replicate_size=1, accelerate_config=None))
     arguments = parse(without_mesh)
     training = arguments.training
+    # First the options of the load, then those of the training, then ``placed``, and last what stands for the mesh.
     loaded: Any = model_options(arguments)
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
     options |= {
@@ -615,6 +631,7 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
         notes.append("generation and the models that give rewards or teach are not included")
     if isinstance(tuning, Full) and _has_reference(config.method, training):
         notes.append("the reference model is not included: its weights and gathered groups are those of the model")
+    # The plan counts rows. A batch of the configuration counts examples, of which a pair is one.
     step = estimate.training
     if step is not None and step.largest_batch is not None:
         step = replace(step, largest_batch=step.largest_batch // rows_per_example)
@@ -633,6 +650,7 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
         options["sharding"] = Sharding(**fields)
     # Adapters are computed in the dtype of the base. Their matrices are counted in float32, by ``bank``.
     options["trained_dtype"] = "unchanged"
+    # Trainable parameters of each LoRA. Those that differ only in what does not change their size are planned once.
     name = parsed[0].model.model_name_or_path
     sizes, tunings = dict[str, int](), dict[str, Lora]()
     adapters: list[tuple[str, int]] = []
@@ -644,6 +662,7 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
             options["tuning"] = tunings[key] = Lora(lora, placement="replicated")
             sizes[key] = plan(name, ranks=ranks, **options).trainable_parameters
         adapters.append((getattr(arguments.training.optim, "value", arguments.training.optim), sizes[key]))
+    # A full pass: with 4096 tokens in a pass, and rows of up to 1500, it has two rows of 1500.
     tokens = config.own.tokens_per_pass
     length = min(max(arguments.training.max_length or tokens for arguments in parsed), tokens)
     options |= {
