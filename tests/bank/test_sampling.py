@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from peft import get_peft_model, set_peft_model_state_dict
 from tests import zoo
 from tests.bank.banking import WORDS, Recipe, adamw, matrices_of, recipes, train
@@ -13,7 +15,8 @@ from tests.bank.on_ranks import bank_of, here
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import shardwise
-from shardwise.bank.sampling import Sample
+from shardwise.bank.losses import LOSSES, complete_config
+from shardwise.bank.sampling import Sample, cut_batch
 from shardwise.core.errors import ConfigError
 
 CLOSE = 1e-4
@@ -208,3 +211,42 @@ def test_the_model_is_left_as_it_was(bank):
         "_output" in name or "Output" in type(module).__name__ for name, module in bank._model.named_modules()
     )
     assert bank._model(torch.tensor([prompts()[1]])).logits.shape == (1, 11, WORDS)
+
+
+@given(
+    lengths=st.lists(
+        st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=0, max_size=9), min_size=1, max_size=3
+    ),
+    max_tokens=st.integers(60, 300),
+)
+def test_batches_fit_with_their_padding(lengths, max_tokens):
+    units = [list(range(len(of_rank))) for of_rank in lengths]
+    assume(any(units))
+    batches = cut_batch(units, lengths, max_tokens)
+    for rank, of_rank in enumerate(units):
+        assert sorted(unit for batch in batches for unit in batch[rank]) == of_rank
+    for batch in batches:
+        num_steps = max(lengths[rank][unit][1] for rank, of_rank in enumerate(batch) for unit in of_rank)
+        for rank, of_rank in enumerate(batch):
+            width = max((lengths[rank][unit][0] for unit in of_rank), default=0) + num_steps
+            assert len(of_rank) <= 1 or len(of_rank) * width <= max_tokens
+
+
+def test_a_batch_of_long_prompts_and_long_continuations_is_cut():
+    lengths = [[(80, 10), (10, 80), (85, 5), (5, 85)]]
+    assert cut_batch([[0, 1, 2, 3]], lengths, 360) == [[[3, 1]], [[0, 2]]]
+    assert cut_batch([[0, 1, 2, 3]], lengths, 680) == [[[0, 1, 2, 3]]]
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "gspo"])
+def test_a_position_without_weight_has_no_gradient_whatever_its_ratio(loss):
+    p = torch.tensor([-1.0, -1.0], requires_grad=True)
+    values = {
+        "weights": torch.tensor([1.0, 0.0]),
+        "logprobs": torch.tensor([-1.0, -200.0]),
+        "advantages": torch.tensor([1.0, 1.0]),
+        "rows": torch.tensor([0, 0]),
+    }
+    LOSSES[loss].function(p, values, complete_config("", loss, {})).sum().backward()
+    assert p.grad is not None
+    assert p.grad.tolist() == [-1.0, 0.0]

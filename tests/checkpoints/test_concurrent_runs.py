@@ -9,6 +9,7 @@ from tests.support.meanwhile import meanwhile, unmark
 
 from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
+from shardwise.checkpoints.header import compute_digest
 
 
 @pytest.fixture
@@ -130,3 +131,36 @@ def test_faults_are_reported_if_no_checkpoint_is_complete(saved):
     (root / "step-1" / "__0_0.distcp").unlink()
     with pytest.raises(FormatError, match="is missing. Copy it there too"):
         Checkpointer(root).restore(training.state)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_steps_do_not_count(saved, keep):
+    """Neither a later one, which a run that resumed has skipped, nor an earlier one."""
+    root, training = saved
+    for step in (10, 20, 40):
+        Checkpointer(root, keep=None).save(step, training.state)
+    for step in (20, 40):
+        file = next((root / f"step-{step}").glob("*.distcp"))
+        os.truncate(file, file.stat().st_size - 1)
+    checkpointer = Checkpointer(root, keep=keep)
+    assert checkpointer.restore(training.state).step == 10
+    checkpointer.save(30, training.state)
+    assert checkpointer.latest() == 30
+    assert Checkpointer(root).steps() == ([30, 40] if keep == 1 else [10, 20, 30, 40])
+
+
+def test_digests_tell_sets_and_bytes_apart():
+    """Positions in the data of ranks are stored once if they are equal."""
+    values = [
+        {1, 2},
+        {1, 3},
+        frozenset({1, 2}),
+        bytearray(b"a"),
+        bytearray(b"b"),
+        1j,
+        2j,
+        {"ids": {"a"}},
+        {"ids": {"b"}},
+    ]
+    assert len({compute_digest(value) for value in values}) == len(values)
+    assert compute_digest({"a", "b", "c"}) == compute_digest({"c", "b", "a"})

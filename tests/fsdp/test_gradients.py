@@ -63,6 +63,15 @@ def test_gradients_of_whole_parameters_are_averaged_in_one_bucket(worlds, reentr
         torch.testing.assert_close(gradients, [2 * mean for mean in means])
 
 
+def test_ranks_may_use_different_parameters(worlds):
+    """Of the mean over both ranks one has no part. What neither uses has no gradient, so that it is not stepped."""
+    for first, second, third, fourth in worlds(2).run(stepping.averaged_experts):
+        assert first.tolist() == [[0.5, 0.5]] * 2
+        assert second.tolist() == [[1.5, 1.5]] * 2
+        assert third.tolist() == [[1.0, 1.0]] * 2
+        assert fourth is None
+
+
 def test_parameters_that_would_drift_apart_are_refused_by_name(worlds):
     added, plain, part = worlds(2).run(stepping.unsynchronized)[1]
     assert added.startswith("model.layers.{0..2}.mlp.adapter: trained, but neither sharded nor averaged over the 2")

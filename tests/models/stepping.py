@@ -280,6 +280,17 @@ def refused_reshard(after: int) -> str:
     return ""
 
 
+def averaged_experts() -> list[torch.Tensor | None]:
+    """Gradients of four experts of which rank 0 uses the first two, and rank 1 the second and third."""
+    torch.manual_seed(0)
+    experts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
+    average_replicated_gradients(experts, init_device_mesh("cpu", (2,)))
+    rank = dist.get_rank()
+    first, second = experts[rank](torch.ones(1, 2)), experts[rank + 1](torch.ones(1, 2))
+    ((rank + 1) * (first + second).sum()).backward()
+    return [expert.weight.grad for expert in experts]
+
+
 def averaged(reentrant: bool) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
     """All-reduces of two backward passes, the gradients after them, and this rank's own of one pass."""
     torch.manual_seed(0)

@@ -99,6 +99,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "eve": {"max_result_bytes": 6000},
         "fay": {"max_sessions": 2},
     }
-    settings = Settings("base", "base-tokenizer", retrieval_s=0.5, max_rows=3)
+    settings = Settings("base", "base-tokenizer", retrieval_s=0.5, max_rows=3, session_timeout_s=7200.0)
     with serving(make_base(), tmp_path_factory.mktemp("serve"), settings, users) as started:
         yield started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,19 @@ class User:
             return response.json() if is_json else response.content
         raise AssertionError("there is no result")
 
+    def finish(self, served: Served) -> None:
+        """End the session, and wait until its models are saved and removed.
+
+        For a save the server builds a model on meta. transformers does that by settings of the whole process, so no
+        other thread may build one at that time.
+        """
+        self.post(f"sessions/{self.session}/finish")
+        self.http.close()
+        deadline_s = time.monotonic() + LIMIT_S
+        while any(name.startswith(self.session) for name in served.bank.names):
+            assert time.monotonic() < deadline_s, "its models stay"
+            time.sleep(0.05)
+
     def send(self, message: Any, **headers: str) -> httpx.Response:
         data = message if isinstance(message, bytes) else message.SerializeToString()
         return self.http.post("/api/v1/forward_backward", content=data, headers=headers)
@@ -71,15 +85,14 @@ class User:
 def ada(served: Served) -> Iterator[User]:
     user = User(served.url, served.keys["ada"])
     yield user
-    user.post(f"sessions/{user.session}/finish")
-    user.http.close()
+    user.finish(served)
 
 
 @pytest.fixture(scope="module")
 def bo(served: Served) -> Iterator[User]:
     user = User(served.url, served.keys["bo"])
     yield user
-    user.http.close()
+    user.finish(served)
 
 
 def make_message(model_id: str, seq_id: int, tokens: tuple[int, ...] = (1, 2, 3)) -> Any:
@@ -315,8 +328,7 @@ def test_limits_are_refused_before_their_place_counts(served: Served) -> None:
     assert [each.status_code for each in promises] == [200] * 3
     refused = user.send(make_message(model, 5))
     assert (refused.status_code, "max_requests" in refused.text) == (429, True)
-    user.post(f"sessions/{user.session}/finish")
-    user.http.close()
+    user.finish(served)
 
 
 def test_limits_of_sessions_samplers_and_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

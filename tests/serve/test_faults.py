@@ -30,8 +30,7 @@ def users(served: Served) -> Iterator[dict[str, User]]:
     made = {name: User(served.url, served.keys[name]) for name in ("ada", "bo", "dee", "eve")}
     yield made
     for user in made.values():
-        user.post(f"sessions/{user.session}/finish")
-        user.http.close()
+        user.finish(served)
 
 
 @contextmanager
@@ -199,8 +198,7 @@ def test_a_model_that_finds_no_room_is_tried_again(served: Served, monkeypatch: 
     promise = first.post("create_model", **body)
     model = first.retrieve(promise)["model_id"]
     assert isinstance(first.retrieve(first.send(make_message(model, 1)).json()), bytes)
-    first.post(f"sessions/{first.session}/finish")
-    first.http.close()
+    first.finish(served)
 
 
 def test_a_checkpoint_that_is_not_there_keeps_its_place(served: Served, users: dict[str, User]) -> None:

@@ -193,7 +193,8 @@ class AdapterBank:
 
         Rows are sorted by length and cut into passes ([Note: Composed passes] in ``bank/compose.py``). If a pass
         fails, the whole call is discarded on all ranks: gradients and windows do not change. If a loss raises, or
-        its gradient is not finite, those of its adapter do not change, and the others' do.
+        its gradient is not finite, those of its adapter do not change, and the others' do. With ``gather`` the
+        outputs are gathered after that: if this fails, the micro-batches count.
 
         Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass. Memory: that of a pass of
         ``max_tokens_per_pass`` tokens, with the logits of a chunk of positions ([Note: Logits in chunks] in
@@ -456,8 +457,8 @@ class AdapterBank:
         base = adapter_settings.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
             targets = states.allocate_targets(adapter, training, base, on_other_base)
-        states.copy_values(adapter, state, targets)
         with world.collective("restore the state"):
+            states.copy_values(adapter, state, targets)
             started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
         self._adapters[name] = adapter  # with the same sites, so hooks stay as they are
         return started

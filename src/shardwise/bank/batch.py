@@ -164,8 +164,8 @@ class RowCall:
                 sums.failures |= fused.compute_losses(is_training=is_training)
                 if is_training:
                     fused.backward(base.switch)
-                    # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
-                    base.wait_for_device()
+                # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
+                base.wait_for_device()
                 # A request may have rows in several passes.
                 losses, not_finite = fused.sum_losses()
                 for number, loss in losses.items():

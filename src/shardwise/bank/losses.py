@@ -33,7 +33,7 @@ def importance_sampling(p: Tensor, values: Mapping[str, Tensor], _config: Mappin
     Its gradient with respect to p is -w r A. (Sutton and Barto: "Reinforcement Learning", 2nd edition, 2018, 13.3
     and 5.5.)
     """
-    return -(p - values["logprobs"]).exp() * values["advantages"] * values["weights"]
+    return -_log_ratios(p, values).exp() * values["advantages"] * values["weights"]
 
 
 def ppo(p: Tensor, values: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
@@ -41,7 +41,7 @@ def ppo(p: Tensor, values: Mapping[str, Tensor], config: Mapping[str, float]) ->
 
     (Schulman et al., 2017, arXiv 1707.06347, equation 7.)
     """
-    ratio, advantages = (p - values["logprobs"]).exp(), values["advantages"]
+    ratio, advantages = _log_ratios(p, values).exp(), values["advantages"]
     return -torch.minimum(ratio * advantages, _clip(ratio, config) * advantages) * values["weights"]
 
 
@@ -74,12 +74,16 @@ def gspo(p: Tensor, values: Mapping[str, Tensor], config: Mapping[str, float]) -
     counts = (values["weights"] != 0).to(p.dtype)
     rows, advantages = values["rows"], values["advantages"]
     zeros = torch.zeros_like(p)  # rows are not more than positions
-    # Sums over the positions of each row. Masked by where(), because 0 times an infinite value is NaN.
+    # Sums over the positions of each row.
     num_positions = zeros.index_add(0, rows, counts).clamp(min=1)
-    differences = torch.where(counts != 0, p - values["logprobs"], 0.0)
-    ratio = (zeros.index_add(0, rows, differences) / num_positions).exp()[rows]
+    ratio = (zeros.index_add(0, rows, _log_ratios(p, values)) / num_positions).exp()[rows]
     losses = torch.minimum(ratio * advantages, _clip(ratio, config) * advantages)
     return -losses * values["weights"] / num_positions[rows]
+
+
+def _log_ratios(p: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """Return p - q, and 0 where the weight is 0: there the ratio may be infinite, and 0 times it is NaN."""
+    return torch.where(values["weights"] != 0, p - values["logprobs"], 0.0)
 
 
 def _clip(ratio: Tensor, config: Mapping[str, float]) -> Tensor:

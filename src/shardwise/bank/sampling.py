@@ -11,13 +11,13 @@ import inspect
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
 from shardwise.bank.adapter import BankAdapter
 from shardwise.bank.batch import describe_adapter, evaluating, get_adapter, open_call, passing
-from shardwise.bank.compose import PassPlan, Unit, compose_passes
+from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.passes import SharedBase
 from shardwise.bank.routes import BatchRouting, group_rows
@@ -129,9 +129,9 @@ def sample_tokens(
     with passing(base, "sample", [row.sample.adapter for row in rows], list) as exchange, evaluating(base.model):
         units = [[Unit(prompt + length) for prompt, length in of_rank] for of_rank in by_rank]
         for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
-            # The longest sequence of the batch on any rank: all ranks gather equally often.
-            num_steps = max(by_rank[rank][unit][1] for rank, of_rank in enumerate(plan.units) for unit in of_rank)
-            _run_batch(base, plan, rows, num_steps)
+            for batch in cut_batch(plan.units, by_rank, base.max_tokens_per_pass):
+                own_rows = [rows[unit] for unit in batch[base.world.rank]]
+                _run_batch(base, own_rows, _count_steps(batch, by_rank))
         exchange.local = None
     scores = _score(base, samples, adapters, [name for names in all_names for name in names], max(all_top))
     # Rows are in the order of the samples: those of a sample follow those of the one before.
@@ -144,6 +144,38 @@ def sample_tokens(
             sequences = [SampledSequence() for _ in range(sample.n)]
         outputs.append(SampleOutput(sequences, *scores.get(number, ())))
     return outputs
+
+
+Lengths: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+"""By rank, of each of its sequences the tokens of the prompt, and those to sample at most."""
+
+
+def cut_batch(units: Sequence[Sequence[int]], lengths: Lengths, max_tokens: int) -> list[list[Sequence[int]]]:
+    """Cut a batch into halves until its sequences fit, with the padding that the batch has. All ranks cut alike.
+
+    A batch has the longest prompt, and goes on for the longest continuation. Sequences of 8,000 + 10 and 10 + 8,000
+    tokens are 16,000 together, of which each has a half.
+
+    Args:
+        units: by rank, numbers of its sequences.
+        lengths: of all sequences.
+        max_tokens: of a batch on a rank. One sequence may exceed it, with continuations of other ranks.
+    """
+    num_steps, num_rows = _count_steps(units, lengths), max(map(len, units))
+    prompts = [max((lengths[rank][unit][0] for unit in of_rank), default=0) for rank, of_rank in enumerate(units)]
+    widest = max(len(of_rank) * (prompt + num_steps) for of_rank, prompt in zip(units, prompts, strict=True))
+    if num_rows == 1 or widest <= max_tokens:
+        return [list(units)]
+    # By prompt, so that each half has less padding.
+    ordered = [sorted(of_rank, key=lengths[rank].__getitem__) for rank, of_rank in enumerate(units)]
+    middle = (num_rows + 1) // 2
+    halves = [of_rank[:middle] for of_rank in ordered], [of_rank[middle:] for of_rank in ordered]
+    return [batch for half in halves for batch in cut_batch(half, lengths, max_tokens)]
+
+
+def _count_steps(units: Sequence[Sequence[int]], lengths: Lengths) -> int:
+    """Return the most tokens to sample for any sequence on any rank: all ranks gather equally often."""
+    return max(lengths[rank][unit][1] for rank, of_rank in enumerate(units) for unit in of_rank)
 
 
 def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAdapter]) -> list[_Row]:
@@ -184,9 +216,8 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
     return rows
 
 
-def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_steps: int) -> None:
-    """Sample the sequences of a batch, token by token. Collective: as the base is."""
-    rows = [all_rows[unit] for unit in plan.units[base.world.rank]]
+def _run_batch(base: SharedBase, rows: list[_Row], num_steps: int) -> None:
+    """Sample this rank's sequences of a batch, token by token. Collective: as the base is."""
     # Adapters of one rank side by side, so that one product computes them. The base comes last.
     rows.sort(key=lambda row: (1, 0, "") if row.adapter is None else (0, row.adapter.rank, row.adapter.name))
     members = group_rows([row.adapter for row in rows], [None] * len(rows), base.device)
@@ -226,6 +257,7 @@ def _run_batch(base: SharedBase, plan: PassPlan, all_rows: Sequence[_Row], num_s
         cache = getattr(output, "past_key_values", None)
         # The last position of each row: padding is on the left, so this is its last token.
         tokens, logprobs = _choose_tokens(output.logits[:, -1].float(), settings, numbers[:, step : step + 1])
+        base.wait_for_device()  # polls, where tolist() would block though another rank has failed
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=False):
             row.append(token, logprob)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)

@@ -151,7 +151,7 @@ def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:
     return plain
 
 
-_PLAIN = (str, int, float, bool, bytes, type(None))
+_PLAIN = (str, int, float, complex, bool, bytes, bytearray, type(None))
 
 
 def to_pickle(value: object, what: str) -> bytes:
@@ -219,6 +219,9 @@ def _digest(value: Any, into: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _digest(item, into)
+    elif isinstance(value, (set, frozenset)):
+        for item in sorted(map(compute_digest, value)):  # a set has no order
+            into.update(item.encode())
     elif isinstance(value, _PLAIN):
         into.update(repr(value).encode())
     into.update(b")")

@@ -78,7 +78,9 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     no effect. Every backward pass then ends with a collective, unless FSDP2 does not synchronize gradients
     (``set_requires_gradient_sync(False)``). Gradients accumulate on each rank until it does.
     """
-    average = Averaging(mesh, model)
+    hooks = [hook for parameter in model.parameters() if (hook := _find_hook(parameter)) is not None]
+    # One for the model: ranks begin its collectives in one order, whichever parameters a pass reaches first.
+    average = next((hook for hook in hooks if hook.model is model), None) or Averaging(mesh, model)
     for parameter in model.parameters():
         is_alone = parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor)
         if is_alone and not is_averaged(parameter):
@@ -89,11 +91,13 @@ class Averaging:
     """A hook that averages gradients over all ranks of a mesh, in buckets at the end of a backward pass.
 
     Accumulated gradients of earlier passes are equal on all ranks, so averaging the sum does not change them.
-    Memory: the gradients once more.
+    Every rank must reach one of the parameters in a pass, but not the same ones as others: with experts as single
+    modules, tokens decide. Memory: the gradients once more.
     """
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
         self.mesh = mesh
+        self.model = model
         self._group = next(param_groups(model), None)
         if self._group is not None:
             require_private(
@@ -101,8 +105,8 @@ class Averaging:
                 "all_reduce_grads reduce_grads",
                 self._group,
             )
-        self._waiting: dict[int, list[torch.Tensor]] = {}
-        """Parameters by backward pass. Nested passes (reentrant checkpointing) have their own buckets."""
+        self._passes: set[int] = set()
+        """Backward passes that have reached a parameter. Nested ones (reentrant checkpointing) are passes, too."""
 
     def is_synchronizing(self) -> bool:
         """Return whether FSDP2 reduces gradients over all ranks in the current backward pass."""
@@ -112,32 +116,48 @@ class Averaging:
         if parameter.grad is None or not self.is_synchronizing():
             return
         number = torch_private.backward_pass()
-        if number not in self._waiting:
-            self._waiting[number] = []
+        if number not in self._passes:
+            self._passes.add(number)
             torch_private.after_backward(partial(self._average, number))
-        self._waiting[number].append(parameter)
 
     @torch.no_grad()
     def _average(self, number: int) -> None:
-        # Buckets have no names, so every rank must have the same parameters in them, in the same order. That holds
-        # if each rank runs the same modules in the same order.
-        buckets: dict[object, list[torch.Tensor]] = {}
-        for parameter in self._waiting.pop(number):
-            if (gradient := parameter.grad) is not None:
-                buckets.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-        for gradients in buckets.values():
-            bucket = torch.cat([gradient.flatten() for gradient in gradients])
+        self._passes.remove(number)
+        # All of the model's, in its order, and zeros where this rank has no gradient: buckets have no names.
+        buckets: dict[object, list[nn.Parameter]] = {}
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and _find_hook(parameter) is self:
+                buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for parameters in buckets.values():
+            # First, which of them have a gradient: 1 or 0 for each. The sum tells which have one on any rank.
+            parts = [parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])]
+            for parameter in parameters:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parts.append(gradient.flatten())
+            bucket = torch.cat(parts)
             for group in self.mesh.get_all_groups():  # the sum over each axis in turn is that over the mesh
                 dist.all_reduce(bucket, group=group)
-            pieces = bucket.div_(self.mesh.size()).split([gradient.numel() for gradient in gradients])
-            averaged = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
-            torch_private.copy_all(gradients, averaged)
+            counts, *sums = bucket.split([part.numel() for part in parts])
+            pairs = list(zip(parameters, (each / self.mesh.size() for each in sums), strict=True))
+            present = [(each.grad, mean.view_as(each)) for each, mean in pairs if each.grad is not None]
+            torch_private.copy_all([gradient for gradient, _ in present], [mean for _, mean in present])
+            if len(present) == len(parameters):
+                continue
+            # Only a rank that lacks one waits for the device here. One that no rank has stays None, so that
+            # optimizers skip it.
+            for (parameter, mean), count in zip(pairs, counts.tolist(), strict=True):
+                if parameter.grad is None and count:
+                    parameter.grad = mean.view_as(parameter)
+
+
+def _find_hook(parameter: nn.Parameter) -> Averaging | None:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return next((hook for hook in hooks.values() if isinstance(hook, Averaging)), None)
 
 
 def is_averaged(parameter: nn.Parameter) -> bool:
     """Return whether :func:`average_replicated_gradients` averages a parameter's gradient."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(hook, Averaging) for hook in hooks.values())
+    return _find_hook(parameter) is not None
 
 
 def require_synchronized(model: nn.Module, ranks: int) -> None:

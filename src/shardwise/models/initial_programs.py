@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -249,11 +250,12 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
     Memory: buffers. One parameter at a time is allocated, but not written.
     """
-    register = nn.Module.register_parameter
+    register, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None:
+        # The method is the class's, so other threads that build modules call this one, too.
+        if parameter is not None and threading.get_ident() == thread:
             get_parameters(module)[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     model_class: Any = original_class(model)
