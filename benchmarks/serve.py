@@ -3,8 +3,8 @@
 In float32, with the unmodified ``tinker`` client in two other processes, and the server's default waits:
 
 - overhead: processor seconds of the server for a forward_backward of 2,048 tokens in 4 rows with its optim_step,
-  beside those of the bank alone for the same rows. On a base of one small layer: the difference does not depend on
-  the base, and would be lost in the noise of a large one.
+  and those of them that its bank takes, by the clock of its thread. A bank in a process of its own is no measure:
+  its processor seconds differ by more than the overhead, since nothing else runs beside it.
 - idle: wall seconds of a forward_backward of 16 tokens from a client, and by the bank.
 - fused: models in a turn, of eight clients that train in a loop.
 - together: requests a second of eight clients at once, and of the same clients one after the other; on two ranks
@@ -47,7 +47,8 @@ BASES = {
 NUM_CLIENTS = 8
 RANK = 16
 OVERHEAD_S, IDLE_S, FUSED, TWO_RANKS, ONE_RANK = 0.010, 0.015, 7.0, 1.8, 0.95
-SERVER, BANK = "server", "bank alone"
+SERVER, BANK = "server", "bank"
+MEASURED = "measured-server"
 TOGETHER, IN_TURN = "together", "one after the other"
 
 _models: dict[int, Any] = {}
@@ -65,10 +66,35 @@ def save_base(name: str, folder: Path) -> str:
     return str(folder)
 
 
+def serve_measured(file: str, *words: str) -> None:
+    """Run the command ``shardwise`` with these words. A file has the processor seconds in its bank so far."""
+    from shardwise.bank.adapter_bank import AdapterBank
+    from shardwise.cli import main as shardwise
+
+    used_s = 0.0
+    for name in ("forward_backward", "optim_step"):
+        method = getattr(AdapterBank, name)
+
+        def measured(*arguments: Any, method: Any = method, **keywords: Any) -> Any:
+            nonlocal used_s
+            begin_s = time.thread_time()
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                used_s += time.thread_time() - begin_s
+                Path(file).write_text(str(used_s))
+
+        setattr(AdapterBank, name, measured)
+    shardwise(list(words), prog_name="shardwise")
+
+
 @contextmanager
-def serving(base: str, ranks: int) -> Iterator[tuple[str, int]]:
+def serving(base: str, ranks: int, measured: Path | None = None) -> Iterator[tuple[str, int]]:
     """Start a server for the block. Yield its URL and the process of the first rank, if there is only one."""
-    command = [sys.executable, "-m", "shardwise", "serve", base, "--port", "0", "--served-model-name", "base"]
+    command = [sys.executable, "-m", "shardwise"]
+    if measured is not None:
+        command = [sys.executable, "-m", "benchmarks.serve", MEASURED, str(measured)]
+    command += ["serve", base, "--port", "0", "--served-model-name", "base"]
     with subprocess.Popen(
         [*command, "--nproc-per-node", str(ranks)],
         stdout=subprocess.PIPE,
@@ -198,23 +224,19 @@ def _open_bank(folder: str) -> Any:
     return _banks[folder]
 
 
-def run_bank(folder: str, count: int, rows: int, tokens: int, with_step: bool) -> list[tuple[float, float]]:
-    """Wall and processor seconds of passes (with a step) of one model."""
+def run_bank(folder: str, count: int, tokens: int) -> list[float]:
+    """Wall seconds of passes of one row."""
     from shardwise.bank.rows import Request
 
     bank = _open_bank(folder)
-    values = []
-    for row in make_ids(0, rows, tokens):
-        values.append({"input_ids": row[:-1], "targets": row[1:], "weights": torch.ones(tokens)})
-    figures = []
+    [row] = make_ids(0, 1, tokens)
+    values = [{"input_ids": row[:-1], "targets": row[1:], "weights": torch.ones(tokens)}]
+    seconds = []
     for _ in range(count):
-        start, start_cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         bank.forward_backward([Request("model", values)], gather=True)
-        if with_step:
-            settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.0, "max_grad_norm": 0.0}
-            bank.optim_step({"model": settings})
-        figures.append((time.perf_counter() - start, time.process_time() - start_cpu))
-    return figures
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 # Measurements
@@ -225,26 +247,22 @@ def measure_one_client(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """By arm, processor seconds of 4 rows of 512 tokens and a step on a small base; wall seconds of 16 tokens."""
     used_s: dict[str, list[float]] = {SERVER: [], BANK: []}
-    with serving(small, 1) as (url, pid), connected(options, url) as (clients, bank):
-        for repeat in range(options.repeats + 1):  # the first one sets up
-            for arm in results.turns(used_s, 1):
-                if arm == SERVER:
-                    start_s = cpu_of(pid)
-                    clients.run(run_clients, count, 4, 512, TOGETHER, 1)
-                    seconds = (cpu_of(pid) - start_s) / count
-                else:
-                    [figures] = bank.run(run_bank, small, count, 4, 512, True)
-                    seconds = sum(cpu_s for _, cpu_s in figures) / count
-                if repeat:
-                    used_s[arm].append(seconds)
+    measured = options.dir / "serve-bank-seconds"
+    with serving(small, 1, measured) as (url, pid), connected(options, url) as (clients, _):
+        clients.run(run_clients, count, 4, 512, TOGETHER, 1)  # sets up
+        for _ in range(options.repeats):
+            begin_s, bank_s = cpu_of(pid), float(measured.read_text())
+            clients.run(run_clients, count, 4, 512, TOGETHER, 1)
+            used_s[SERVER].append((cpu_of(pid) - begin_s) / count)
+            used_s[BANK].append((float(measured.read_text()) - bank_s) / count)
     wall_s: dict[str, list[float]] = {SERVER: [], BANK: []}
     with serving(base, 1) as (url, _), connected(options, url) as (clients, bank):
         for repeat in range(options.repeats + 1):
             [by_client] = clients.run(time_passes, count, 16)
-            [by_bank] = bank.run(run_bank, base, count, 1, 16, False)
+            [by_bank] = bank.run(run_bank, base, count, 16)
             if repeat:
                 wall_s[SERVER] += by_client
-                wall_s[BANK] += [wall for wall, _ in by_bank]
+                wall_s[BANK] += by_bank
     return used_s, wall_s
 
 
@@ -326,4 +344,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [MEASURED]:
+        serve_measured(*sys.argv[2:])
     sys.exit(main())

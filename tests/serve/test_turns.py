@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.serve.turns import Cost, Stage, TurnPlan, next_turn
+from shardwise.serve.turns import Cost, Stage, TurnPlan, find_early_steps, next_turn
 
 _COSTS = st.builds(Cost, st.sampled_from(Stage), st.integers(0, 150)).map(
     lambda cost: Cost(cost.stage, 0 if cost.stage is Stage.STEP else max(cost.tokens, cost.stage is Stage.PASS))
@@ -89,3 +89,40 @@ def test_a_request_above_the_budget_runs_alone() -> None:
             break
         first = plan
     assert plan.num_requests == {"a1": 1}
+
+
+@given(_QUEUES)
+def test_steps_come_early_only_where_passes_would_not_wait_for_them(queues: Queues) -> None:
+    steps = find_early_steps(queues)
+    all_queues = {name: of for named in queues.values() for name, of in named.items() if of}
+    heads = {name: of[0].stage for name, of in all_queues.items()}
+    assert steps.keys() == (
+        {name for name in heads if heads[name] is Stage.STEP} if Stage.PASS in heads.values() else set()
+    )
+    for name, num_steps in steps.items():
+        assert {cost.stage for cost in all_queues[name][:num_steps]} == {Stage.STEP}
+        assert all_queues[name][num_steps : num_steps + 1] != [Cost(Stage.STEP)]
+
+
+def test_models_that_train_alike_come_into_one_turn() -> None:
+    """Of two models each sends a pass and a step, and the next ones after the step. That of "b" is late once."""
+    a_pass, a_step = Cost(Stage.PASS, 10), Cost(Stage.STEP)
+    queues: dict[str, dict[str, list[Cost]]] = {"key": {"a": [a_pass, a_step], "b": [a_pass]}}
+    turns = []
+    for number in range(8):
+        num_requests = find_early_steps(queues) or next_turn(queues, {}, (), budget=100, quantum=100).num_requests
+        turns.append(
+            "".join(
+                sorted(
+                    name for name, of in queues["key"].items() if of and of[0] is a_pass and num_requests.get(name)
+                )
+            )
+        )
+        for name, requests in queues["key"].items():
+            taken = requests[: num_requests.get(name, 0)]
+            del requests[: len(taken)]
+            if a_step in taken:
+                requests += [a_pass, a_step]
+            elif not number and name == "b":
+                requests.append(a_step)
+    assert turns == ["ab", "", "ab", "ab", "ab", "ab", "ab", "ab"]

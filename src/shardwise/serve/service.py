@@ -46,7 +46,7 @@ from shardwise.serve.operations import (
     Turn,
     TurnOperation,
 )
-from shardwise.serve.turns import Cost, Stage, next_turn
+from shardwise.serve.turns import Cost, Stage, find_early_steps, next_turn
 from shardwise.serve.vllm import VllmClient
 
 _KEPT_S: Final = 600.0
@@ -77,7 +77,8 @@ class Settings:
         name: name of the base for clients.
         tokenizer: name of the tokenizer for clients.
         max_tokens_per_turn: of passes and samples.
-        fuse_wait_s: seconds that a turn waits for models that stepped lately. None for half of the last turn.
+        fuse_wait_s: seconds that a turn waits, after each request, for models that stepped lately. None for half of
+            the last turn, at most 0.1.
         session_timeout_s: seconds without a heartbeat after which the models of a session are saved and removed.
         retrieval_s: seconds for which a request for a result waits. The client waits for 45.
         max_rows: rows of a request. Clients cut a batch into requests.
@@ -249,6 +250,8 @@ class Service:
         self._has_work = asyncio.Event()
         self._has_arrived = asyncio.Event()
         self._last_turn_s = 0.0
+        """Of the last turn with a pass."""
+        self._had_early_steps = False
         self._sampling: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, tuple[UserKey, float]] = {}
         """Checkpoints that were loaded to sample from, the one used last at the end: the user and the time."""
@@ -588,13 +591,17 @@ class Service:
             for key, queues in self._queues.items()
         }
         budget = self.settings.max_tokens_per_turn
-        plan = next_turn(costs, self._credits, self._order, budget=budget, quantum=max(budget // 4, 1))
-        self._credits, self._order = plan.credits, plan.order
+        # Not twice in a row: whoever sends nothing but steps keeps no pass from running.
+        num_requests = {} if self._had_early_steps else find_early_steps(costs)
+        self._had_early_steps = bool(num_requests)
+        if not num_requests:
+            plan = next_turn(costs, self._credits, self._order, budget=budget, quantum=max(budget // 4, 1))
+            num_requests, self._credits, self._order = plan.num_requests, plan.credits, plan.order
         requests: list[QueuedRequest] = []
         for queues in self._queues.values():
-            for name in [name for name in queues if name in plan.num_requests]:
+            for name in [name for name in queues if name in num_requests]:
                 queue = queues.pop(name)
-                requests += [queue.popleft() for _ in range(plan.num_requests[name])]
+                requests += [queue.popleft() for _ in range(num_requests[name])]
                 if queue:
                     queues[name] = queue  # at the end, so that models of a key take turns, too
         # No await since the queues were read, so nothing has come in between that the event would miss.
@@ -606,17 +613,22 @@ class Service:
         return self._make_turn(requests), requests
 
     async def _wait_for_others(self) -> None:
-        """Wait for models that stepped within the last two turns and are about to send their next request."""
+        """Wait for models that stepped within the last two turns and are about to send their next request.
+
+        The wait begins anew with each request that comes, and ends after half of the last turn in any case. Clients
+        of one process prepare their requests one after the other.
+        """
         turn = self.counters.turns
         recent = {name for name, model in self.models.items() if turn - model.stepped_turn <= 2}
         wait_s = self.settings.fuse_wait_s
         if wait_s is None:
             wait_s = min(self._last_turn_s / 2, _MAX_FUSE_WAIT_S)
-        deadline_s = time.monotonic() + wait_s
+        deadline_s = time.monotonic() + max(self._last_turn_s / 2, wait_s)
         while not recent <= {name for queues in self._queues.values() for name in queues}:
             self._has_arrived.clear()
+            left_s = deadline_s - time.monotonic()
             try:
-                await asyncio.wait_for(self._has_arrived.wait(), deadline_s - time.monotonic())
+                await asyncio.wait_for(self._has_arrived.wait(), min(wait_s, left_s))
             except TimeoutError:
                 return
 
@@ -650,7 +662,8 @@ class Service:
         self, requests: Sequence[QueuedRequest], outcomes: Mapping[str, Any], duration_s: float
     ) -> None:
         """Set the results of a turn, and note what they tell about models."""
-        self._last_turn_s = duration_s
+        if any(isinstance(request.operation, Pass) for request in requests):
+            self._last_turn_s = duration_s
         now_s = time.monotonic()
         if self.store is not None and now_s - self._expired_s > _EXPIRY_S:
             # Between two turns no rank writes: else a checkpoint that is just saved again would lose its files.

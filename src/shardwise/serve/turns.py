@@ -43,6 +43,27 @@ class TurnPlan:
     order: tuple[str, ...] = ()
 
 
+def find_early_steps(queues: Mapping[str, Mapping[str, Sequence[Cost]]]) -> dict[str, int]:
+    """Return the number of steps at the head of each queue, if other queues begin with a pass.
+
+    A turn of these alone is short, and their models' next passes are then in one turn with those of the others.
+    Otherwise a model whose step came when a turn had just begun would have its passes in every second turn, and the
+    others theirs in the turns between.
+    """
+    steps: dict[str, int] = {}
+    for requests in (requests for of_key in queues.values() for requests in of_key.values()):
+        if requests and requests[0].stage is Stage.PASS:
+            break
+    else:
+        return steps
+    for of_key in queues.values():
+        for name, requests in of_key.items():
+            num_steps = next((n for n, cost in enumerate(requests) if cost.stage is not Stage.STEP), len(requests))
+            if num_steps:
+                steps[name] = num_steps
+    return steps
+
+
 def next_turn(
     queues: Mapping[str, Mapping[str, Sequence[Cost]]],
     credits: Mapping[str, int],  # noqa: A002 - the word of the algorithm
