@@ -70,6 +70,7 @@ def test_the_trainer_calls_the_overridden_methods() -> None:
         "_save_optimizer_and_scheduler",
         "_save_scaler",
         "_save_rng_state",
+        "_push_from_checkpoint",
         "rotate_checkpoints",
     ):
         assert f"{name}(" in saving, name

@@ -1,6 +1,7 @@
 """`train` from the command line, and where its ranks come from."""
 
 import json
+import math
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ from tests.training.on_ranks import by_command
 
 from shardwise.cli import main
 from shardwise.cli.launch import read_launch
-from shardwise.cli.train import STOPPED
+from shardwise.cli.train import STOPPED, _print
 from shardwise.core.errors import ConfigError
 
 
@@ -150,6 +151,17 @@ def saved_steps(out: Path) -> list[int]:
     for state in out.rglob("checkpoint-*/trainer_state.json"):
         by_folder.setdefault(state.parents[1], []).append(int(state.parent.name.partition("-")[2]))
     return [max(steps) for steps in by_folder.values()]
+
+
+def test_the_outcome_is_json_even_if_a_loss_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    from shardwise.training.train_model import TrlOutcome
+
+    outcome = TrlOutcome("out", 2, False, {"loss": math.nan}, ({"loss": math.inf},), ("NaN",))
+    _print(outcome, as_json=True)
+    told = capsys.readouterr().out
+    assert "Infinity" not in told
+    assert json.loads(told)["metrics"] == {"loss": None}
+    assert json.loads(told)["summary"] == ["NaN"]
 
 
 # Where ranks come from

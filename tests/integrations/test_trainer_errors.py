@@ -2,23 +2,29 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import write
 from tests.support import EffectLog, recorded, states_after_crash
 from tests.support.local_ranks import LocalRanks
 from tests.support.world import agreed, require_words
 from tests.truth import require_equal
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch import nn
+from torch.optim import SGD
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
+from transformers.trainer_utils import HubStrategy, SaveStrategy
 
-from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.ranks.world import World
 
 require_patched_names()
 from tests.integrations import refusing  # noqa: E402
 
-from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
+from shardwise.integrations import ShardwiseTrainer, for_trainer, trainer_runs  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +167,6 @@ def test_invalid_headers_are_refused(content: bytes) -> None:
 
 
 def test_it_comes_before_the_trainer() -> None:
-    from transformers import Trainer
-
-    from shardwise.integrations.trainer import ShardwiseTrainer
-
     assert type("Right", (ShardwiseTrainer, Trainer), {})
     with pytest.raises(ConfigError, match=r"class Wrong\(ShardwiseTrainer, Trainer\)"):
         type("Wrong", (Trainer, ShardwiseTrainer), {})
@@ -183,3 +185,102 @@ def test_folders_written_by_the_trainer_are_synced(tmp_path: Path) -> None:
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
     assert "checkpoint-3/shardwise.trainer.json" in last.files
+
+
+def save(run: Path, step: int, holds: str = "everything") -> Path:
+    """An empty checkpoint that is complete."""
+    place = trainer_runs.checkpoint_folder(run, step)
+    with trainer_runs.locked_for(World(0, 1), run, step) as saving:
+        trainer_runs.complete(saving, place, trainer_runs.TrainerHeader(step, holds, 8, 2))
+        saving.locked.release()
+    return place
+
+
+def unbuilt(base: type, run: Path, **attributes: Any) -> Any:
+    """A trainer that is not constructed, at step 4 of a run with a limit of one checkpoint."""
+    trainer: Any = object.__new__(type("Mine", (ShardwiseTrainer, base), {}))
+    args = {"output_dir": str(run), "save_total_limit": 1, "save_only_model": True, "push_to_hub": False}
+    state = {"global_step": 4, "best_model_checkpoint": None, "num_input_tokens_seen": 0}
+    args |= attributes.pop("args", {})
+    vars(trainer).update(args=SimpleNamespace(**args), state=SimpleNamespace(**state), **attributes)
+    vars(trainer)["_get_output_dir"] = lambda **_: str(run)
+    return trainer
+
+
+def test_the_header_decides_what_is_restored(tmp_path: Path) -> None:
+    """And not the folder of the state, which a rank may not see yet."""
+    model = nn.Linear(1, 1)
+    given: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters()), "_on_other_base": "error"}
+    given |= {"lr_scheduler": None, "accelerator": None}
+    trainer = unbuilt(object, tmp_path, _header=trainer_runs.TrainerHeader(4, "everything", 8, 2), **given)
+    with pytest.raises(StorageError, match="no complete checkpoint"):
+        trainer._load_optimizer_and_scheduler(str(tmp_path))
+    trainer._header = trainer_runs.TrainerHeader(4, trainer_runs.MODEL_ALONE, 8, 2)
+    (tmp_path / "state").mkdir(exist_ok=True)
+    trainer._load_optimizer_and_scheduler(str(tmp_path))
+
+
+def test_all_but_the_best_are_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what removes the header first: the Trainer would leave headers without their files, if it is killed."""
+
+    class Ending:
+        args: Any
+
+        def _finalize_training(self, _trial: Any) -> str:
+            assert self.args.save_total_limit is None
+            return "done"
+
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    trainer = unbuilt(Ending, tmp_path)
+    assert trainer._finalize_training(None) == "done"
+    assert len(trainer_runs.checkpoints_in(tmp_path)) == 3, "the best is none of this folder"
+    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-4")
+
+    def emptied(*_: Any) -> None:
+        raise StorageError("the process is killed")
+
+    monkeypatch.setattr(trainer_runs, "_empty", emptied)
+    with pytest.raises(StorageError):
+        trainer._finalize_training(None)
+    monkeypatch.undo()
+    assert trainer_runs.checkpoints_in(tmp_path)[2] is trainer_runs.FolderKind.LEFT
+    trainer._finalize_training(None)
+    assert trainer.args.save_total_limit == 1
+    trainer_runs.remove_left(tmp_path)
+    assert list(trainer_runs.checkpoints_in(tmp_path)) == [4]
+
+
+def test_a_checkpoint_is_pushed_after_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pushing:
+        push_in_progress = processing_class = control = None
+        hub_model_id = "me/mine"
+        is_world_process_zero = staticmethod(lambda: True)
+        get_total_train_batch_size = staticmethod(lambda _: 8)
+        callback_handler = SimpleNamespace(on_push_begin=lambda *_: None)
+
+        def _save_checkpoint(self: Any, _model: Any, _trial: Any) -> None:
+            (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
+            self._push_from_checkpoint(str(tmp_path / "checkpoint-4"))  # as the Trainer does
+
+        _push_from_checkpoint = Trainer._push_from_checkpoint
+
+    pushed: list[tuple[str, bool, list[str]]] = []
+
+    def upload(_: HfApi, *, folder_path: str, ignore_patterns: list[str], **_others: Any) -> None:
+        is_committed = (tmp_path / "checkpoint-4" / "shardwise.trainer.json").is_file()
+        pushed.append((Path(folder_path).name, is_committed, ignore_patterns))
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    hub = {"hub_strategy": HubStrategy.ALL_CHECKPOINTS, "hub_always_push": True, "hub_token": None}
+    args = {"push_to_hub": True, "hub_revision": None, "save_strategy": SaveStrategy.STEPS, **hub}
+    unbuilt(Pushing, tmp_path, args=args, _saved_step=None)._save_checkpoint(None, None)
+    ignored = ["_*", "checkpoint-*", ".shardwise-*"]
+    assert pushed == [(tmp_path.name, True, ignored), ("checkpoint-4", True, ignored[-1:])]
+
+
+def test_a_number_of_steps_that_is_none(tmp_path: Path) -> None:
+    place = save(tmp_path, 3, trainer_runs.MODEL_ALONE)
+    (place / "trainer_state.json").write_text(f'{{"global_step": 3, "epoch": 0.5, "max_steps": {10**400}}}')
+    with pytest.raises(FormatError, match="its max_steps is damaged. Pass another checkpoint"):
+        trainer_runs.read_checkpoint(place)

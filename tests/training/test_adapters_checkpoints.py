@@ -11,10 +11,11 @@ from tests.training import tiny
 from tests.training.adapters_on_ranks import config
 from transformers import TrainerState
 
-from shardwise.core.errors import FormatError
+from shardwise.bank.adapter import AdapterStep
+from shardwise.core.errors import FormatError, TrainingError
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
-from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest
+from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest, train_together
 
 POSITION = {"count": 4, "epoch": 0, "offset": 2}
 
@@ -81,6 +82,33 @@ def test_no_checkpoint_is_due_every_0_steps() -> None:
     assert not AdapterTraining._is_due(adapter, "save")
     adapter.state.save_steps = 2
     assert AdapterTraining._is_due(adapter, "save")
+
+
+def test_an_evaluation_that_does_not_fit_into_memory_is_no_failure_of_its_adapter() -> None:
+    def proceed(_: AdapterStep) -> None:
+        raise TrainingError("a pass of 'ada' needs about 8 GiB")
+
+    step = AdapterStep(is_taken=True, grad_norm=1.0, num_supervised_tokens=3, learning_rate=0.1)
+    deleted: list[str] = []
+    bank = SimpleNamespace(
+        forward_backward=lambda _: SimpleNamespace(requests=[]),
+        optim_step=lambda _: {"ada": step},
+        delete_adapter=deleted.append,
+    )
+    ada: Any = SimpleNamespace(
+        name="ada",
+        bank=bank,
+        state=TrainerState(max_steps=2),
+        args=SimpleNamespace(disable_tqdm=True),
+        is_done=False,
+        next_requests=list,
+        note_outcomes=list,
+        find_failure=lambda _: None,
+        proceed=proceed,
+    )
+    with pytest.raises(TrainingError, match="needs about 8 GiB"):
+        train_together([ada], SimpleNamespace(is_made=False))
+    assert deleted == []
 
 
 @pytest.mark.parametrize(

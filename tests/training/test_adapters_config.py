@@ -10,6 +10,7 @@ import yaml
 from tests.training import tiny
 
 from shardwise.core.errors import ConfigError
+from shardwise.training import adapters_config
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import RunConfig, read_run_config
 from shardwise.training.trl_objects import plan_run
@@ -125,6 +126,13 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
 def test_bad_keys_are_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_adapters(read(tmp_path, **values))
+
+
+def test_a_sweep_is_counted_before_it_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters_config, "itertools", None)
+    sweep = {key: list(range(1, 101)) for key in ("lora_r", "seed", "max_steps", "save_steps")}
+    with pytest.raises(ConfigError, match="sweep: has 200000000 combinations. Use at most 1024"):
+        read_adapters(read(tmp_path, sweep=sweep, adapters={"ada": {}, "bob": {}}))
 
 
 def test_the_former_key_works_with_one_line(tmp_path: Path) -> None:

@@ -406,9 +406,20 @@ def test_train_refuses_the_file_with_the_explanation(text: str, tmp_path: Path) 
     assert "\nlearning_rate: 1e-6\n" in str(raised.value)
 
 
-def test_a_secret_is_not_repeated() -> None:
-    assert "hf_secret" not in str(explain_other_format(yaml.safe_load(AXOLOTL_QLORA)))
-    assert "hub_token" in str(explain_other_format(yaml.safe_load(AXOLOTL_QLORA)))
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [
+        ("hub_token", {}),
+        ("wandb_api_key", {"wandb_api_key": "hf_secret"}),
+        ("env: {WANDB_API_KEY: ...}", {"env": {"WANDB_API_KEY": "hf_secret"}}),
+        ("api_key", {"datasets": [{"path": "x", "api_key": "hf_secret"}]}),
+        ("api_key", {"trl": {"api_key": "hf_secret"}}),
+    ],
+)
+def test_a_secret_is_not_repeated(name: str, further: dict[str, Any]) -> None:
+    told = str(explain_other_format({**yaml.safe_load(AXOLOTL_QLORA), **further}))
+    assert "hf_secret" not in told
+    assert name in told
 
 
 def test_a_method_that_is_not_supported_stays_an_error(tmp_path: Path) -> None:

@@ -1,18 +1,26 @@
 """Configurations of ``shardwise train``: TRL's keys, checked without torch."""
 
+import datetime
+import itertools
 import json
+import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import shardwise
 from shardwise.core.errors import ConfigError
 from shardwise.training import run_config
+from shardwise.training.adapters_config import read_adapters
 from shardwise.training.arguments import ShardwiseArguments
-from shardwise.training.keys import REJECTED, own_keys
+from shardwise.training.former_keys import INERT, NESTED, OFF, RENAMED, SWITCHES, VALUES
+from shardwise.training.keys import REJECTED, get_keys, own_keys
 from shardwise.training.run_config import read_run_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
@@ -90,6 +98,10 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
             "dataset_splits: sft is neither for training nor for tests",
         ),
         ("dataset_mixer: {a: 1}\ndataset_configs: [b, c]", "dataset_configs: has another number of entries"),
+        ("dataset_mixer: {a: 1}\ndataset_splits: [1]", "dataset_splits: 1 is a int. Expected str"),
+        ("dataset_mixer: {1: 0.5}", "dataset_mixer: 1 is a int. Expected str"),
+        ("dataset_mixture: {datasets: [{id: 5}]}", r"dataset_mixture.datasets\[0\].id: 5 is a int. Expected str"),
+        ("dataset_mixture: {datasets: [{id: a}], seed: -1}", "dataset_mixture.seed: -1 is not a seed"),
         ("dataset_mixture: {datasets: [{path: a}]}", "dataset_mixture: has no datasets"),
         ("dataset_mixture: {datasets: [{id: a, rows: 3}]}", "dataset_mixture: does not know rows"),
         ("dataset_mixture: {datasets: [{id: a, weight: x}]}", r"dataset_mixture.datasets\[0\].weight: 'x' is not"),
@@ -97,6 +109,13 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("a: [", r"is not valid YAML"),
         ("a: " + "[" * 5000, r"is not valid YAML"),
         ("seed: " + "9" * 5000, r"is not valid YAML"),
+        ("seed: 0x" + "f" * 5000, r"is not valid YAML. it has a number of more than 300 digits"),
+        ("warmup_ratio: " + "9" * 400, r"is not valid YAML. it has a number of more than 300 digits"),
+        ("seed: 1" + ":00" * 200 + ".5", r"is not valid YAML. a value does not have the type of its tag"),
+        ("seed: !!int ''", r"is not valid YAML. a value does not have the type of its tag"),
+        ("packing: !!bool x", r"is not valid YAML. a value does not have the type of its tag"),
+        ("method: [sft]", r"method: \['sft'\] is a list. Expected str"),
+        ("model_init_kwargs: [1]", r"model_init_kwargs: \[1\] is not a mapping"),
         ("output_dir: 2024-13-01", r"is not valid YAML. month must be"),
         ("learning_rate: .nan", r"learning_rate: nan is not finite"),
         ("num_train_epochs: .inf", r"num_train_epochs: inf is not finite"),
@@ -142,6 +161,46 @@ def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
     assert values["lora_modules_to_save"] == ["score"]
     with pytest.raises(ConfigError, match="--output_dir: is not a valid value"):
         read_run_config(["--output_dir", "2024-13-01"])
+
+
+CONVERTED = ("warmup_ratio", "gamma_beta_ratio", "model_init_kwargs", "unsloth_configs", "unsloth_lora_r")
+KEYS = [*own_keys(), *RENAMED, *SWITCHES, *NESTED, *VALUES, *INERT, *OFF, *CONVERTED, "dataset_name", "loss_type"]
+HOSTILE = [
+    *(None, True, -1, 10**308, math.nan, math.inf, "", "x", "1e999", b"x", datetime.date(2024, 1, 1)),
+    *([], [None], [["a"], {"b": 1}], {}, {1: 2}, {"x": [math.nan]}, {"x": {"y": {1: [2]}}}, {"a", "b"}),
+]
+
+
+def hostile_files() -> Iterator[dict[str, Any]]:
+    for method, key, value in itertools.product(("sft", "grpo"), get_keys("grpo"), HOSTILE):
+        yield {"method": method, key: value}
+    for key, value in itertools.product(dict.fromkeys(KEYS), HOSTILE):
+        yield {"method": "cpo", "dataset_mixer": {"a": 1}, key: value}  # which takes the most translated keys
+    for key, value in itertools.product(("method", "loss", "datasets", "optim", "lora_r", "env", 5), HOSTILE):
+        yield {"adapters": {"a": {key: value}}}
+        yield {"sweep": {key: [value]}}
+    for key, value in itertools.product(("id", "config", "split", "columns", "weight", 5), HOSTILE):
+        yield {"dataset_mixture": {"datasets": [{"id": "a", key: value}]}}
+    for key, value in itertools.product(("datasets", "seed", "test_split_size", 5), HOSTILE):
+        yield {"dataset_mixture": {"datasets": [{"id": "a"}], key: value}}
+    for key, value in itertools.product(("env", "lora_r", "datasets", "num_epochs", "wandb_project"), HOSTILE):
+        yield {
+            "base_model": "m",
+            "adapter": "lora",
+            "sequence_len": 5,
+            "saves_per_epoch": 2,
+            "wandb_x": 1,
+            key: value,
+        }
+
+
+def test_every_value_is_taken_or_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    for values in hostile_files():
+        monkeypatch.setattr(run_config, "read_yaml", lambda _, values=values: dict(values))
+        with suppress(ConfigError):
+            config = read_run_config(["config.yaml"])
+            if config.own.has_adapters:
+                read_adapters(config)
 
 
 def test_keys_that_are_refused_are_in_the_documentation() -> None:

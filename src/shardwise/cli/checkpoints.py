@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from shardwise.cli.launch import print_report
+from shardwise.cli.launch import print_report, to_json
 from shardwise.cli.progress import importing, signs_of_life
 from shardwise.core.errors import FormatError
 from shardwise.core.formatting import collapse, in_bytes, table_lines
@@ -139,7 +139,7 @@ def inspect_command(path: str, *, as_json: bool, with_tensors: bool, revision: s
             weights = config.get("transformers_weights") or _find_adapter(local)
         index = open_checkpoint(local, weights_name=weights if isinstance(weights, str) else None)
     if as_json:
-        click.echo(json.dumps(as_json_object(index, config), indent=2))
+        click.echo(to_json(as_json_object(index, config)))
         return
     _print_summary(index, config)
     if with_tensors:

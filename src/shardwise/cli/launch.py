@@ -65,4 +65,9 @@ def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[A
 
 def print_report(report: Any, *, as_json: bool) -> None:
     """Print a report as text, or as one JSON object."""
-    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+    click.echo(to_json(report.to_dict()) if as_json else str(report))
+
+
+def to_json(value: Any) -> str:
+    """Write JSON, with null for NaN and infinity, which JSON does not have."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.launch import print_report, run_ranks
+from shardwise.cli.launch import print_report, run_ranks, to_json
 from shardwise.cli.progress import importing, signs_of_life
 from shardwise.core.errors import ConfigError
 from shardwise.core.phases import phase
@@ -206,7 +205,7 @@ def _exit_code(outcome: TrlOutcome) -> int:
 
 def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(asdict(outcome), indent=2))
+        click.echo(to_json(asdict(outcome)))
         return
     stopped = f"stopped after {outcome.steps} steps. Run the same command to resume"
     click.echo("\n".join([*outcome.summary, stopped if outcome.has_stopped else f"saved in {outcome.output_dir}"]))

@@ -72,6 +72,17 @@ def require_quick_patterns(patterns: Iterable[Pattern], names: Collection[str]) 
 _MAX_VALUES: Final = 100_000
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value: int = super().construct_yaml_int(node)
+        if abs(value) > sys.float_info.max:  # conversions of it fail, even to text for a message
+            raise ValueError("it has a number of more than 300 digits. Write a smaller one")
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
 def parse_yaml(text: str) -> object:
     """Return the value of a YAML document.
 
@@ -79,7 +90,7 @@ def parse_yaml(text: str) -> object:
         yaml.YAMLError, ValueError, RecursionError: it is not valid, or its aliases expand to more than 100,000
             values: a few lines can expand to more than fits into any memory.
     """
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     try:
         # The nodes first, of which an alias is one however often it is used. Values may be far more.
         document = loader.get_single_node()
@@ -89,6 +100,8 @@ def parse_yaml(text: str) -> object:
             raise ValueError(f"its aliases expand to more than {_MAX_VALUES:,} values. Write the values out")
         value: object = loader.construct_document(document)
         return value
+    except (AttributeError, LookupError, OverflowError) as error:  # of PyYAML, for !!int "" or !!bool x
+        raise ValueError(f"a value does not have the type of its tag ({error!r}). Remove the tag") from error
     finally:
         loader.dispose()
 

@@ -69,6 +69,9 @@ else:
 
 _log = logging.getLogger(__name__)
 
+_RECORD = ".shardwise-*"
+"""In an output folder, what is not for the hub: the record of a run, with its lock."""
+
 
 class ShardwiseTrainer(_Trainer):
     """Mixin for a Trainer class whose checkpoints resume on any number of ranks. List it before the Trainer.
@@ -395,6 +398,18 @@ class ShardwiseTrainer(_Trainer):
             with world.broadcast("end the save"):
                 if world.rank == 0:
                     self._end_save(run, limit, saving)
+            if self.args.push_to_hub:
+                with world.broadcast("push the checkpoint"), compat.uploads_without(_RECORD):
+                    if world.rank == 0:
+                        super()._push_from_checkpoint(str(folder))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing. ``_save_checkpoint`` pushes the checkpoint after its commit."""
+
+    def push_to_hub(self, *positional: Any, **keywords: Any) -> Any:
+        """Push like the Trainer, without the record of the run."""
+        with compat.uploads_without(_RECORD):
+            return super().push_to_hub(*positional, **keywords)
 
     def _run_epoch(self, **keywords: Any) -> None:  # type: ignore[override]
         """Train an epoch, unless the checkpoint that is resumed is of the last step: the Trainer would add one.
@@ -418,14 +433,19 @@ class ShardwiseTrainer(_Trainer):
 
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
         limit, run = self.args.save_total_limit, Path(self._get_output_dir(trial=trial))
-        # With a limit of 1 the Trainer removes all checkpoints but the best. That would be all of this folder, if
-        # the best is in another one, of the run that was resumed.
-        if folders.step_in(run, self.state.best_model_checkpoint) is None:
-            self.args.save_total_limit = None
+        # With a limit of 1 the Trainer would remove all checkpoints but the best, their files in any order.
+        self.args.save_total_limit = None
         try:
-            return super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
+            output = super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
         finally:
             self.args.save_total_limit = limit
+        if limit == 1:
+            with World.current(call="Trainer.train") as world, world.broadcast("keep the best checkpoint"):
+                # None if the best is in another folder, of the run that was resumed.
+                best = folders.step_in(run, self.state.best_model_checkpoint)
+                if world.rank == 0 and best is not None:
+                    folders.remove_others(run, best)
+        return output
 
     def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
         """Remove checkpoints above the limit, and release the lock."""
@@ -477,7 +497,8 @@ class ShardwiseTrainer(_Trainer):
             load_trainer_checkpoint(self._trained, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / folders.STATE_FOLDER).is_dir():
+        # Decided by the header: whether there is a folder may differ between ranks, on a network file system.
+        if checkpoint is None or self._header is None or self._header.holds == MODEL_ALONE:
             return
         if getattr(self.args, "sync_ref_model", False):
             _log.warning(

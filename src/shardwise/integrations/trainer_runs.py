@@ -133,6 +133,8 @@ def read_checkpoint(source: Path) -> tuple[TrainerHeader, str | None, tuple[int,
     """
     header, folder = read_complete_header(source), TrainerFolder.open(source)
     epoch, max_steps = int(folder.epoch), folder.state.get("max_steps")
+    if type(max_steps) is int and abs(max_steps) >= 1 << 64:
+        raise FormatError(f"{STATE_FILE} in {source}: its max_steps is damaged. Pass another checkpoint")
     # Of a stream, whose length it does not know, the Trainer counts max_steps as one pass. With max_steps=40 the
     # epoch 2.25 is the position (2, 10.0): two passes, and ten steps of the third.
     steps = (folder.epoch - epoch) * max_steps if type(max_steps) is int else 0
@@ -367,6 +369,17 @@ def remove_under(locked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
         except StorageError:
             if locked.is_held():
                 raise  # otherwise another save is removing the same files
+
+
+def remove_others(run: Path, step: int) -> None:
+    """Remove all complete checkpoints but that of a step.
+
+    Raises:
+        StorageError: another save is in progress there, or something cannot be removed.
+    """
+    with lock_here(run) as saving:
+        complete = [one for one, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
+        remove_under(saving.locked, run, [one for one in complete if one != step])
 
 
 def remove_left(run: Path) -> None:

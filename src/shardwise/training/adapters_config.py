@@ -5,6 +5,7 @@ override.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -123,15 +124,15 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
         return {}, faults
     # {lora_r: [4, 8], seed: [1]} has the points ((lora_r, 4), (seed, 1)) and ((lora_r, 8), (seed, 1)), with the
     # names r4-seed1 and r8-seed1. Without a sweep there is one point, without keys.
-    points = list(itertools.product(*([(key, value) for value in values] for key, values in sweep.items())))
+    count = len(entries) * math.prod(map(len, sweep.values()))
+    if count > _MAX_ADAPTERS:
+        return {}, [f"sweep: has {count} combinations. Use at most {_MAX_ADAPTERS}"]
+    points = itertools.product(*([(key, value) for value in values] for key, values in sweep.items()))
     expanded: dict[str, dict[str, Any]] = {}
     for (name, overrides), point in itertools.product(entries.items(), points):
         words = [name, *(_format_word(key, value) for key, value in point)]
         expanded["-".join(filter(None, words))] = {**overrides, **dict(point)}
-    count = len(points) * max(len(adapters), 1)
-    if count > _MAX_ADAPTERS:
-        faults.append(f"sweep: has {count} combinations. Use at most {_MAX_ADAPTERS}")
-    elif len(expanded) < count:
+    if len(expanded) < count:
         faults.append("sweep: two combinations have the same name. List each value once")
     return expanded, faults
 

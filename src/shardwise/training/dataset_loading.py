@@ -136,7 +136,7 @@ def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[
     if mixture.datasets:
         # TRL reads each entry by its path. Of a local file that is the builder.
         for entry in mixture.datasets:
-            if (builder := _find_builder(entry.path)) is not None:
+            if (builder := _call(entry.path, _find_builder, entry.path)) is not None:
                 entry.path, entry.data_files = builder, entry.path
         from trl.scripts.utils import get_dataset
 
@@ -158,7 +158,7 @@ def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[
 
 def _read(name: str, config: str | None = None, **keywords: Any) -> Any:
     """Read a local file, a folder or a dataset on the hub: its splits, or the one of ``split=``."""
-    if builder := _find_builder(name):
+    if builder := _call(name, _find_builder, name):
         return _call(name, datasets.load_dataset, path=builder, data_files=name, **keywords)
     return _call(name, datasets.load_dataset, path=name, name=config, **keywords)
 
@@ -196,10 +196,10 @@ def _mix_weighted(mixture: Mapping[str, Any], train_split: str) -> Mapping[str, 
     Each is shuffled, if it has a weight, and its first rows are used, as many as that share of it. All are shuffled
     together, and ``test_split_size`` of them are for evaluation. ``seed`` is that of every step.
     """
-    seed = mixture.get("seed", 0)
+    seed = mixture.get("seed") or 0
     parts = []
     for entry in mixture["datasets"]:
-        rows = _read(entry["id"], entry.get("config"), split=entry.get("split", "train"))
+        rows = _read(entry["id"], entry.get("config"), split=entry.get("split") or "train")
         if entry.get("columns") is not None:
             rows = _call(entry["id"], rows.select_columns, entry["columns"])
         if (weight := entry.get("weight")) is not None:

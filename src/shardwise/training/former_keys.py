@@ -286,6 +286,8 @@ def _translate_model_init(value: Any) -> Mapping[str, Any]:
     Raises:
         ValueError: one of them has no counterpart.
     """
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{value} is not a mapping. Write KEY: VALUE in it")
     settings: dict[str, Any] = {}
     replacement: dict[str, Any] = {}
     for name, setting in (value or {}).items():

@@ -125,8 +125,8 @@ def _make_spec(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
     for one in typing.get_args(hint) if is_union else (hint,):
         kind = typing.get_origin(one) or one
         if kind is typing.Literal:
-            choices.update(typing.get_args(one))
-            names.add("str")
+            names.update(type(choice).__name__ for choice in typing.get_args(one))
+            choices.update(choice for choice in typing.get_args(one) if isinstance(choice, str))
         elif isinstance(kind, type) and issubclass(kind, enum.Enum):
             choices.update(str(member.value) for member in kind)
             names.add("str")
@@ -166,7 +166,7 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
     """Yield the faults of a key and its value."""
     specs = get_keys(method)
     # The first that applies. The later ones are for values of the right type.
-    if key == "method" and value in OTHER_METHODS:
+    if key == "method" and isinstance(value, str) and value in OTHER_METHODS:
         yield f"method: {value} is not supported: {OTHER_METHODS[value]}"
     elif others := [name for name in METHODS if key not in specs and key in get_keys(name)]:
         yield f"{key}: is a key of {', '.join(others)}, not of {method}. Remove it, or change method"
@@ -176,6 +176,8 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
         yield f"{key}: {REJECTED[key]}"
     elif key == "optim" and value not in OPTIMIZERS:
         yield f"optim: {value} is not known to step sharded parameters. Use one of {', '.join(sorted(OPTIMIZERS))}."
+    elif key in own_keys() and (odd := _find_not_text(key, value)):
+        yield f"{key}: {_format_value(odd[0])} is a {type(odd[0]).__name__}. Expected str"
     elif key == "datasets":
         for number, entry in enumerate(value or ()):
             if not isinstance(entry, dict) or "path" not in entry:
@@ -222,6 +224,22 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield f"lora_task_type: {task} does not fit reward. Set it to SEQ_CLS"
 
 
+def _find_not_text(key: str, value: Any) -> list[Any]:
+    """Return the elements of a list of shardwise, or the keys of a mapping, that should be strings and are not."""
+    if key in ("adapters", "sweep", "env", "dataset_configs"):  # checked elsewhere, or of any type
+        return []
+    return [one for one in value if not isinstance(one, str)] if isinstance(value, list | dict) else []
+
+
+_MIXED: Final[Mapping[str, Spec]] = {
+    "id": {"types": ["str"]},
+    "config": {"types": ["null", "str"]},
+    "split": {"types": ["null", "str"]},
+    "columns": {"types": ["list", "null"]},
+}
+"""Keys of an entry of ``dataset_mixture``, beside its weight."""
+
+
 def _find_mixture_faults(own: ShardwiseArguments) -> Iterator[str]:
     """Yield the faults of ``dataset_mixer`` and ``dataset_mixture``."""
     for name, share in (own.dataset_mixer or {}).items():
@@ -240,8 +258,14 @@ def _find_mixture_faults(own: ShardwiseArguments) -> Iterator[str]:
         return
     # Unknown keys of the mixture and of all of its datasets are one fault.
     unknown = own.dataset_mixture.keys() - {"datasets", "seed", "test_split_size"}
+    seed = own.dataset_mixture.get("seed")
+    if seed is not None and (type(seed) is not int or seed < 0):
+        yield f"dataset_mixture.seed: {_format_value(seed)} is not a seed. Write 0 or more"
     for number, entry in enumerate(entries):
         unknown |= entry.keys() - {"id", "config", "split", "columns", "weight"}
+        for name in _MIXED:
+            faults = _find_key_faults(name, entry.get(name), _MIXED, "dataset_mixture")
+            yield from (f"dataset_mixture.datasets[{number}].{name}: {fault}" for fault in faults)
         weight = entry.get("weight")
         if weight is not None and (not isinstance(weight, int | float) or not 0 <= weight <= 1):
             shown = f"dataset_mixture.datasets[{number}].weight: {_format_value(weight)}"

@@ -23,7 +23,7 @@ _MARKS: Final[Mapping[str, tuple[str, Set[str]]]] = {
 """Programs, the key of the model in their files, and keys that TRL does not have. A file has two of these."""
 
 _DATASET_KEYS: Final = ("path", "name", "data_dir", "data_files", "split")
-_SECRET: Final = re.compile(r"hub_token|api_key|secret|webhook")
+_SECRET: Final = re.compile(r"hub_token|hf_token|api_key|secret|webhook", re.IGNORECASE)
 _PLAIN: Final = re.compile(r"(?!(true|false|yes|no|on|off|null)$)(\.{0,2}/)?[a-z][\w./-]*|\d+e-?\d+", re.IGNORECASE)
 """Strings that YAML reads as strings without quotes."""
 
@@ -100,15 +100,15 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
             flat[key] = [{name: entry[name] for name in _DATASET_KEYS if entry.get(name)} for entry in entries]
             for number, entry in enumerate(entries):
                 flat |= {f"datasets[{number}].{name}": entry[name] for name in entry if name not in _DATASET_KEYS}
-        elif key.startswith("wandb_") and key != "wandb_name":
-            flat["env"] = flat.get("env", {}) | ({key.upper(): value} if value else {})
-        elif _SECRET.search(key):
-            flat[f"{key} (secret)"] = "..."
+        elif key.startswith("wandb_") and key != "wandb_name" and not _SECRET.search(key):
+            env = flat.get("env", values.get("env"))
+            flat["env"] = (env if isinstance(env, dict) else {}) | ({key.upper(): value} if value else {})
         elif key in ("special_tokens", "fsdp_config", "trl") and isinstance(value, dict):
             flat |= {f"{key}.{str(name).removeprefix('fsdp_')}": one for name, one in value.items()}
         else:
-            flat[key] = value
-    return {key: value for key, value in flat.items() if value not in (None, "", {})}
+            flat.setdefault(key, value)
+    with_values = {key: value for key, value in flat.items() if value not in (None, "", {})}
+    return {f"{key} (secret)" if _SECRET.search(key) else key: value for key, value in with_values.items()}
 
 
 def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,13 +138,13 @@ def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _line(key: str, value: Any) -> str:
-    return f"{key}: {_format(value)}".replace("\n", " ")
+    return f"{key}: {'...' if _SECRET.search(key) else _format(value)}".replace("\n", " ")
 
 
 def _format(value: Any) -> str:
     """Write a value as YAML in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_format(key)}: {_format(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(_line(_format(key), one) for key, one in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_format, value)) + "]"
     if isinstance(value, str) and _PLAIN.fullmatch(value):

@@ -159,11 +159,13 @@ def train_together(
         while True:
             # Only after a step is it known whether an adapter is done, or has failed.
             for adapter in in_step:
-                try:
-                    adapter.proceed(steps.get(adapter.name))
-                except TrainingError as error:  # its values are equal on all ranks, so all delete it
+                step = steps.get(adapter.name)
+                failure = None if step is None else adapter.find_failure(step)
+                if failure is None:
+                    adapter.proceed(step)
+                else:  # its values are equal on all ranks, so all delete it
                     adapter.bank.delete_adapter(adapter.name)
-                    failures[adapter.name] = str(error)
+                    failures[adapter.name] = failure
             waiting = [adapter for adapter in waiting if not adapter.is_done and adapter.name not in failures]
             if _num_logged(adapters) > num_logged:
                 num_logged = _num_logged(adapters)
@@ -367,11 +369,20 @@ class AdapterTraining:
             self._margins += map(float, compute_margins(outcome.logprobs, references, self.args.beta))
             self._references = next(outcomes).logprobs
 
+    def find_failure(self, step: AdapterStep) -> str | None:
+        """Return why a step ends the training of this adapter alone, or None if it does not."""
+        if step.is_taken and math.isfinite(self._loss):
+            return None
+        return (
+            f"step {self.state.global_step + 1}: the loss is {self._loss:.4g} and the norm of the gradient "
+            f"{step.grad_norm:.4g}. Lower learning_rate, or check the rows"
+        )
+
     def proceed(self, step: AdapterStep | None) -> None:
         """Record a step if one was taken. Then log, evaluate and save if due. Collective: yes.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite.
+            TrainingError: an evaluation does not fit into the memory of a rank.
         """
         if step is not None:
             self._note_step(step)
@@ -392,16 +403,10 @@ class AdapterTraining:
         return strategy == "steps" and steps > 0 and not self.state.global_step % steps
 
     def _note_step(self, step: AdapterStep) -> None:
-        loss = self._loss
-        if not step.is_taken or not math.isfinite(loss):
-            raise TrainingError(
-                f"step {self.state.global_step + 1}: the loss is {loss:.4g} and the norm of the gradient "
-                f"{step.grad_norm:.4g}. Lower learning_rate, or check the rows"
-            )
         self.state.global_step += 1
         self._position = self._order.epoch, self._order.offset
         self.state.epoch = self._order.epochs
-        self._losses.append(loss)
+        self._losses.append(self._loss)
         if self.is_done or self.state.global_step % self.state.logging_steps == 0:
             # Means over the steps since the last entry.
             average = math.fsum(self._losses) / len(self._losses)
