@@ -26,11 +26,11 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise import Checkpointer, TrainState
+from shardwise.checkpoints import folder as step_folders
 from shardwise.checkpoints import write
 from shardwise.core.errors import StorageError
 from shardwise.files.local_writer import open_writer
 from shardwise.options import AdapterOnly, Ignore, StateOptions
-from shardwise.saving import saving_lock
 from shardwise.saving.locked_folder import LockedFolder
 from shardwise.transfer.distributed_chunks import ChunkStaging
 
@@ -233,19 +233,13 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
 def fail_to_tidy_up(folder: str, mode: str) -> tuple[Any, ...]:
     """A checkpoint that counts by the time something fails is known of by the next one."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=mode)
-    release, failures = saving_lock.release_lock, ["struck"]
-
-    def struck(*arguments: Any) -> None:
-        release(*arguments)
-        if failures:
-            raise StorageError(failures.pop())
+    checkpointer = Checkpointer(folder, mode=mode, keep=2)
 
     def save() -> None:
         checkpointer.save(1, training.state)
         checkpointer.wait()
 
-    with mock.patch.object(saving_lock, "release_lock", struck):
+    with mock.patch.object(step_folders, "remove", side_effect=StorageError("struck")):
         error = attempt(save)
     there = checkpointer.steps()
     checkpointer.save(2, training.state)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +40,13 @@ def report_of(directory: str, keywords: dict[str, Any]) -> dict[str, Any]:
 
 def error_of(directory: str, keywords: dict[str, Any]) -> tuple[str, str]:
     return attempt(lambda: bring_up(directory, **keywords))
+
+
+def error_with_a_full_disk(directory: str) -> tuple[str, str]:
+    """The second rank cannot write small files."""
+    full = mock.patch.object(Path, "write_bytes", side_effect=OSError("the disk is full"))
+    with full if dist.get_rank() == 1 else nullcontext():
+        return error_of(directory, {})
 
 
 def batch(vocabulary: int, *, rows: int, seed: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import shardwise
-from shardwise import ConfigError, KeyMismatchError, StorageError
+from shardwise import CheckpointError, ConfigError, KeyMismatchError, StorageError
 from shardwise.options import Ignore, Initialize
 
 
@@ -163,11 +163,22 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_all_ranks(worlds, qw
     require_same_error(errors, "KeyMismatchError", "self_attn.q_norm.weight")
 
 
-def test_experts_numbered_with_gaps_are_refused(mixtral, changed):
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        ("4", r"numbered with gaps: \[3\] absent"),
+        ("3000000", r"numbered with gaps: \[3, 4, 5, 6, 7, 8\] and more absent"),
+        ("9" * 12, r"experts\.9{12}\.\S+ has a number of more than 9 digits"),
+        ("9" * 4400, r"experts\.9+.* has a number that cannot be read"),
+        ("²", r"experts\.².* has a number that cannot be read"),
+    ],
+    ids=["small", "large", "too large", "unlimited", "superscript"],
+)
+def test_experts_numbered_with_gaps_are_refused(mixtral, changed, number, told):
     def renumber(tensors):
-        return {name.replace("experts.3.", "experts.4."): value for name, value in tensors.items()}
+        return {name.replace("experts.3.", f"experts.{number}."): value for name, value in tensors.items()}
 
-    with pytest.raises(KeyMismatchError, match=r"numbered with gaps: \[3\] absent"):
+    with pytest.raises(CheckpointError, match=told):
         shardwise.from_pretrained(changed(mixtral, renumber))
 
 

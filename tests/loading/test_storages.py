@@ -48,6 +48,12 @@ def test_a_lasting_fault_is_the_same_error_on_every_rank(worlds, qwen3):
     require_same_error(errors, "StorageError", "403", ".safetensors")
 
 
+def test_configs_that_one_rank_cannot_write_are_the_same_error_on_every_rank(worlds, qwen3):
+    with HttpStore(qwen3) as store:
+        errors = worlds(2).run(on_ranks.error_with_a_full_disk, store.url)
+    require_same_error(errors, "CheckpointError", "rank 1: OSError: the disk is full")
+
+
 def test_a_file_replaced_while_it_is_read_is_noticed(worlds, qwen3, tmp_path):
     small_qwen3().save_pretrained(tmp_path)
     errors = worlds(3).run(on_ranks.file_replaced_while_reading, str(tmp_path), 1)

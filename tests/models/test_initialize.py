@@ -125,6 +125,28 @@ def test_an_orthogonal_tensor_is_initialized_whole_within_the_budget():
     assert "weight: its initializer needs the full tensor, 288 bytes" in fault
 
 
+class ByData(nn.Module):
+    """Its initializer writes through ``.data``, which leaves the versions of tensors unchanged."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(12, 6, device="meta"))
+        self.register_buffer("scale", torch.empty((), device="meta"), persistent=False)
+
+    def reset_parameters(self):
+        nn.init.orthogonal_(self.weight.data)
+        self.scale.data.fill_(2)
+
+
+def test_what_is_written_through_data_is_initialized():
+    model = ByData()
+    held = collect_tensors(model)
+    weight = next(item for item in held if item.fqn == "weight")
+    found = Initializers(model, held).initialize_whole(weight, seed=3)
+    torch.testing.assert_close(found.T @ found, torch.eye(6))
+    assert Initializers(model, held).buffers({}, seed=0)["scale"].value == 2
+
+
 def test_a_tensor_that_nothing_writes_is_not_left_as_zeros():
     """Also where an initializer could not be traced, so that nothing could be foreseen."""
     model = Orthogonal()

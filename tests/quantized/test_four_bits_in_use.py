@@ -91,6 +91,18 @@ def test_a_cast_passes_over_what_numbers_are_made_of(plain):
     assert model.model.layers[0].input_layernorm.weight.dtype is torch.bfloat16
 
 
+def test_a_move_that_fails_loses_no_scales(plain):
+    def run_out_of_memory(tensor):
+        raise MemoryError
+
+    model = shardwise.from_pretrained(str(plain), quantization=NESTED)
+    _, layer = next(layers_of(model))
+    before = layer.dequantize()
+    with pytest.raises(MemoryError):
+        layer._apply(run_out_of_memory)
+    assert torch.equal(layer.dequantize(), before)
+
+
 def test_autograd_saves_only_tensors_of_the_model(plain):
     """Scales that were unpacked would be a sixteenth of a byte for each weight, of all layers at once."""
     model = shardwise.from_pretrained(str(plain), quantization=NESTED)

@@ -47,6 +47,18 @@ def first_fails() -> tuple[str, str, list[int]]:
     return *attempt(read), world.all_gather_object(world.rank)
 
 
+def last_fails() -> tuple[str, str]:
+    """A rank fails where the first one works for all."""
+    world = World.current()
+
+    def read() -> None:
+        with world.broadcast("read headers"):
+            if world.rank == world.size - 1:
+                raise FormatError("the header lies")
+
+    return attempt(read)
+
+
 def first_shares() -> Any:
     world = World.current()
     with world.broadcast("choose") as exchange:
@@ -152,6 +164,22 @@ def unpicklable() -> tuple[str, str]:
         world = World.current()
         with world.all_gather("describe") as exchange:
             exchange.local = threading.Lock() if world.rank == 1 else None
+
+    return attempt(call)
+
+
+class Unreadable:
+    """An object that can be sent, but not received."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("no number",)
+
+
+def unreadable() -> tuple[str, str]:
+    def call() -> None:
+        world = World.current()
+        with world.all_gather("describe") as exchange:
+            exchange.local = Unreadable() if world.rank == 1 else None
 
     return attempt(call)
 

@@ -332,3 +332,9 @@ def test_a_rank_that_has_made_no_call_is_logged_by_waiting_ranks(clock, caplog):
             line.close()
     (told,) = [record.getMessage() for record in caplog.records]
     assert told == "waiting for rank 2 of 3 at one store"
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_limit_of_no_time_is_refused(seconds):
+    with pytest.raises(ConfigError, match="meeting_timeout_s is not positive"):
+        Timeouts(meeting_timeout_s=seconds)

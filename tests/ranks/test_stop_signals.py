@@ -2,13 +2,14 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from shardwise.ranks import stop_signals
+from shardwise.ranks import processes, stop_signals
 from shardwise.ranks.stop_signals import RELAYED, STOP_SIGNALS, StoppedNowError, StopRequest, stopping_on_signals
 
 pytestmark = pytest.mark.usefixtures("terminal_signals")
@@ -123,3 +124,22 @@ def test_children_obey_their_parent_alone():
     assert os.waitpid(child, 0)[1] == 0
     os.close(ready)
     os.close(go)
+
+
+def test_a_program_does_not_keep_what_shields_children():
+    """Popen(preexec_fn=...) forks as a data loader does."""
+    with stopping_on_signals(), subprocess.Popen(["sleep", "1000"], preexec_fn=os.setsid) as child:
+        try:
+            child.terminate()
+            assert child.wait(timeout=60) == -signal.SIGTERM
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("block", [stopping_on_signals, lambda: processes._signals([], asks_first=False)])
+def test_a_handler_of_c_code_becomes_the_default_one(monkeypatch, block):
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "getsignal", lambda _number: None)
+        with block():
+            pass
+    assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_DFL}

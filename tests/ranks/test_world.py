@@ -9,6 +9,7 @@ import pytest
 from tests.ranks import faults
 from tests.support import local_ranks, run_world
 from tests.support.local_ranks import LocalRanks, RankError
+from tests.support.world import require_same_error
 
 from shardwise.core.errors import CheckpointError, StorageError
 from shardwise.ranks.world import World
@@ -33,6 +34,7 @@ def test_errors_that_are_not_ours_travel_too(worlds):
 def test_a_broadcast_returns_or_raises_the_same_on_all_ranks(worlds):
     assert worlds(3).run(faults.first_shares) == [{"rank": 0}] * 3
     assert worlds(3).run(faults.first_fails) == [("FormatError", "the header lies", [0, 1, 2])] * 3
+    assert worlds(3).run(faults.last_fails) == [("FormatError", "rank 2: the header lies")] * 3
 
 
 def test_out_of_memory_on_one_rank_is_a_training_error_on_all(worlds):
@@ -124,6 +126,11 @@ def test_a_value_that_cannot_be_sent_is_an_error_on_all_ranks(worlds):
     assert one == other
     assert one[0] == "CheckpointError"
     assert "rank 1: TypeError: cannot pickle" in one[1]
+
+
+def test_a_value_that_cannot_be_received_is_an_error_on_all_ranks(worlds):
+    errors = worlds(2).run(faults.unreadable)
+    require_same_error(errors, "CheckpointError", "rank 1: ValueError: invalid literal for int()")
 
 
 def test_no_method_takes_a_function_but_a_pure_reduction():

@@ -161,6 +161,18 @@ def test_the_source_is_removed_once_the_outcome_has_been_read_back(small, tmp_pa
     assert (step / "config.json").exists()
 
 
+def test_an_index_is_removed_with_its_files_and_first(small, tmp_path: Path, monkeypatch) -> None:
+    merge_weights(small[0], tmp_path / "run", max_shard_size="100KB")
+    other = tmp_path / "run" / "other.safetensors.index.json"
+    other.write_text('{"weight_map": {"a": "other.safetensors"}}')
+    removed, unlink = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda self, **options: removed.append(self) or unlink(self, **options))
+    merge_weights(tmp_path / "run", tmp_path / "out", remove_source=True)
+    first, *_ = (file for file in removed if file.parent == tmp_path / "run")
+    assert first.name == "model.safetensors.index.json"
+    assert [file.name for file in (tmp_path / "run").glob("*.safetensors*")] == [other.name]
+
+
 @pytest.mark.parametrize("inner", ["pytorch_model_fsdp_0", "optimizer_0"])
 def test_a_difference_on_reading_back_keeps_the_source(small, tmp_path: Path, monkeypatch, inner: str) -> None:
     """Of a model in safetensors, and of an optimizer in a file of torch."""

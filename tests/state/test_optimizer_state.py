@@ -1,8 +1,12 @@
 """States of optimizers by name: those of the whole model bit for bit, and torch's, both ways."""
 
 import pytest
+import torch
 from tests.state import optimizing, sharding
 from tests.support.world import require_same_error
+
+from shardwise.core.errors import ConfigError
+from shardwise.fsdp.optimizer_states_by_name import read
 
 ALL = sorted(sharding.MAKERS)
 
@@ -97,3 +101,17 @@ def test_state_is_widened_to_its_parameter_and_reported(worlds):
 def test_optimizers_that_differ_are_an_error_on_every_rank(worlds):
     errors = worlds(2).run(optimizing.other_setup)
     require_same_error(errors, "RankMismatchError", "the list of optimizer state")
+
+
+@pytest.mark.parametrize("other", [1.0, 2.0])
+def test_a_state_with_two_names_of_a_parameter_has_one_value(other):
+    first_names, shapes = dict.fromkeys(("embed", "head"), "embed"), {"embed": torch.Size([3])}
+    state = {"state": {"embed": {"exp_avg": torch.ones(3)}, "_orig_mod.head": {"exp_avg": torch.full((3,), other)}}}
+    state["param_groups"] = []
+    if other == 1:
+        assert read(state, first_names, shapes).tensors.keys() == {"embed: exp_avg"}
+    else:
+        with pytest.raises(
+            ConfigError, match="separate values for embed and _orig_mod.head, which are one parameter"
+        ):
+            read(state, first_names, shapes)

@@ -1,12 +1,16 @@
 """Transfers between the ranks of a test world."""
 
+from unittest import mock
+
 import torch
+from tests.support.world import attempt
 
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import raw_bytes
 from shardwise.ranks.world import World
 from shardwise.transfer import move
 from shardwise.transfer.move import LocalTensor, Transfer
+from shardwise.transfer.replicas import equal_on_all
 
 CPU = torch.device("cpu")
 
@@ -87,3 +91,30 @@ def transfer(source_ranks: list[int] | None, budget: int) -> tuple[list[str], di
         if not torch.equal(raw_bytes(expected), raw_bytes(found[name])):
             wrong.append(name)
     return wrong, {"staging": traffic.staging_bytes, "sent": traffic.sent_bytes}
+
+
+def receive_without_memory(budget: int) -> tuple[str, str]:
+    """The second rank fails as it copies what has arrived, between two phases."""
+    world = World.current()
+    whole = Box.whole((4,))
+    source = LocalTensor.full(torch.ones(4)) if world.rank == 0 else None
+    item = Transfer("x", (4,), torch.float32, ((whole,), ()), ((), (whole,)), source, None)
+
+    def call() -> None:
+        with world:
+            move.transfer(world, [item], budget_bytes=budget, device=CPU)
+
+    return attempt(call)
+
+
+def copy_without_memory() -> tuple[str, str]:
+    """The second rank cannot allocate the copy of a buffer, of which each rank has another one."""
+    world = World.current()
+    tensors = {"table": torch.full((3,), float(world.rank))}
+    error = MemoryError("none is left") if world.rank else None
+
+    def call() -> None:
+        with world, mock.patch.object(torch, "empty_like", side_effect=error, return_value=torch.zeros(3)):
+            equal_on_all(world, tensors, {"table"}, budget_bytes=1024, device=CPU)
+
+    return attempt(call)

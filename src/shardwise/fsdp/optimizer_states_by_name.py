@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.core.errors import ConfigError
-from shardwise.fsdp.named_tensors import abbreviate, canonical
+from shardwise.fsdp.named_tensors import abbreviate, canonical, local_tensor, raw_bytes
 from shardwise.fsdp.rebind import Bound, Key, Scalar, label
 
 
@@ -97,8 +97,15 @@ def read(
             )
         parsed.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
         parsed.settings.append({key: copy_value(value) for key, value in group.items() if key not in _NAMES})
+    seen: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for name, entries in state_dict.get("state", {}).items():
         plain = first_names.get(canonical(name), canonical(name))
+        before, others = seen.setdefault(plain, (name, entries))
+        if not all(_is_same(entries[entry], others[entry]) for entry in entries.keys() & others.keys()):
+            raise ConfigError(
+                f"the state of optimizers has separate values for {before} and {name}, which are one parameter. "
+                "Remove one of them"
+            )
         for entry, value in entries.items():
             _add(parsed, plain, str(entry), value, shapes.get(plain))
     return parsed
@@ -146,6 +153,17 @@ def require_state_dict(whole: object) -> None:
 
 
 _NAMES = ("params", "param_names")
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two values are known to be equal, bit by bit. Of tensors on meta this is not known."""
+    if value is other:
+        return True
+    if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return type(value) is type(other) and bool(value == other)
+    one, two = local_tensor(value), local_tensor(other)
+    is_comparable = not (one.is_meta or two.is_meta) and (one.dtype, one.shape) == (two.dtype, two.shape)
+    return is_comparable and torch.equal(raw_bytes(one).cpu(), raw_bytes(two).cpu())
 
 
 def _add(parsed: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:

@@ -191,12 +191,19 @@ def open_model(
     # Configs first: they tell the class, and the class which files it needs.
     name = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
+    directory = Path()
+    contents: dict[str, bytes] = {}
     if is_remote:
-        directory = stack.enter_context(download_configs(world, name, hub))
+        with world.broadcast("read the configs") as exchange:
+            if world.rank == 0:
+                exchange.local = _read_configs(name, hub)
+        contents = exchange.result
     else:
         # A path, or a repository of which the files that every model needs are downloaded.
         directory = resolve_everywhere(world, name_or_path, hub, files)
     with world.collective("load the config"):
+        if is_remote:
+            directory = stack.enter_context(_write_configs(contents))
         config = meta_model.load_config(directory, keywords)
     config.name_or_path = without_secrets(name)
     # Some classes load further files. Only the config says so, and then they are downloaded, too.
@@ -254,16 +261,8 @@ def _join_adapter(
 
 
 @contextmanager
-def download_configs(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
-    """Return a temporary folder with the configs that are next to the weights at a URL. Collective: yes.
-
-    One rank reads them. The weights themselves are never on disk.
-    """
-    with world.broadcast("read the configs") as exchange:
-        if world.rank == 0:
-            exchange.local = _read_configs(url, hub)
-    contents: dict[str, bytes] = exchange.result
-    # transformers reads configs from a folder. Each process has one of its own.
+def _write_configs(contents: Mapping[str, bytes]) -> Iterator[Path]:
+    """Write configs to a temporary folder, from which transformers reads them. The weights are never on disk."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         for name, content in contents.items():
             Path(folder, name).write_bytes(content)

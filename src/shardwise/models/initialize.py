@@ -26,7 +26,7 @@ from torch import nn
 from shardwise.core.errors import KeyMismatchError
 from shardwise.core.formatting import join_names
 from shardwise.core.layout import Origin, TensorKind
-from shardwise.fsdp.named_tensors import TensorRef, attributes_on_meta
+from shardwise.fsdp.named_tensors import TensorRef, attributes_on_meta, raw_bytes
 from shardwise.fsdp.torch_private import get_buffers, get_version, sent, tree_leaves, tree_map_only
 from shardwise.models import pretrained
 
@@ -165,10 +165,10 @@ class Initializers:
         from shardwise.models.initial_programs import derive_seed
 
         whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
-        untouched = get_version(whole)  # an initializer that writes zeros changes the version only
+        untouched = get_version(whole)
         with _seed_random_state(derive_seed(seed, item.fqn, 0)), replace_tensors(self.tensors, {item.fqn: whole}):
             self._run({item.fqn})
-        if get_version(whole) == untouched and whole.numel():
+        if whole.numel() and not _is_written(whole, untouched):
             raise KeyMismatchError(f"{item.fqn}: is missing, and no initializer of the model writes it")
         return whole
 
@@ -275,9 +275,16 @@ class Initializers:
                 buffer = get_buffers(slot.module)[slot.name]  # an initializer may have registered another tensor
                 if buffer is None or buffer.is_meta:
                     continue
-                if buffer is not fresh[item.fqn] or get_version(buffer) != untouched[item.fqn]:
+                if buffer is not fresh[item.fqn] or _is_written(buffer, untouched[item.fqn]):
                     values[item.fqn] = buffer.detach().to(item.tensor.dtype)
         return values
+
+
+def _is_written(zeros: torch.Tensor, untouched: int) -> bool:
+    """Return whether an initializer has written a tensor of zeros, which had the version ``untouched`` before."""
+    # Zeros change the version only, and what is written through .data changes the values only. Zeros that are
+    # written through .data are not seen.
+    return get_version(zeros) != untouched or bool(raw_bytes(zeros).any())
 
 
 def list_unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[str]:

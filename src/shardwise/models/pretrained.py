@@ -23,10 +23,11 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from shardwise.core.errors import ConfigError, private
+from shardwise.core.errors import ConfigError, FormatError, private
 from shardwise.core.expression import Bindings, Expression, Stored, get_stored_key, substitute
 from shardwise.core.formatting import plain_key
 from shardwise.core.layout import ModelLayout
+from shardwise.files.urls import shown
 from shardwise.fsdp.torch_private import original_classes, to_torch
 
 if TYPE_CHECKING:
@@ -261,6 +262,13 @@ class Assignment:
     wrapped: list[str] = field(default_factory=list)
 
 
+def _natural_order(key: str) -> Any:
+    try:
+        return private("transformers.core_model_loading:dot_natural_key")(key)
+    except ValueError as error:  # of int(), for thousands of digits, or for ², which str.isdigit() accepts
+        raise FormatError(f"{shown(key)}: has a number that cannot be read. Rename this tensor") from error
+
+
 def assign_keys(
     model: nn.Module, keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
 ) -> Assignment:
@@ -275,8 +283,7 @@ def assign_keys(
     is_renamed = bool(transforms) or prefix is not None
     # Natural order: a converter that stacks experts takes its keys in this order, and needs experts.2 before
     # experts.10. Keys that are not renamed need no order, and so no private name.
-    order = private("transformers.core_model_loading:dot_natural_key") if is_renamed else None
-    for key in sorted(keys, key=order):
+    for key in sorted(keys, key=_natural_order if is_renamed else None):
         name, pattern = _rename(key, renamings, converters, prefix, names)
         # A key that is the model's already is not renamed, as in transformers (a checkpoint saved with own names).
         if name not in names and key in names:

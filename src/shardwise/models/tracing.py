@@ -33,6 +33,7 @@ from shardwise.core.expression import (
 from shardwise.core.formatting import few_names
 from shardwise.core.layout import ModelLayout
 from shardwise.core.tensors import numel
+from shardwise.files.urls import shown
 from shardwise.fsdp.torch_private import from_torch, make_without_memory, to_torch, tree_leaves
 
 GetDtype: TypeAlias = Callable[[str], torch.dtype]
@@ -42,6 +43,12 @@ _COMPUTING_FACTOR = 2
 """Memory of a conversion that computes, relative to its inputs: inputs and results."""
 
 _NUMBER = re.compile(r"(\d+)")
+
+_MAX_DIGITS = 9
+"""Of the number of an element of a list."""
+
+_SHOWN = 6
+"""Absent numbers in a message."""
 
 
 @dataclass
@@ -102,13 +109,19 @@ def _find_index_gap(conversion: Conversion) -> str | None:
         # times). They are a list if only one column varies, and it has numbers.
         columns = list(zip(*(_NUMBER.split(key) for key in keys), strict=False))
         varying = [column for column in columns if len(set(column)) > 1]
-        if len(varying) != 1 or not all(token.isdigit() for token in varying[0]):
+        if len(varying) != 1 or not all(token.isdecimal() for token in varying[0]):
             continue
+        longest = max(varying[0], key=len)
+        if len(longest) > _MAX_DIGITS:
+            key = shown(keys[varying[0].index(longest)])
+            return f"{conversion.target}: its source {key} has a number of more than {_MAX_DIGITS} digits"
         numbers = sorted(int(token) for token in varying[0])
-        expected = range(len(numbers))
-        if numbers != list(expected):
-            absent = sorted(set(range(numbers[-1] + 1)) - set(numbers))
-            return f"{conversion.target}: its sources, such as {keys[0]}, are numbered with gaps: {absent} absent"
+        if numbers != list(range(len(numbers))):
+            # Only the first few: keys are untrusted, and the largest number may be far above the others.
+            present = frozenset(numbers)
+            absent = [*islice((number for number in range(numbers[-1]) if number not in present), _SHOWN + 1)]
+            text = f"{absent[:_SHOWN]}{' and more' * (len(absent) > _SHOWN)}"
+            return f"{conversion.target}: its sources, such as {keys[0]}, are numbered with gaps: {text} absent"
     return None
 
 

@@ -46,7 +46,7 @@ class Failure:
 
     @classmethod
     def among(cls, values: Sequence[object], count: int, global_ranks: Sequence[int]) -> Failure | None:
-        """Return the first failure of the ranks, with its rank unless all ``count`` ranks failed alike.
+        """Return the first failure of the ranks, with its rank unless the first ``count`` ranks failed alike.
 
         ``global_ranks`` are the ranks in the default group. A rank that only stopped because of another one is
         ignored.
@@ -55,7 +55,7 @@ class Failure:
         # Ranks that only stopped are consequences. If there are no others, the first of them is all that is known.
         causes = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
         for rank, first in causes.items():
-            is_common = len(causes) == count and set(causes.values()) == {first}
+            is_common = [*causes] == [*range(count)] and set(causes.values()) == {first}
             return first if is_common else first.at_rank(global_ranks[rank])
         return None
 

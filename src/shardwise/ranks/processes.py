@@ -38,6 +38,7 @@ from shardwise.ranks.stop_signals import (
     STOP_SIGNALS,
     StoppedNowError,
     acknowledge_stop,
+    get_handlers,
     ignore_stop_signals,
     raise_signal,
 )
@@ -149,7 +150,7 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
                         os.kill(process.pid, RELAYED)
             acknowledge_stop()
 
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handlers = get_handlers(STOP_SIGNALS)
     for number, handler in handlers.items():
         if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
             signal.signal(number, pass_on)

@@ -11,7 +11,7 @@ through ``signal.set_wakeup_fd``. It makes the request, and ends a process that 
 
 [Note: Signals to data workers] A data loader raises an error if a signal ends one of its worker processes, and so a
 signal to the process group would cost the steps since the last checkpoint. Forked children of a process that can be
-asked to stop ignore these signals, unless it sends them itself.
+asked to stop ignore these signals, unless it sends them itself. Programs that it starts with ``subprocess`` do not.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from shardwise.core.phases import main_thread_work
 from shardwise.ranks.failure_detection import describe_wait
@@ -62,6 +63,12 @@ def ignore_stop_signals() -> None:
         for number in STOP_SIGNALS:
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_IGN)
+
+
+def get_handlers(numbers: Iterable[signal.Signals]) -> dict[signal.Signals, Any]:
+    """Return the handlers of signals, for ``signal.signal`` to restore."""
+    # None is a handler that C code has installed, which Python cannot restore.
+    return {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
 
 
 class StoppedNowError(SystemExit):
@@ -157,8 +164,11 @@ _shielded: list[StopRequest] = []
 
 def _shield_child() -> None:
     """Keep stop signals from a child that was forked within a block. See [Note: Signals to data workers]."""
-    if _shielded:
-        signal.set_wakeup_fd(-1)  # it belongs to the parent, which would take the child's signals for its own
+    if not _shielded:
+        return
+    signal.set_wakeup_fd(-1)  # it belongs to the parent, which would take the child's signals for its own
+    # Popen(preexec_fn=...) forks in this way, too. The program that it starts would have the mask, but no thread.
+    if sys._getframe(1).f_globals.get("__name__") != "subprocess":
         signal.pthread_sigmask(signal.SIG_BLOCK, _RECEIVED)
         threading.Thread(target=_obey_parent, name="shardwise-signals", daemon=True).start()
 
@@ -189,7 +199,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
     sender.setblocking(False)  # set_wakeup_fd requires it
     receiver = threading.Thread(target=request.receive, args=(wakeups,), name="shardwise-signals", daemon=True)
     receiver.start()
-    handlers = {number: signal.getsignal(number) for number in _RECEIVED}
+    handlers = get_handlers(_RECEIVED)
     # Before the handlers: a signal that is handled has been seen by the receiver's thread, too.
     fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     for number, handler in handlers.items():

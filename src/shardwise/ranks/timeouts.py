@@ -30,3 +30,5 @@ class Timeouts:
             raise ConfigError(
                 f"{self}: not ascending. Pass heartbeat_interval_s < heartbeat_timeout_s <= join_timeout_s"
             )
+        if not self.meeting_timeout_s > 0:  # as NaN is not
+            raise ConfigError(f"{self}: meeting_timeout_s is not positive. Pass seconds, or math.inf for no limit")

@@ -333,8 +333,9 @@ class World:
                 result = decode(channel.report(encode(local)))
             else:
                 reports = channel.gather()
-                # Equal messages are decoded once: most ranks of a large world report the same.
-                values = {message: decode(message) for message in set(reports)}
+                # Equal messages are decoded once: most ranks of a large world report the same. One that cannot be
+                # decoded counts as a failure of its rank, of which the others learn.
+                values = {message: attempt(decode, message) for message in set(reports)}
                 inputs = [local, *(values[message] for message in reports)]
                 failure = Failure.among(inputs, num_attempts or self.size, channel.global_ranks)
                 outcome = failure or attempt(reduce_fun, cast(list[T], inputs))

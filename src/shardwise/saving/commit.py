@@ -298,8 +298,7 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
             if folder_state.weights or not name.endswith(OLDER):
                 writer.remove(name)  # its space may be needed
     except BaseException:
-        with contextlib.suppress(StorageError):
-            locked.release()
+        locked.release()
         raise
     return CommitState(locked, folder_state, recorded)
 
@@ -314,8 +313,7 @@ def undo_save(writer: StorageWriter, plan: SavePlan, state: CommitState) -> None
         for name in names:
             writer.remove(name)
     # Last, so that no other save begins while files of this one are removed.
-    with contextlib.suppress(StorageError):
-        state.locked.release()
+    state.locked.release()
 
 
 def _find_valid_trainings(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,8 @@ from shardwise.files.storage import StorageWriter
 from shardwise.ranks.world import World
 from shardwise.saving import saving_lock
 from shardwise.saving.saving_lock import new_save_id
+
+_log = logging.getLogger(__name__)
 
 
 class LockedFolder:
@@ -48,14 +51,17 @@ class LockedFolder:
     def release(self) -> None:
         """Remove the lock for good, if it exists. May be called again.
 
-        Raises:
-            StorageError: the lock cannot be removed. The save is over all the same, and the lock is stale.
+        A failure is a warning: the save is over all the same, whether it counts or not, and the lock is stale.
         """
         # The thread ends first: a renewal after the removal might touch the lock of the next save.
         self._ended.set()
         self._thread.join()
-        saving_lock.release_lock(self.writer, self.save_id)
-        self.writer.sync_names()
+        try:
+            saving_lock.release_lock(self.writer, self.save_id)
+            self.writer.sync_names()
+        except StorageError as error:
+            root, name = self.writer.root, saving_lock.LOCK_FILE
+            _log.warning("%s: %s may be left. Remove it if later saves are refused. %s", root, name, error)
 
     def _renew(self) -> None:
         while not self._ended.wait(saving_lock.RENEWAL_S):
@@ -126,9 +132,8 @@ def lock_on_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Sa
             saving.save_id = exchange.result
             yield saving
         except BaseException:
-            with contextlib.suppress(StorageError):
-                if saving.is_locked_here:
-                    saving.locked.release()
+            if saving.is_locked_here:
+                saving.locked.release()
             raise
 
 

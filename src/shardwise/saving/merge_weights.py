@@ -288,12 +288,16 @@ def _checkpoint_folders(folder: Path, index: CheckpointIndex) -> list[Path]:
 def _remove(folder: Path, index: CheckpointIndex) -> str:
     """Remove the checkpoint's own files, and its folders if they are then empty."""
     folders = _checkpoint_folders(folder, index)
-    files = [folder / file for file in index.files]
-    if index.layout == LAYOUT:  # otherwise it is of another checkpoint
-        files += [inner / METADATA for inner in folders if (inner / METADATA).is_file()]
+    naming: list[Path] = []  # of the layout of this checkpoint: others are of another one
     try:
-        # .metadata first, so that an interrupted removal leaves no folder that looks complete.
-        for file in sorted(files, key=lambda file: file.name != METADATA):
+        if index.layout == LAYOUT:
+            naming = [inner / METADATA for inner in folders if (inner / METADATA).is_file()]
+        elif index.layout.startswith("indexed"):
+            indexes = folder.glob("*.index*.json")
+            naming = [file for file in indexes if get_folder_state(index.files, file.read_bytes()).listed]
+        files = [*naming, *(folder / file for file in index.files)]
+        # What names the others first, so that an interrupted removal leaves no folder that looks complete.
+        for file in files:
             file.unlink()
         for inner in folders:
             if not any(inner.iterdir()):

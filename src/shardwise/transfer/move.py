@@ -103,6 +103,7 @@ class ShardExchange:
         dtypes: the dtype in which a tensor is sent, by key. Sources cast to it.
         device: of staging memory: of the kind that the process group's backend moves.
         staging: for copies between the host and an accelerator.
+        failure: what has failed on this rank outside of a phase. The next round raises it on all ranks.
     """
 
     world: World
@@ -114,9 +115,9 @@ class ShardExchange:
     staging: StagingBuffer = field(default_factory=partial(HostStaging, 0))
     traffic: Traffic = field(default_factory=Traffic)
     received: dict[tuple[str, Box], torch.Tensor] = field(default_factory=dict)
+    failure: Exception | None = None
     _staging: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
     _work: dist.Work | None = None
-    _failure: Exception | None = None
 
     def run(self) -> Generator[Round]:
         """Yield each round when all of it has arrived. See [Note: Rounds].
@@ -220,14 +221,18 @@ class ShardExchange:
                 async_op=True,
             )
         except Exception as error:  # all ranks learn of it at the next synchronization
-            self._failure = error
+            self.failure = error
 
     def _wait(self) -> None:
-        if self._failure is not None:
-            raise self._failure
         work, self._work = self._work, None  # one that has failed may never end: it is waited for once
         if work is not None:
             self.world.wait_for(work)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what has failed on this rank outside of a phase."""
+        if self.failure is not None:
+            raise self.failure
 
 
 def _is_sent(block: Block) -> bool:
@@ -352,10 +357,15 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
         world, rounds, get_share, None, {item.name: item.dtype for item in items}, device, staging
     )
     for _ in exchange.run():
-        for (name, box), values in exchange.received.items():
-            staging.copy(values.view(box.sizes), _require_memory(by_name[name].target).view(box))
+        # While the next round travels, so in no phase: the next one raises what fails here, on all ranks.
+        try:
+            for (name, box), values in exchange.received.items():
+                staging.copy(values.view(box.sizes), _require_memory(by_name[name].target).view(box))
+        except Exception as error:
+            exchange.failure = error
         exchange.received.clear()
     with world.collective("copy what stays on this rank"):
+        exchange.raise_failure()
         for item in items:
             exchange.traffic.kept_bytes += item.copy_local(world.rank, staging)
     return exchange.traffic

@@ -198,13 +198,14 @@ def equal_on_all(
         exchange.local = metadata_by_name(tensors)
     boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
     # Parameters that differ have raised by now. Only buffers are left to be copied.
-    copies = {name: torch.empty_like(tensors[name]) for name in differing}
+    copies: dict[str, torch.Tensor] = {}
     if differing:
         with world.collective("plan the copies"):
             transfers: list[Transfer] = []
-            for name, copy in copies.items():
+            for name in differing:
                 tensor, shares = tensors[name], first_holder_shares(boxes[name])
-                source, target = LocalTensor.from_tensor(tensor, name), LocalTensor.from_tensor(copy, name)
+                copies[name] = torch.empty_like(tensor)
+                source, target = (LocalTensor.from_tensor(item, name) for item in (tensor, copies[name]))
                 transfers.append(Transfer(name, tensor.shape, tensor.dtype, shares, boxes[name], source, target))
         transfer(world, transfers, budget_bytes=budget_bytes, device=device)
     return {**tensors, **copies}, differing

@@ -130,7 +130,10 @@ class FourBitLinear:
         # Module.half() and .to(dtype) cast all float tensors, but nested scales have to stay float32. So they leave
         # the registry, and are moved as bytes.
         floats = {name: layer._buffers.pop(name) for name in (NESTED, OFFSET) if name in layer._buffers}
-        super()._apply(function, recurse)  # type: ignore[misc]
+        try:
+            super()._apply(function, recurse)  # type: ignore[misc]
+        finally:  # also if the memory of the device does not suffice
+            layer._buffers.update(floats)
         for name, buffer in floats.items():
             layer._buffers[name] = function(buffer.view(torch.uint8)).view(buffer.dtype)
         return self
