@@ -248,7 +248,8 @@ def measure_one_client(
     """By arm, processor seconds of 4 rows of 512 tokens and a step on a small base; wall seconds of 16 tokens."""
     used_s: dict[str, list[float]] = {SERVER: [], BANK: []}
     measured = options.dir / "serve-bank-seconds"
-    with serving(small, 1, measured) as (url, pid), connected(options, url) as (clients, _):
+    with serving(small, 1, measured) as (url, pid), results.start_ranks(options, 1) as clients:
+        clients.run(connect, url, 1)
         clients.run(run_clients, count, 4, 512, TOGETHER, 1)  # sets up
         for _ in range(options.repeats):
             begin_s, bank_s = cpu_of(pid), float(measured.read_text())
@@ -256,7 +257,12 @@ def measure_one_client(
             used_s[SERVER].append((cpu_of(pid) - begin_s) / count)
             used_s[BANK].append((float(measured.read_text()) - bank_s) / count)
     wall_s: dict[str, list[float]] = {SERVER: [], BANK: []}
-    with serving(base, 1) as (url, _), connected(options, url) as (clients, bank):
+    with (
+        serving(base, 1) as (url, _),
+        results.start_ranks(options, 1) as clients,
+        results.start_ranks(options, 1) as bank,
+    ):
+        clients.run(connect, url, 1)
         for repeat in range(options.repeats + 1):
             [by_client] = clients.run(time_passes, count, 16)
             [by_bank] = bank.run(run_bank, base, count, 16)
@@ -264,14 +270,6 @@ def measure_one_client(
                 wall_s[SERVER] += by_client
                 wall_s[BANK] += by_bank
     return used_s, wall_s
-
-
-@contextmanager
-def connected(options: argparse.Namespace, url: str) -> Iterator[tuple[Any, Any]]:
-    """Yield a process with one client, and one for the bank alone."""
-    with results.start_ranks(options, 1) as clients, results.start_ranks(options, 1) as bank:
-        clients.run(connect, url, 1)
-        yield clients, bank
 
 
 def measure_clients(

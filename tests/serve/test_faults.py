@@ -21,6 +21,7 @@ from tests.support.local_ranks import LIMIT_S
 from tinker.proto import tinker_public_pb2 as protobuf
 
 from shardwise.bank import losses
+from shardwise.serve import app
 
 STEP = {"adam_params": {"learning_rate": 1e-2}}
 
@@ -216,6 +217,22 @@ def test_a_checkpoint_that_is_not_there_keeps_its_place(served: Served, users: d
         refused = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=seq_id, **body))
         assert refused["category"] == "user", body
     assert isinstance(ada.retrieve(ada.send(make_message(model, 5)).json()), bytes)
+
+
+def test_a_checkpoint_saved_again_when_its_time_is_over_stays(
+    served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expired ones are looked for in the turn that saves it again."""
+    ada, state = users["ada"], served.server._service
+    model = ada.create()
+    monkeypatch.setattr(app, "_TTL_S", range(-10, 10))
+    monkeypatch.setattr(state, "_expired_s", time.monotonic())
+    ada.retrieve(ada.post("save_weights", model_id=model, seq_id=1, path="again", ttl_seconds=-5))
+    state._expired_s = -1e9
+    path = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=2, path="again", overwrite=True))["path"]
+    assert ada.post("weights_info", tinker_path=path)["lora_rank"] == 4
+    loaded = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True))
+    assert loaded["path"] == path
 
 
 def test_the_seq_id_that_is_waited_for(users: dict[str, User]) -> None:

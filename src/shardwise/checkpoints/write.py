@@ -166,11 +166,11 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[l
     removed: list[int] = []
     if job.keep is not None and locked.is_held():
         # Damaged ones do not count: neither later steps, which a resumed run has skipped, nor earlier ones.
-        steps = [step for step in folder.steps_in(job.root) if step <= job.step]
-        names = {step: folder.step_folder_name(step) for step in steps}
-        complete = [step for step in steps if folder.is_complete_folder(job.root / names[step])]
-        oldest = complete[-job.keep :][0]  # of those that stay: this one is complete, so there is one
-        removed = folder.remove(job.root, [step for step in steps if step < oldest])
+        earlier = [step for step in folder.steps_in(job.root) if step < job.step]
+        folders = {step: job.root / folder.step_folder_name(step) for step in earlier}
+        complete = [*(step for step in earlier if folder.is_complete_folder(folders[step])), job.step]
+        oldest = complete[-job.keep :][0]  # of those that stay
+        removed = folder.remove(job.root, [step for step in earlier if step < oldest])
     locked.release()
     return removed, sum(files.values())
 

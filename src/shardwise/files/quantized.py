@@ -147,8 +147,11 @@ class _ScaledForms:
 
     def _require_quick_targets(self, keys: Iterable[str]) -> None:
         """Check the regexes among the targets. They are of the config, and so untrusted."""
-        texts = {target.removeprefix("re:") for targets in self.targets.values() for target in targets}
-        patterns = [Pattern("quantization_config.targets", text, text) for text in sorted(texts)]
+        patterns: list[Pattern] = []
+        for target in sorted(set().union(*self.targets.values())):
+            if target.startswith("re:"):
+                regex = target.removeprefix("re:")
+                patterns.append(Pattern("quantization_config.targets", regex, regex))
         require_quick_patterns(patterns, [key.removesuffix(".weight") for key in keys])
 
     def _choose(

@@ -129,7 +129,7 @@ class Averaging:
             if parameter.requires_grad and _find_hook(parameter) is self:
                 buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for parameters in buckets.values():
-            # First, which of them have a gradient: 1 or 0 for each. The sum tells which have one on any rank.
+            # First, which of them have a gradient: 1 or 0 for each. The mean tells which have one on any rank.
             parts = [parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])]
             for parameter in parameters:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -137,8 +137,8 @@ class Averaging:
             bucket = torch.cat(parts)
             for group in self.mesh.get_all_groups():  # the sum over each axis in turn is that over the mesh
                 dist.all_reduce(bucket, group=group)
-            counts, *sums = bucket.split([part.numel() for part in parts])
-            pairs = list(zip(parameters, (each / self.mesh.size() for each in sums), strict=True))
+            counts, *means = bucket.div_(self.mesh.size()).split([part.numel() for part in parts])
+            pairs = list(zip(parameters, means, strict=True))
             present = [(each.grad, mean.view_as(each)) for each, mean in pairs if each.grad is not None]
             torch_private.copy_all([gradient for gradient, _ in present], [mean for _, mean in present])
             if len(present) == len(parameters):
@@ -147,7 +147,7 @@ class Averaging:
             # optimizers skip it.
             for (parameter, mean), count in zip(pairs, counts.tolist(), strict=True):
                 if parameter.grad is None and count:
-                    parameter.grad = mean.view_as(parameter)
+                    parameter.grad = mean.view_as(parameter).clone()
 
 
 def _find_hook(parameter: nn.Parameter) -> Averaging | None:

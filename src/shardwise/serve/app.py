@@ -428,8 +428,8 @@ class App:
         if path is not None:
             checkpoint, folder = self._find_checkpoint(key, path)
             # A checkpoint that is saved again under its name is another one, also while this one is loaded.
-            version = digest_of(f"{folder} {checkpoint.time_s}".encode())
-            return Sampler(key, session_id, f"sampler {version[:40]}", folder)
+            digest = digest_of(f"{folder} {checkpoint.time_s}".encode())
+            return Sampler(key, session_id, f"sampler {digest[:40]}", folder)
         if base_model != name:
             raise StatusError(404, f"base_model={base_model!r}: this server has {name!r}")
         return Sampler(key, session_id)
@@ -532,7 +532,7 @@ async def _read_bytes(request: Request, max_bytes: int = messages.MAX_BODY_BYTES
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise StatusError(413, f"the body has more than {max_bytes} bytes")
+            raise StatusError(413, f"the body has more than {max_bytes} bytes. Send less at once")
         parts.append(part)
     return messages.decompress(b"".join(parts), request.headers.get("content-encoding", ""), max_bytes)
 

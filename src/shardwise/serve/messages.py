@@ -64,7 +64,7 @@ def decompress(body: bytes, encoding: str, max_bytes: int = MAX_BODY_BYTES) -> b
     else:
         raise StatusError(400, f"the body has the encoding {encoding!r}. Use zstd, or none")
     if len(data) > max_bytes:
-        raise StatusError(413, f"the body has more than {max_bytes} bytes. Send fewer rows at once")
+        raise StatusError(413, f"the body has more than {max_bytes} bytes. Send less at once")
     return data
 
 

@@ -60,6 +60,9 @@ _MAX_FUSE_WAIT_S: Final = 0.1
 _NUM_GONE: Final = 4096
 """Ids of sessions and models that are gone and get 410. Older ones get 404."""
 
+_FUTURE_BYTES: Final = 2048
+"""Bytes of a future with its event and its places in dicts, about."""
+
 _NUM_SAMPLERS: Final = 1024
 """Sampling sessions of a user. A loop of reinforcement learning opens one in each step, and closes none."""
 
@@ -106,8 +109,8 @@ class Future:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory: of the objects around a result, too, which are more than most results."""
-        return 2048 + (len(self.result) if isinstance(self.result, bytes) else 0)
+        """Bytes in memory, of the objects around a result, too, which have more than most results."""
+        return _FUTURE_BYTES + (len(self.result) if isinstance(self.result, bytes) else 0)
 
 
 @dataclass(slots=True)
@@ -299,8 +302,8 @@ class Service:
 
     def open_sampler(self, sampler: Sampler) -> str:
         """Return the id of a sampling session. A user has the newest _NUM_SAMPLERS of them."""
-        own = [sampler_id for sampler_id, each in self.samplers.items() if each.key is sampler.key]
-        for sampler_id in own[: len(own) + 1 - _NUM_SAMPLERS]:
+        sampler_ids = [sampler_id for sampler_id, each in self.samplers.items() if each.key is sampler.key]
+        for sampler_id in sampler_ids[: len(sampler_ids) + 1 - _NUM_SAMPLERS]:
             del self.samplers[sampler_id]
         sampler_id = new_id()
         self.samplers[sampler_id] = sampler
@@ -664,15 +667,8 @@ class Service:
         """Set the results of a turn, and note what they tell about models."""
         if any(isinstance(request.operation, Pass) for request in requests):
             self._last_turn_s = duration_s
-        now_s = time.monotonic()
-        if self.store is not None and now_s - self._expired_s > _EXPIRY_S:
-            # Between two turns no rank writes: else a checkpoint that is just saved again would lose its files.
-            self._expired_s = now_s
-            self._delete_expired(self.store)
-        if not requests:
-            return
         counters = self.counters
-        counters.turns += 1
+        counters.turns += bool(requests)
         trained = set()
         for request in requests:
             operation = request.operation
@@ -682,7 +678,7 @@ class Service:
                 name = request.key.name
                 counters.tokens[name] = counters.tokens.get(name, 0) + request.cost.tokens
             if model is not None:
-                model.is_offloaded = False  # whatever was done brought its values back
+                model.is_offloaded = False  # its values may be back on the device
             if model is not None and isinstance(operation, Pass) and operation.backward:
                 trained.add(model.model_id)
                 if isinstance(outcome, PassOutcome):
@@ -703,6 +699,11 @@ class Service:
             self._finish(request, outcome)
         if trained:
             counters.adapters.append(len(trained))
+        # Here no rank writes, and what this turn saved is recorded: else a checkpoint that is saved again under the
+        # name of one whose time is over would lose its files.
+        if self.store is not None and time.monotonic() - self._expired_s > _EXPIRY_S:
+            self._expired_s = time.monotonic()
+            self._delete_expired(self.store)
 
     def _note_loaded(self, key: UserKey | None, name: str | None) -> None:
         """Note the use of a checkpoint that was loaded to sample from. A user has the last ``max_snapshots``."""
@@ -710,8 +711,8 @@ class Service:
         assert name is not None
         self._loaded.pop(name, None)
         self._loaded[name] = key, time.monotonic()
-        own = [loaded for loaded, (owner, _) in self._loaded.items() if owner is key]
-        self._forget_loaded(own[: -key.max_snapshots])
+        names = [loaded for loaded, (owner, _) in self._loaded.items() if owner is key]
+        self._forget_loaded(names[: -key.max_snapshots])
 
     def _forget_loaded(self, names: Sequence[str]) -> None:
         if names:

@@ -10,6 +10,7 @@ queue waits for at most ceil(t / quantum) * A turns.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import takewhile
 
 
 class Stage(IntEnum):
@@ -51,17 +52,14 @@ def find_early_steps(queues: Mapping[str, Mapping[str, Sequence[Cost]]]) -> dict
     others theirs in the turns between.
     """
     steps: dict[str, int] = {}
-    for requests in (requests for of_key in queues.values() for requests in of_key.values()):
-        if requests and requests[0].stage is Stage.PASS:
-            break
-    else:
-        return steps
+    has_pass = False
     for of_key in queues.values():
         for name, requests in of_key.items():
-            num_steps = next((n for n, cost in enumerate(requests) if cost.stage is not Stage.STEP), len(requests))
+            has_pass |= bool(requests) and requests[0].stage is Stage.PASS
+            num_steps = len(list(takewhile(lambda cost: cost.stage is Stage.STEP, requests)))
             if num_steps:
                 steps[name] = num_steps
-    return steps
+    return steps if has_pass else {}
 
 
 def next_turn(

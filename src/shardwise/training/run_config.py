@@ -67,8 +67,8 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     if file is not None and not Path(file).suffix and not Path(file).exists():
         raise ConfigError(f"{file}: is not supported. Use one of {', '.join(METHODS)}, or a YAML file")
     overrides = dict(_parse_overrides(words))
-    if file is None and (given := overrides.pop("config", None)) is not None:  # as for TRL's own command
-        file = str(given)
+    if file is None and "config" in overrides:  # as for TRL's own command
+        file = str(overrides.pop("config"))
     values = {} if file is None else read_yaml(Path(file))
     values |= overrides
     if method is not None:
