@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -67,14 +67,16 @@ def is_asked_by_shardwise() -> bool:
 
 
 class Hidden:
-    """An attribute that the library itself still sees."""
+    """An attribute that the library itself still sees. With ``uses`` shardwise sees it, too, and is noted."""
 
-    def __init__(self, name: str, before: Any) -> None:
-        self.name, self.before = name, before
+    def __init__(self, name: str, before: Any, path: str, uses: set[str] | None) -> None:
+        self.name, self.before, self.path, self.uses = name, before, path, uses
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if is_asked_by_shardwise():
-            raise AttributeError(f"no {self.name}")
+            if self.uses is None:
+                raise AttributeError(f"no {self.name}")
+            self.uses.add(self.path)
         if self.name in getattr(instance, "__dict__", {}):
             return instance.__dict__[self.name]
         bind = getattr(type(self.before), "__get__", None)
@@ -84,26 +86,41 @@ class Hidden:
         instance.__dict__[self.name] = value
 
 
-def hide(path: str) -> None:
-    """Hide a name from shardwise, of a class also in its subclasses."""
+def hide_in_module(module: ModuleType, name: str, path: str, uses: set[str] | None) -> None:
+    """Hide an attribute of a module.
+
+    A module has one class that hides all its names: of two, the one below would be asked by the one above.
+    """
+    if "hidden" in vars(type(module)):
+        type(module).hidden[name] = path
+        return
+    kind: Any = type(module)
+
+    class Hiding(kind):
+        hidden: ClassVar = {name: path}
+
+        def __getattribute__(self, attribute: str) -> Any:
+            if attribute in Hiding.hidden and is_asked_by_shardwise():
+                if uses is None:
+                    raise AttributeError(f"no {attribute}")
+                uses.add(Hiding.hidden[attribute])
+            return super().__getattribute__(attribute)
+
+        def __getattr__(self, attribute: str) -> Any:  # of lazy modules
+            if attribute in Hiding.hidden and uses is None and is_asked_by_shardwise():
+                raise AttributeError(f"no {attribute}")
+            return super().__getattr__(attribute)
+
+    module.__class__ = Hiding
+
+
+def hide(path: str, uses: set[str] | None = None) -> None:
+    """Hide a name from shardwise, of a class also in its subclasses. With ``uses`` it is only noted there."""
     module, _, names = path.partition(":")
     *classes, name = names.split(".")
     owner = functools.reduce(getattr, classes, importlib.import_module(module))
     if isinstance(owner, ModuleType):
-        kind: Any = type(owner)
-
-        class Hiding(kind):
-            def __getattribute__(self, attribute: str) -> Any:
-                if attribute == name and is_asked_by_shardwise():
-                    raise AttributeError(f"no {name}")
-                return super().__getattribute__(attribute)
-
-            def __getattr__(self, attribute: str) -> Any:  # of lazy modules
-                if attribute == name and is_asked_by_shardwise():
-                    raise AttributeError(f"no {name}")
-                return super().__getattr__(attribute)
-
-        owner.__class__ = Hiding
+        hide_in_module(owner, name, path, uses)
         return
     kinds = [owner]
     for kind in kinds:
@@ -111,7 +128,7 @@ def hide(path: str) -> None:
     for kind in kinds:
         if kind is owner or name in vars(kind):
             before = next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
-            setattr(kind, name, Hidden(name, before))
+            setattr(kind, name, Hidden(name, before, path, uses))
 
 
 # Features
@@ -287,16 +304,26 @@ OF_LORAS = (lora, existing_lora, earlier_lora, bank)
 FEATURES = (*OF_TORCH, *OF_MODELS, *OF_LORAS, merged, plan, plan_of_activations, trainer, accelerating)
 
 
-def failures(folder: Path) -> dict[str, str]:
+def find_failures(folder: Path, features: Iterable[Callable[[Path], None]] = FEATURES) -> dict[str, str]:
     """The errors of features that fail, by feature."""
     os.chdir(tempfile.mkdtemp(dir=folder))
-    found = {}
-    for feature in FEATURES:
+    errors = {}
+    for feature in features:
         try:
             feature(folder)
         except Exception as error:
-            found[feature.__name__] = f"{type(error).__name__}: {error}"
-    return found
+            errors[feature.__name__] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def find_uses(feature: Callable[[Path], None], names: Iterable[str], folder: Path) -> list[str]:
+    """The names that a feature asks for. Without another one it does what it does with it."""
+    uses: set[str] = set()
+    for name in names:
+        hide(name, uses)
+    find_private.cache_clear()
+    find_failures(folder, [feature])
+    return sorted(uses)
 
 
 def in_child(act: Callable[..., Any], *args: Any) -> Any:
@@ -331,10 +358,10 @@ def import_without(paths: Iterable[str], modules: Iterable[str]) -> list[str]:
     return failed
 
 
-def use_without(path: str, folder: Path) -> dict[str, str]:
+def use_without(path: str, folder: Path, uses: dict[str, list[str]]) -> dict[str, str]:
     hide(path)
     find_private.cache_clear()
-    return failures(folder)
+    return find_failures(folder, [feature for feature in FEATURES if path in uses[feature.__name__]])
 
 
 def save_models(folder: Path) -> None:
@@ -361,8 +388,9 @@ def main(folder: Path) -> dict[str, Any]:
     imports = in_child(import_without, [], [*texts]), in_child(import_without, names, [*texts])
     for name in texts.keys() - {NEEDS_A_NAME, *imports[0]}:
         importlib.import_module(name)
-    features = {name: in_child(use_without, name, folder) for name in names}
-    return {"imports": imports, "features": {"": in_child(failures, folder), **features}}
+    uses = {feature.__name__: in_child(find_uses, feature, names, folder) for feature in FEATURES}
+    features = {name: in_child(use_without, name, folder, uses) for name in names}
+    return {"imports": imports, "features": {"": in_child(find_failures, folder), **features}}
 
 
 if __name__ == "__main__":

@@ -388,6 +388,13 @@ def test_an_object_store_that_refuses_a_file_that_need_not_be_there() -> None:
         assert list(index.files) == ["x.safetensors", "y.safetensors"]
 
 
+def test_an_object_store_that_refuses_a_config_that_need_not_be_there() -> None:
+    with HttpStore({"m/model.safetensors": A}) as store:  # of dtype U8, so a config is looked for
+        store.inject(Status(403), file="m/config.json")
+        store.inject(Status(403), file="m/hf_quant_config.json")
+        assert [*open_checkpoint(f"{store.url}/m/model.safetensors").entries] == ["a"]
+
+
 def test_a_file_that_the_index_names_and_the_server_lacks() -> None:
     with HttpStore({**INDEXED}) as store:
         store.replace("m/y.safetensors", None)

@@ -102,6 +102,10 @@ def test_deep_and_endless_nests_end_soon() -> None:
     read_torch_file(MemoryReader({"some.bin": torch_file(b"\x80\x02}" + pairs + b"Ns.")}), "some.bin")
     assert "it calls an object that is not a function" in refusal(torch_file(b"\x80\x02" + pairs + b")R."))
     assert "it calls an object that is not a function" in refusal(torch_file(b"\x80\x02" + pairs + b"NR."))
+    record = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)R" + pairs + b"b"
+    assert "a dict has the key of type Record twice" in refusal(
+        torch_file(b"\x80\x02" + record + b"q\x020}h\x02Nsh\x02Ns.")
+    )
     endless: dict[str, Any] = {}
     endless["a"] = endless
     assert "nested too deeply" in refusal(torch_file(endless))

@@ -12,6 +12,7 @@ from tests.quantized.quantizing import E2M1, in_words
 from torch import nn
 
 import shardwise
+from shardwise.core import untrusted
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 
@@ -218,6 +219,15 @@ def test_several_forms_that_do_not_say_which(tmp_path, groups, told):
     layers = {"b.four": quantizing.int4_groups(SHAPE, 0)}
     layers["b.four"].stored["weight_scale"] = torch.ones(24, 3)
     with pytest.raises(shardwise.ShardwiseError, match=told):
+        load_layers(tmp_path, layers, mixed(groups))
+
+
+def test_targets_are_tried_on_the_names_of_modules(tmp_path, monkeypatch):
+    """The pattern is quick for each stored name, and endless for that of the module."""
+    monkeypatch.setattr(untrusted, "_MATCHING_S", 1)
+    layers = {"a." + "a" * 60: quantizing.int4_groups(SHAPE, 0)}
+    groups = [group("pack-quantized", 4, "int", "group", "re:(?!.*weight)a.(a|aa)+b", group_size=8), GROUPS[2]]
+    with pytest.raises(shardwise.ShardwiseError, match="quantization_config.targets"):
         load_layers(tmp_path, layers, mixed(groups))
 
 

@@ -153,7 +153,8 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
         (lambda: shardwise.save(model, tmp_path / "out", options=LoadOptions()), "options is LoadOptions"),
         (lambda: shardwise.from_pretrained(nn.Linear(1, 1)), "name_or_path is a Linear"),
         (lambda: shardwise.plan(qwen3, ranks="2"), "ranks='2': is not a number of ranks"),
-        (lambda: LoadOptions(budget_bytes="1GB"), "budget_bytes='1GB' is not a number of bytes"),
+        (lambda: LoadOptions(budget_bytes="1GB"), "budget_bytes='1GB' is not a whole number of bytes"),
+        (lambda: LoadOptions(budget_bytes=1e9), "budget_bytes=1000000000.0 is not a whole number of bytes"),
     ]
     for ask, said in asked:
         with pytest.raises(ConfigError, match=said):

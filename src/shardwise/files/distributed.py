@@ -197,8 +197,11 @@ class _Parser:
                 others.append((path, "bytes"))
                 if key in self.objects:
                     objects[path] = self.objects[key]
-            is_path = isinstance(recorded, tuple) and tuple(map(str, recorded)) == path
-            levels[path] = recorded if is_path and isinstance(recorded, tuple) else path
+            levels[path] = path
+            # ``str`` of an item that is nested would not come to an end.
+            if isinstance(recorded, tuple) and all(type(level) in (str, int) for level in recorded):
+                if tuple(map(str, recorded)) == path:
+                    levels[path] = recorded
         return DistributedMetadata(tensors, tuple(others), objects, levels)
 
     def refuse(self, cause: str) -> NoReturn:

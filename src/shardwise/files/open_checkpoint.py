@@ -294,7 +294,7 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
 
 def read_object(reader: StorageReader, name: str) -> dict[str, Any]:
     """Return the content of a small JSON file, or an empty dict if it is missing or invalid."""
-    if not checkpoint_index.is_there(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MAX_CONFIG_BYTES:
+    if not _may_be_read(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MAX_CONFIG_BYTES:
         return {}
     try:
         content = json.loads(reader.read(name, 0, nbytes))

@@ -96,7 +96,9 @@ class _Dict(dict[object, object]):
         elif type(key) is not int and type(key) is not Record:
             key = Other(type(key).__name__)
         if key in self:
-            raise ValueError(f"a dict has the key {shown(str(key))} twice")
+            # The text of an object may be endless: it may hold others, many times over.
+            name = str(key) if type(key) in (str, int) else f"of type {type(key).__name__}"
+            raise ValueError(f"a dict has the key {shown(name)} twice")
         super().__setitem__(key, value)
 
 

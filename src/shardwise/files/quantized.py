@@ -152,7 +152,9 @@ class _ScaledForms:
             if target.startswith("re:"):
                 regex = target.removeprefix("re:")
                 patterns.append(Pattern("quantization_config.targets", regex, regex))
-        require_quick_patterns(patterns, [key.removesuffix(".weight") for key in keys])
+        # The modules, as `_choose` names them: a pattern may be slow for these names alone.
+        weights = [key.removesuffix("_packed").removesuffix("_blocks") for key in keys]
+        require_quick_patterns(patterns, [weight.removesuffix(".weight") for weight in weights])
 
     def _choose(
         self, candidates: "Mapping[_EntryMatcher, _MatchedEntries]"

@@ -314,7 +314,7 @@ def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int
     kind, shape, offsets = (field.get(item) for item in ("dtype", "shape", "data_offsets"))
     dtype = find_dtype(kind) if isinstance(kind, str) else None
     if dtype is None:
-        labels = ", ".join(dtype.label for dtype in DType)
+        labels = ", ".join(dtype.label for dtype in DType if dtype is not DType.OTHER)
         raise ValueError(f"{name} has the unknown dtype {_shown_value(kind)}. Known are {labels}")
     if not _are_sizes(shape):
         raise ValueError(f"{name} has the shape {_shown_value(shape)}, not a list of integers 0..{_MAX_SIZE}")

@@ -164,8 +164,8 @@ def require_budget(budget_bytes: int) -> None:
     Raises:
         ConfigError: naming it.
     """
-    if not isinstance(budget_bytes, (int, float)):
-        raise ConfigError(f"budget_bytes={budget_bytes!r} is not a number of bytes. Pass one, as in 1 << 30")
+    if not isinstance(budget_bytes, int):
+        raise ConfigError(f"budget_bytes={budget_bytes!r} is not a whole number of bytes. Pass one, as in 1 << 30")
     if budget_bytes < _PAGE_BYTES:
         raise ConfigError(f"budget_bytes={budget_bytes}: is less than a page. Pass at least {_PAGE_BYTES}")
 
