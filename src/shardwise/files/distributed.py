@@ -197,11 +197,9 @@ class _Parser:
                 others.append((path, "bytes"))
                 if key in self.objects:
                     objects[path] = self.objects[key]
-            levels[path] = path
             # ``str`` of an item that is nested would not come to an end.
-            if isinstance(recorded, tuple) and all(type(level) in (str, int) for level in recorded):
-                if tuple(map(str, recorded)) == path:
-                    levels[path] = recorded
+            is_plain = isinstance(recorded, tuple) and all(type(level) in (str, int) for level in recorded)
+            levels[path] = recorded if is_plain and tuple(map(str, recorded)) == path else path
         return DistributedMetadata(tensors, tuple(others), objects, levels)
 
     def refuse(self, cause: str) -> NoReturn:
