@@ -571,7 +571,7 @@ def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
-def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
+def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
     A pair of DPO is two rows. Generation and the models that a training compares with or asks are not included, as
@@ -580,18 +580,15 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
 
     Args:
         config: the configuration.
-        ranks: number of ranks. None for its ``num_processes``.
+        ranks: number of ranks.
         placed: ``device`` and ``memory_bytes``.
 
     Collective: no.
 
     Raises:
-        ConfigError: the configuration is rejected, or has no number of ranks.
+        ConfigError: the configuration is rejected.
         ShardwiseError: as for :func:`~shardwise.loading.estimate.plan`.
     """
-    ranks = ranks or config.own.num_processes
-    if not ranks:
-        raise ConfigError("num_processes: is missing. Set it, or give --ranks")
     if config.own.has_adapters:
         return _plan_bank(config, ranks, placed)
     rows_per_example = 2 if config.method == "dpo" else 1
