@@ -245,6 +245,14 @@ def answer(**further: Any) -> dict[str, Any]:
         (answer(tool_calls=["x"]), r"messages\[1\].tool_calls: is not a list of calls"),
         (answer(tool_calls=[{"function": {"arguments": {}}}]), r"messages\[1\].tool_calls: is not a list of calls"),
         (answer(tool_calls=[{"name": "x", "arguments": "{"}]), r"messages\[1\].tool_calls: is not a list of calls"),
+        *(
+            (
+                answer(tool_calls=[{"name": "x", "arguments": other}]),
+                r"messages\[1\].tool_calls: is not a list of calls",
+            )
+            for other in ("[1, 2]", "5", "null", [1])
+        ),
+        ({**answer(), "tools": json.dumps([{"function": "weather"}])}, "tools: is not a list of functions"),
         ({**answer(), "chat_template_kwargs": "7"}, "chat_template_kwargs: is not a mapping"),
         ({"prompt": ["x"], "completion": ASKED[1:]}, "prompt: is not a list of messages"),
         ({"prompt": ASKED[:1], "completion": "x"}, "completion: is not a list of messages"),

@@ -574,7 +574,7 @@ def _turns(key: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _require_message(message: Mapping[str, Any], name: str) -> None:
-    """Check that a message has a role, text as its content, and calls of functions with JSON as arguments."""
+    """Check that a message has a role, text as its content, and calls of functions with an object as arguments."""
     if not isinstance(message.get("role"), str):
         raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
     # Parts without text, such as images, are allowed.
@@ -586,18 +586,21 @@ def _require_message(message: Mapping[str, Any], name: str) -> None:
     try:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
-            if not isinstance(function["name"], str):
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            if not isinstance(function["name"], str) or not isinstance(arguments, dict):
                 raise TypeError
-            if isinstance(arguments := function.get("arguments"), str):
-                json.loads(arguments or "{}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedRowError(
-            f"{name}.tool_calls: is not a list of calls. Write [{{function: {{name: ..., arguments: ...}}}}, ...]"
+            f"{name}.tool_calls: is not a list of calls. Write "
+            "[{function: {name: ..., arguments: {...}}}, ...]"
         ) from error
 
 
 def _to_functions(tools: Any) -> list[dict[str, Any]]:
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if not is_list or not all(isinstance(tool.get("function", tool), dict) for tool in tools):
         raise MalformedRowError("tools: is not a list of functions. Write [{name: ..., parameters: ...}, ...]")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
