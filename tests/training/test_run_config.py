@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integrations.requirements import require_patched_names
 
 import shardwise
 from shardwise.core.errors import ConfigError
@@ -302,3 +303,15 @@ def test_our_keys_are_in_the_table_and_none_of_trls() -> None:
     ours = table.pop("shardwise")
     assert ours.keys() == {field.name for field in dataclasses.fields(ShardwiseArguments)}
     assert not ours.keys() & set().union(*table.values())
+
+
+def test_the_base_of_many_loras_is_in_bfloat16_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    """TRL's own default is float32, for parameters that are trained."""
+    require_patched_names()
+    from shardwise.training import trl_objects
+
+    lines = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nactivation_checkpointing: false\nbf16: true\n"
+    for dtype, expected in (("", "bfloat16"), ("dtype: float32", "float32")):
+        file = config(tmp_path, lines + dtype)
+        arguments = trl_objects.parse(read_run_config(["sft", file]))
+        assert trl_objects._base_options(arguments)["dtype"] == expected

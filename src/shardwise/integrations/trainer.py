@@ -409,12 +409,12 @@ class ShardwiseTrainer(_Trainer):
             return super().push_to_hub(*positional, **keywords)
 
     def _run_epoch(self, **keywords: Any) -> None:  # type: ignore[override]
-        """Train an epoch, unless the checkpoint that is resumed is of the last step: the Trainer would add one.
+        """Train an epoch, unless the training that is resumed was at its end: the Trainer would add a step.
 
         Of a stream, whose length it does not know, the Trainer takes all steps as the first pass. The pass is that
         in which the checkpoint was saved, and the earlier ones are left out.
         """
-        if self.state.global_step >= self.state.max_steps:
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # passes over a stream have no end
             return
         if self._position is not None and not compat.has_length(keywords["train_dataloader"]):

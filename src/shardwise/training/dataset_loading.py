@@ -105,8 +105,10 @@ def preparing_together(
         yield
 
 
-def load(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[str, AnyDataset]:
-    """Load the datasets of a configuration, by split.
+def load(
+    script: Any, mixture: Any, own: ShardwiseArguments
+) -> tuple[Mapping[str, AnyDataset], Mapping[str, AnyDataset]]:
+    """Load the datasets of a configuration, by split: for training, and for evaluation.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
@@ -117,15 +119,20 @@ def load(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[str, Any
         ConfigError: a dataset cannot be loaded, or settings contradict each other. The message names them.
     """
     splits = _load_splits(script, mixture, own)
-    if own.eval_dataset_name:
-        evaluated = _read(own.eval_dataset_name, streaming=script.dataset_streaming)
-        if script.dataset_test_split not in evaluated:
-            raise ConfigError(
-                f"eval_dataset_name: {own.eval_dataset_name} has no split {script.dataset_test_split}, but "
-                f"{', '.join(evaluated)}. Set dataset_test_split"
-            )
-        splits = {**splits, script.dataset_test_split: evaluated[script.dataset_test_split]}
-    return splits
+    if not own.eval_dataset_name:
+        return splits, splits
+    evaluated = _read(own.eval_dataset_name, streaming=script.dataset_streaming)
+    name = script.dataset_test_split
+    # The only split of a local file is "train", which says nothing of its use.
+    if name not in evaluated and len(evaluated) == 1:
+        [rows] = evaluated.values()
+        return splits, {name: rows}
+    if name not in evaluated:
+        raise ConfigError(
+            f"eval_dataset_name: {own.eval_dataset_name} has no split {name}, but {', '.join(evaluated)}. Set "
+            "dataset_test_split"
+        )
+    return splits, evaluated
 
 
 def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[str, AnyDataset]:

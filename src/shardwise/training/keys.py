@@ -43,6 +43,7 @@ REJECTED: Final[Mapping[str, str]] = {
         ("use_transformers_continuous_batching", "use_transformers_paged"),
         "ranks would take other numbers of passes, and wait for each other. Remove it, or set use_vllm",
     ),
+    "enable_jit_checkpoint": "it replaces the handler of stop signals, which save without it. Remove it",
     "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size",
 }
 """TRL's keys that are rejected if they are set, with the reason and the remedy."""

@@ -84,7 +84,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         if not has_stopped:
             with World.current(call="train") as world:
                 record.require_on_first_rank(world)
-            trainer.save_model(str(output))
+            trainer.save_model(str(output), _internal_call=True)  # which is not uploaded yet
         estimated_bytes = _estimate_peak(config, world.size)
         if world.rank == 0:
             draw_curves(output, {"": state.log_history}, state.log_history, estimated_bytes)
