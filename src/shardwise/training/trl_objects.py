@@ -87,9 +87,9 @@ class ResumableEarlyStopping(transformers.EarlyStoppingCallback):
         control: transformers.TrainerControl,
         **others: Any,
     ) -> None:
-        super().on_train_begin(args, state, control, **others)
-        saved: Any = state.stateful_callbacks.get(type(self).__name__)
-        if saved is not None:
+        super().on_train_begin(args, state, control, **others)  # type: ignore[no-untyped-call]
+        states: Any = state.stateful_callbacks
+        if saved := states.get(type(self).__name__):
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
