@@ -31,7 +31,6 @@ import shardwise
 from shardwise import cli
 from shardwise.core.errors import find_private
 from shardwise.fsdp import gradients, torch_private
-from shardwise.integrations import fsdp_ram_efficient_loading
 from shardwise.models.lora import peft_private
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -289,8 +288,9 @@ def trainer(folder: Path) -> None:
 def accelerating(folder: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    environment = patch_environment(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
-    with environment, one_rank(), fsdp_ram_efficient_loading(), shardwise.integrations.accelerate():
+    ranks = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    environment = patch_environment(**ranks, ACCELERATE_USE_FSDP="True", FSDP_CPU_RAM_EFFICIENT_LOADING="True")
+    with environment, one_rank(), shardwise.integrations.accelerate():
         transformers.LlamaForCausalLM.from_pretrained(folder / "llama")
         shardwise.shard(model, shardwise.Sharding(wrap="whole_model"), optimizers=[optimizer])
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))

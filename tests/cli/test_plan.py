@@ -200,12 +200,13 @@ def test_a_training_by_its_configuration(training):
     assert len(found["training"]["optimizer_bytes"]) == 4
     assert found["trained"][0].endswith("lora_A.default.weight")
     replicated = {
+        "num_processes": 4,
         "fsdp_config": {"fsdp_version": 2},
         "parallelism_config": {"parallelism_config_dp_replicate_size": 2},
     }
     file = Path(training).with_name("accelerate.json")
     file.write_text(json.dumps(replicated))
-    hsdp = planned(training, "--accelerate_config", str(file), "--ranks=4")
+    hsdp = planned(training, "--accelerate_config", str(file))
     assert hsdp["mesh"] == {"replicate": 2, "shard": 2}
     more = planned(training, "--gradient_checkpointing", "false", "--ranks=4")
     assert more["summary"]["training_bytes"] > found["summary"]["training_bytes"]

@@ -42,6 +42,7 @@ TRANSFORMERS = "importing torch and transformers (about 10 s) ...\n"
         ("verify model --json", {}, TRANSFORMERS),
         ("merge-adapter model adapter out", {}, TRANSFORMERS),
         ("merge-weights model out", {}, TRANSFORMERS),
+        ("serve model", {}, TRANSFORMERS),
     ],
 )
 def test_the_first_line_comes_before_torch_is_imported(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
+from accelerate.utils import patch_environment
 from tests.integrations.accelerating import (
     OURS,
     THEIRS,
@@ -126,7 +127,7 @@ def _copied(checkpoint: str) -> None:
 
 def _two_minds(checkpoint: str) -> None:
     accelerator = accelerator_for(THEIRS, False)
-    with shardwise.integrations.fsdp_ram_efficient_loading():
+    with patch_environment(ACCELERATE_USE_FSDP="True", FSDP_CPU_RAM_EFFICIENT_LOADING="True"):
         model = scripted(checkpoint)
     accelerator.prepare(model, optimizer_of(model))
 

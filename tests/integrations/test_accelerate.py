@@ -1,12 +1,10 @@
 """Models through ``Accelerator.prepare``, its loop, its saves and its launcher: ours, and those it shards."""
 
 import json
-import os
 import subprocess
 import sys
 from contextlib import suppress
 from inspect import getattr_static
-from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +19,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import shardwise
 from shardwise.core.errors import find_private
-from shardwise.integrations.pending import (
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
-    fsdp_ram_efficient_loading,
-)
 
 
 @pytest.fixture(scope="module")
@@ -256,39 +249,6 @@ def test_an_accelerate_that_is_not_there_is_one_clear_error():
     code = "import sys; sys.modules['accelerate'] = None; import shardwise; shardwise.integrations.accelerate()"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ConfigError: accelerate is not installed. Run pip install 'shardwise[accelerate]'" in found.stderr
-
-
-NAMES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-
-
-def setting() -> tuple[str | None, ...]:
-    return tuple(os.environ.get(name) for name in NAMES)
-
-
-@pytest.mark.parametrize("mine", [{}, {NAMES[0]: "yes"}, {NAMES[0]: "false", NAMES[1]: "False"}])
-def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
-    with mock.patch.dict(os.environ, mine):
-        before = setting()
-        with fsdp_ram_efficient_loading():
-            assert setting() == ("True", "True")
-            with suppress(KeyError), fsdp_ram_efficient_loading():
-                os.environ[NAMES[1]] = "no"
-                raise KeyError
-            assert setting() == ("True", "True")
-            disable_fsdp_ram_efficient_loading()
-        assert setting() == before
-
-
-@pytest.mark.parametrize("mine", [None, "yes", "false"])
-def test_the_plain_switches_keep_the_users_own_value(mine):
-    with mock.patch.dict(os.environ, {} if mine is None else {NAMES[0]: mine}):
-        enable_fsdp_ram_efficient_loading()
-        enable_fsdp_ram_efficient_loading()
-        assert setting() == (mine or "True", "True")
-        disable_fsdp_ram_efficient_loading()
-        assert setting() == (mine, "False")
-        disable_fsdp_ram_efficient_loading()
-        assert setting() == (mine, "False")
 
 
 SCRIPT = """\

@@ -1,12 +1,15 @@
-"""Makes the tables of keys: TRL's as a file, ours for the documentation. ``python -m tests.training.key_table``.
+"""Makes the tables of keys: all as a file, ours for the documentation. ``python -m tests.training.key_table``.
 
 ``shardwise train`` checks names, types and choices against this table before it imports torch; a test compares the
 table with the dataclasses.
 """
 
 import dataclasses
+import enum
 import json
 import sys
+import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from trl.scripts.utils import DatasetConfig
 import shardwise.training
 from shardwise.training import former_keys
 from shardwise.training.arguments import METHODS, ShardwiseArguments
-from shardwise.training.keys import MISTAKEN, REJECTED, make_specs
+from shardwise.training.keys import MISTAKEN, REJECTED
 from shardwise.training.trl_objects import script_class, trl_class
 
 FILE = Path(shardwise.training.__path__[0]) / "trl_keys.json"
@@ -35,8 +38,47 @@ CONVERTED = {
 """Keys that ``former_keys._translate_key`` converts beside those in its tables."""
 
 
+def make_specs(*kinds: type) -> dict[str, dict[str, Any]]:
+    """Return, by name, the types and choices of the fields of dataclasses."""
+    specs: dict[str, dict[str, Any]] = {}
+    for kind in kinds:
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            if field.init:
+                specs[field.name] = _make_spec(hints[field.name], field)
+    return specs
+
+
+def _make_spec(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
+    names: set[str] = set()
+    # Fields that take a class of choices or another string (paths of generation configs) say so by both.
+    choices = {str(choice) for choice in field.metadata.get("choices") or ()}
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for one in typing.get_args(hint) if is_union else (hint,):
+        kind = typing.get_origin(one) or one
+        if kind is typing.Literal:
+            names.update(type(choice).__name__ for choice in typing.get_args(one))
+            choices.update(choice for choice in typing.get_args(one) if isinstance(choice, str))
+        elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+            choices.update(str(member.value) for member in kind)
+            names.add("str")
+        elif kind is types.NoneType:
+            names.add("null")
+        else:
+            names.add(kind.__name__ if kind in (int, float, bool, str, list, dict) else "any")
+    if field.default in (None, dataclasses.MISSING):
+        names.add("null")  # TRL's own examples write null for what is left out
+    spec: dict[str, Any] = {"types": sorted(names)}
+    if choices:
+        spec["choices"] = sorted(choices)
+    return spec
+
+
 def table() -> dict[str, dict[str, dict[str, Any]]]:
-    """By method its keys; what all methods share is under "all", entries of ``datasets`` under "datasets"."""
+    """By method its keys; what all methods share is under "all", entries of ``datasets`` under "datasets".
+
+    Our own keys are under "shardwise".
+    """
     by_method = {
         method: make_specs(
             script_class(method),
@@ -52,6 +94,7 @@ def table() -> dict[str, dict[str, dict[str, Any]]]:
         "all": common,
         **{method: {k: v for k, v in found.items() if k not in common} for method, found in by_method.items()},
         "datasets": make_specs(DatasetConfig),
+        "shardwise": make_specs(ShardwiseArguments),
     }
 
 

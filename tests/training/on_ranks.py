@@ -144,7 +144,8 @@ def words(values: dict[str, Any]) -> list[str]:
     """A command line that sets these keys; those of None are left out."""
     values = {key: value for key, value in values.items() if value is not None}
     method = [values["method"]] if "method" in values else []
-    return method + [f"--{key}={json.dumps(value)}" for key, value in values.items() if key != "method"]
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    return method + [f"--{key}={text}" for key, text in texts.items() if key != "method"]
 
 
 def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
@@ -164,10 +165,15 @@ def train_file(method: str, file: str) -> tuple[list[float], list[float]]:
 
 def errors_of(values: dict[str, Any], differing: list[dict[str, Any]]) -> list[str]:
     """Train once for each of these keys, which only the second rank has; the errors."""
+    return errors_of_all([{**values, **(keys if dist.get_rank() else {})} for keys in differing])
+
+
+def errors_of_all(cases: list[dict[str, Any]]) -> list[str]:
+    """Train by each of these configurations in turn; the errors."""
     errors = []
-    for keys in differing:
+    for values in cases:
         try:
-            train({**values, **(keys if dist.get_rank() else {})})
+            train(values)
         except ShardwiseError as error:
             errors.append(str(error))
     return errors
@@ -260,11 +266,14 @@ def train_until_refused(values: dict[str, Any], refused: str) -> tuple[TrlOutcom
         raise
 
 
-def first_row(values: dict[str, Any]) -> tuple[bool, dict[str, list[int]]]:
-    """Whether TRL is to mask a dataset, and its first row."""
-    arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-    rows, _ = trl_setup.load_data(arguments, trl_setup.load_processor(arguments), 0)
-    return arguments.training.assistant_only_loss, next(iter(rows))
+def first_rows(cases: list[dict[str, Any]]) -> list[tuple[bool, dict[str, list[int]]]]:
+    """For each configuration, whether TRL is to mask the dataset, and its first row."""
+    found = []
+    for values in cases:
+        arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
+        rows, _ = trl_setup.load_data(arguments, trl_setup.load_processor(arguments), 0)
+        found.append((arguments.training.assistant_only_loss, next(iter(rows))))
+    return found
 
 
 def shares_of_reference(values: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:

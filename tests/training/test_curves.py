@@ -3,10 +3,13 @@
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import TrainerState
 
+from shardwise.training import curves
 from shardwise.training.curves import draw_curves
 
 pytest.importorskip("matplotlib")
@@ -65,6 +68,17 @@ def test_each_lora_has_a_curve(axes: list[Any], tmp_path: Path, count: int) -> N
         assert labels(axes[0]) == ["longlonglong…glonglong-00", "longlonglong…glonglong-01"]
     else:
         assert axes[0].get_title(loc="left") == "Loss (dashed: evaluation), 40 curves"
+
+
+def test_the_log_has_the_memory_of_no_more_ranks_than_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is saved with each checkpoint, so a thousand ranks would make it grow by megabytes."""
+    memory = {"memory/host_gib": [float(rank) for rank in range(1000)]}
+    monkeypatch.setattr(curves, "gather_memory", lambda world: memory)
+    state, seen = TrainerState(log_history=[{"step": 1, "loss": 2.0}]), []
+    tracker: Any = SimpleNamespace(on_log=lambda *_, logs, **__: seen.append(logs))
+    curves.MemoryCallback([tracker]).on_log(None, state, None, logs={"loss": 2.0})  # type: ignore[arg-type]
+    assert state.log_history[0]["memory/host_gib"] == memory["memory/host_gib"][:64]
+    assert len(seen[0]) == 1000
 
 
 def test_a_picture_that_cannot_be_drawn_is_one_line(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

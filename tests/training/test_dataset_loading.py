@@ -38,7 +38,7 @@ def mixture(*entries: dict[str, Any], **further: Any) -> Any:
 
 
 def load(name: str | None, mixed: Any | None = None) -> Any:
-    return dataset_loading.load(script(name), mixed or mixture(), ShardwiseArguments())
+    return dataset_loading.load(script(name), mixed or mixture(), ShardwiseArguments())[0]
 
 
 def write(file: Path, count: int, say: str) -> str:
@@ -245,6 +245,14 @@ def answer(**further: Any) -> dict[str, Any]:
         (answer(tool_calls=["x"]), r"messages\[1\].tool_calls: is not a list of calls"),
         (answer(tool_calls=[{"function": {"arguments": {}}}]), r"messages\[1\].tool_calls: is not a list of calls"),
         (answer(tool_calls=[{"name": "x", "arguments": "{"}]), r"messages\[1\].tool_calls: is not a list of calls"),
+        *(
+            (
+                answer(tool_calls=[{"name": "x", "arguments": other}]),
+                r"messages\[1\].tool_calls: is not a list of calls",
+            )
+            for other in ("[1, 2]", "5", "null", [1])
+        ),
+        ({**answer(), "tools": json.dumps([{"function": "weather"}])}, "tools: is not a list of functions"),
         ({**answer(), "chat_template_kwargs": "7"}, "chat_template_kwargs: is not a mapping"),
         ({"prompt": ["x"], "completion": ASKED[1:]}, "prompt: is not a list of messages"),
         ({"prompt": ASKED[:1], "completion": "x"}, "completion: is not a list of messages"),
@@ -288,20 +296,19 @@ def test_a_mixer_has_the_first_rows_of_each_training_split(tmp_path: Path) -> No
     a = splits_of(tmp_path, "a", {"train": [f"a{n}" for n in range(10)], "test": ["ta", "tb"]})
     b = splits_of(tmp_path, "b", {"train": [f"b{n}" for n in range(5)], "test": ["tc"]})
     own = ShardwiseArguments(dataset_mixer={a: 0.35, b: 1})
-    mixed = dataset_loading.load(script(None), mixture(), own)
+    mixed = dataset_loading.load(script(None), mixture(), own)[0]
     assert sorted(texts_of(mixed["train"])) == ["a0", "a1", "a2", "b0", "b1", "b2", "b3", "b4"]
     assert sorted(texts_of(mixed["test"])) == ["ta", "tb", "tc"]
     assert mixed["train"].column_names == ["messages"]
     expected = datasets.Dataset.from_dict({"n": range(8)}).shuffle(seed=42)["n"]
     in_order = ["a0", "a1", "a2", "b0", "b1", "b2", "b3", "b4"]
     assert texts_of(mixed["train"]) == [in_order[number] for number in expected]
-    alone = dataset_loading.load(
-        script(None), mixture(), ShardwiseArguments(dataset_mixer={b: 1}, dataset_splits=["train"])
-    )
+    own = ShardwiseArguments(dataset_mixer={b: 1}, dataset_splits=["train"])
+    alone = dataset_loading.load(script(None), mixture(), own)[0]
     assert list(alone) == ["train"]
     own = ShardwiseArguments(dataset_mixer={a: 1}, dataset_splits=["train_sft"])
     with pytest.raises(ConfigError, match="cannot be loaded as a dataset"):
-        dataset_loading.load(script(None), mixture(), own)
+        dataset_loading.load(script(None), mixture(), own)[0]
 
 
 def test_a_mixture_has_shuffled_rows_of_each_dataset(tmp_path: Path) -> None:
@@ -310,11 +317,11 @@ def test_a_mixture_has_shuffled_rows_of_each_dataset(tmp_path: Path) -> None:
     b = splits_of(tmp_path, "b", {"train": ["b0", "b1"]})
     entries = [{"id": a, "weight": 0.5, "columns": ["messages"]}, {"id": b, "columns": ["messages"]}]
     own = ShardwiseArguments(dataset_mixture={"datasets": entries, "seed": 3})
-    mixed = texts_of(dataset_loading.load(script(None), mixture(), own)["train"])
+    mixed = texts_of(dataset_loading.load(script(None), mixture(), own)[0]["train"])
     rows = [f"a{n}" for n in datasets.Dataset.from_dict({"n": range(10)}).shuffle(seed=3)["n"][:5]] + ["b0", "b1"]
     assert mixed == [rows[n] for n in datasets.Dataset.from_dict({"n": range(7)}).shuffle(seed=3)["n"]]
     own = ShardwiseArguments(dataset_mixture={"datasets": entries, "seed": 3, "test_split_size": 2})
-    parts = dataset_loading.load(script(None), mixture(), own)
+    parts = dataset_loading.load(script(None), mixture(), own)[0]
     assert sorted(texts_of(parts["train"]) + texts_of(parts["test"])) == sorted(rows)
     assert len(parts["test"]) == 2
 
@@ -322,8 +329,15 @@ def test_a_mixture_has_shuffled_rows_of_each_dataset(tmp_path: Path) -> None:
 def test_an_evaluation_dataset_replaces_the_test_split(tmp_path: Path) -> None:
     a = splits_of(tmp_path, "a", {"train": ["a"], "test": ["b"]})
     c = splits_of(tmp_path, "c", {"train": ["c"], "test": ["d"]})
-    loaded = dataset_loading.load(script(a), mixture(), ShardwiseArguments(eval_dataset_name=c))
-    assert (texts_of(loaded["train"]), texts_of(loaded["test"])) == (["a"], ["d"])
+    own = ShardwiseArguments(eval_dataset_name=c)
+    trained, evaluated = dataset_loading.load(script(a), mixture(), own)
+    assert (texts_of(trained["train"]), texts_of(evaluated["test"])) == (["a"], ["d"])
+    # A split of the same name as that of the training stays apart from it.
+    trained, evaluated = dataset_loading.load(script(a, dataset_test_split="train"), mixture(), own)
+    assert (texts_of(trained["train"]), texts_of(evaluated["train"])) == (["a"], ["c"])
+    file = write(tmp_path / "rows.jsonl", 1, "f")
+    trained, evaluated = dataset_loading.load(script(a), mixture(), ShardwiseArguments(eval_dataset_name=file))
+    assert (texts_of(trained["train"]), evaluated["test"]["text"]) == (["a"], ["f0"])
     with pytest.raises(ConfigError, match="eval_dataset_name: .* has no split held_out, but train, test"):
         dataset_loading.load(
             script(a, dataset_test_split="held_out"), mixture(), ShardwiseArguments(eval_dataset_name=c)

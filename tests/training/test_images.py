@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from tests.support.world import run_forked as run_world
 from tests.training import images, on_ranks, tiny
 from tests.training.images import MODELS
-from tests.training.test_commands import called
 from transformers import AutoProcessor
 
 from shardwise.core.errors import ConfigError
@@ -87,20 +86,20 @@ def trained(name: str, part: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_losses_of_text_and_projector_are_those_of_trl(folder: Path, name: str) -> None:
-    """Of what the assistant says, and of preferences."""
+    """Of what the assistant says, and of preferences for two of them."""
     modules = trained(name, "both")
     values = keys(folder, name, assistant_only_loss=True)
     theirs = losses_of_trl(folder, values, None, modules)
-    for ranks in (1, 2):
-        assert losses(folder, ranks, {**values, "extra_modules": modules}) == pytest.approx(theirs, abs=1e-5)
+    assert losses(folder, 2, {**values, "extra_modules": modules}) == pytest.approx(theirs, abs=1e-5)
+    if name not in ("llava", "qwen3_vl"):
+        return
     values = keys(folder, name, method="dpo", dataset_name=str(folder / "pairs.jsonl"), learning_rate=1e-3)
     theirs = losses_of_trl(folder, values, None, modules)
     assert losses(folder, 2, {**values, "extra_modules": modules}) == pytest.approx(theirs, abs=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["text", "projector"])
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize(("name", "part"), [("llava", "text"), ("qwen3_vl", "projector")])
 def test_the_losses_of_a_part_are_those_of_trl(folder: Path, name: str, part: str) -> None:
     values, modules = keys(folder, name), trained(name, part)
     theirs = losses_of_trl(folder, values, None, modules)
@@ -108,7 +107,7 @@ def test_the_losses_of_a_part_are_those_of_trl(folder: Path, name: str, part: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "idefics3", "llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
 def test_the_losses_of_a_full_model_are_those_of_trl(folder: Path, name: str) -> None:
     """On prompts and completions, each with the column ``image``."""
     values = keys(folder, name, dataset_name=str(folder / "answers.jsonl"))
@@ -127,7 +126,7 @@ def test_the_losses_of_a_lora_beside_the_projector_are_those_of_trl(folder: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tuning"), [("llava", "lora"), ("gemma3", "freeze"), ("qwen2_5_vl", "freeze")])
+@pytest.mark.parametrize(("name", "tuning"), [("llava", "lora"), ("gemma3", "freeze")])
 def test_a_frozen_tower_has_no_gradients_and_no_states(folder: Path, name: str, tuning: str) -> None:
     """What its blocks return requires none either, although activations are checkpointed, as is TRL's default."""
     model = MODELS[name]
@@ -147,8 +146,8 @@ def test_a_frozen_tower_has_no_gradients_and_no_states(folder: Path, name: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
-def test_a_training_resumes_on_another_number_of_ranks(folder: Path, name: str) -> None:
+def test_a_training_resumes_on_another_number_of_ranks(folder: Path) -> None:
+    name = "qwen3_vl"
     values = keys(folder, name, extra_modules=trained(name, "both"), max_steps=5)
     values |= {"save_strategy": "steps", "save_steps": 50, "output_dir": str(folder / f"stopped-{name}")}
     stopped = run_world(2, images.train_until, {**values, "per_device_train_batch_size": 2}, 3)
@@ -183,10 +182,8 @@ def test_stored_images_train_as_their_files(folder: Path) -> None:
     values = keys(folder, "llava", system_prompt="Be brief.")
     files = losses(folder, 1, {**values, "dataset_name": str(folder / "lossy.jsonl")})
     assert losses(folder, 2, {**values, "dataset_name": str(folder / "stored.parquet")}) == pytest.approx(files)
-    streamed = {**values, "dataset_streaming": True}
-    for name in ("lossy.jsonl", "stored.parquet"):
-        given = {**streamed, "dataset_name": str(folder / name)}
-        assert losses(folder, 2, given) == pytest.approx(losses(folder, 1, given), abs=1e-5)
+    streamed = {**values, "dataset_streaming": True, "dataset_name": str(folder / "stored.parquet")}
+    assert losses(folder, 2, streamed) == pytest.approx(losses(folder, 1, streamed), abs=1e-5)
 
 
 def store_jpeg(file: Path) -> str:
@@ -270,18 +267,6 @@ def test_a_bad_row_is_one_error_on_all_ranks_before_the_model_is_loaded(folder: 
     told = run_world(2, images.error, values)
     assert told[0] == told[1]
     assert told[0].startswith("row 6 of the dataset: images[0]: ")
-
-
-@pytest.mark.slow
-def test_a_bad_row_ends_the_command_with_2(folder: Path) -> None:
-    words = [f"--{key}={json.dumps(value)}" for key, value in keys(folder, "llava").items() if value]
-    rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
-    rows[6]["images"] = []
-    tiny.write_rows(folder / "text.jsonl", *rows)
-    words += [f"--dataset_name={folder / 'text.jsonl'}", "--output_dir=out", "--nproc-per-node=2"]
-    told = called("shardwise", words, folder / "command", code=2)
-    assert told.count("row 7 of the dataset: images: has no image") == 1
-    assert "Traceback" not in told
 
 
 UNMARKED = images.template("<image>").replace("{% generation %}", "").replace("{% endgeneration %}", "")

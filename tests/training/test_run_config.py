@@ -1,5 +1,6 @@
 """Configurations of ``shardwise train``: TRL's keys, checked without torch."""
 
+import dataclasses
 import datetime
 import itertools
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integrations.requirements import require_patched_names
 
 import shardwise
 from shardwise.core.errors import ConfigError
@@ -106,6 +108,23 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("dataset_mixture: {datasets: [{id: a, rows: 3}]}", "dataset_mixture: does not know rows"),
         ("dataset_mixture: {datasets: [{id: a, weight: x}]}", r"dataset_mixture.datasets\[0\].weight: 'x' is not"),
         ("dataset_mixer: {a: 1}\ndatasets: [{path: b}]", "dataset_mixer: contradicts datasets"),
+        (
+            "dataset_mixer: {a: 1}\ndataset_mixture: {datasets: [{id: a}]}",
+            "dataset_mixer: contradicts dataset_mixture",
+        ),
+        ("dataset_mixer: {a: 1}\ntest_split_size: 0.1", "dataset_mixer: contradicts test_split_size"),
+        (
+            "dataset_mixture: {datasets: [{id: a}]}\ndataset_streaming: true",
+            "dataset_mixture: contradicts dataset_streaming",
+        ),
+        (
+            "dataset_mixer: {a: 1}\ndataset_splits: [train]\neval_strategy: steps",
+            "eval_strategy: dataset_splits has no split for tests. Add one, or set eval_dataset_name",
+        ),
+        (
+            "dataset_mixture: {datasets: [{id: a}]}\neval_strategy: steps",
+            "eval_strategy: dataset_mixture has no test_split_size",
+        ),
         ("a: [", r"is not valid YAML"),
         ("a: " + "[" * 5000, r"is not valid YAML"),
         ("seed: " + "9" * 5000, r"is not valid YAML"),
@@ -128,11 +147,18 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("method: reward\nuse_peft: true", "lora_task_type: CAUSAL_LM does not fit reward. Set it to SEQ_CLS"),
         ("use_peft: true\ntrainable_layers: 2", "trainable_layers: contradicts use_peft"),
         ("accelerate_config: fsdp2\ncpu_offload: true", "cpu_offload: contradicts accelerate_config"),
+        ("accelerate_config: fsdp2\ndp_replicate_size: 2", "dp_replicate_size: contradicts accelerate_config"),
+        (
+            "method: distillation\nteacher_model_name_or_path: t\nteacher_model_init_kwargs: abc",
+            "teacher_model_init_kwargs: 'abc' is not a mapping. Write {KEY: VALUE, ...}",
+        ),
         (
             "use_liger_kernel: true\nliger_kernel_config: {fused_linear_cross_entropy: true}",
             "liger_kernel_config: fused_linear_cross_entropy replaces the head",
         ),
         ("model_init_kwargs: {use_kernels: true}\ntorch_compile: true", "use_kernels: contradicts torch_compile"),
+        ("use_kernels: true\ntorch_compile_backend: eager", "use_kernels: contradicts torch_compile_backend"),
+        ("use_kernels: true\ntorch_compile_mode: default", "use_kernels: contradicts torch_compile_mode"),
         ("early_stopping_patience: 2", "early_stopping_patience: needs load_best_model_at_end"),
         (
             "interleave: [1]",
@@ -159,8 +185,22 @@ def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
     values = read_run_config(words).values
     assert (values["reward_funcs"], values["reward_weights"]) == (["think_format_reward"], [0.5])
     assert values["lora_modules_to_save"] == ["score"]
-    with pytest.raises(ConfigError, match="--output_dir: is not a valid value"):
-        read_run_config(["--output_dir", "2024-13-01"])
+    with pytest.raises(ConfigError, match="--max_steps: is not a valid value"):
+        read_run_config(["--max_steps", "2024-13-01"])
+
+
+def test_text_on_the_command_line_stays_text() -> None:
+    texts = {"model_revision": "1234567", "run_name": "2", "output_dir": "2024-13-01"}
+    prompts = {
+        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "system_prompt": "Answer: be brief",
+    }
+    config = read_run_config([f"--{key}={value}" for key, value in {**texts, **prompts}.items()])
+    assert config.values == texts
+    assert (config.own.chat_template, config.own.system_prompt) == tuple(prompts.values())
+    for text, value in (("", None), ("null", None), ("false", False), ("out/a: b", "out/a: b")):
+        assert read_run_config(["--resume_from_checkpoint", text]).values["resume_from_checkpoint"] == value
+    assert not read_run_config(["--resume_from_checkpoint", "true"]).values  # as is the default here
 
 
 CONVERTED = ("warmup_ratio", "gamma_beta_ratio", "model_init_kwargs", "unsloth_configs", "unsloth_lora_r")
@@ -257,7 +297,21 @@ def test_a_method_that_is_not_supported_is_named(tmp_path: Path) -> None:
             read_run_config([method, config(tmp_path, "max_length: 3")])
 
 
-def test_our_keys_are_none_of_trls() -> None:
+def test_our_keys_are_in_the_table_and_none_of_trls() -> None:
     table = json.loads(Path(run_config.__file__).with_name("trl_keys.json").read_text("utf-8"))
     assert len(table["all"]) > 100
-    assert not own_keys().keys() & set().union(*table.values())
+    ours = table.pop("shardwise")
+    assert ours.keys() == {field.name for field in dataclasses.fields(ShardwiseArguments)}
+    assert not ours.keys() & set().union(*table.values())
+
+
+def test_the_base_of_many_loras_is_in_bfloat16_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    """TRL's own default is float32, for parameters that are trained."""
+    require_patched_names()
+    from shardwise.training import trl_objects
+
+    lines = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nactivation_checkpointing: false\nbf16: true\n"
+    for dtype, expected in (("", "bfloat16"), ("dtype: float32", "float32")):
+        file = config(tmp_path, lines + dtype)
+        arguments = trl_objects.parse(read_run_config(["sft", file]))
+        assert trl_objects._base_options(arguments)["dtype"] == expected

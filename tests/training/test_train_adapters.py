@@ -1,5 +1,6 @@
 """Many LoRAs on ranks: each as alone, and as if it had not been interrupted."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.training.adapters_on_ranks import (
     values,
     with_pairs,
 )
-from tests.training.on_ranks import size_of_png
+from tests.training.on_ranks import errors_of_all, size_of_png
 
 from shardwise.training.train_model import TrlOutcome
 
@@ -77,12 +78,11 @@ LOGGED = (
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_pairs_beside_rows_are_trained_as_alone_by_trl(folder: Path, ranks: int) -> None:
-    outcomes = run_world(ranks, train, with_pairs(folder, f"pairs-{ranks}", ranks))
+def test_pairs_beside_rows_are_trained_as_alone_by_trl(folder: Path) -> None:
+    outcomes = run_world(2, train, with_pairs(folder, "pairs", 2))
     assert all(losses(outcome) == losses(outcomes[0]) for outcome in outcomes)
     for name in ("eve", "fay"):
-        [alone] = run_world(1, history_alone, with_pairs(folder, f"{name}-beside-{ranks}", 1), name)
+        [alone] = run_world(1, history_alone, with_pairs(folder, f"{name}-beside", 1), name)
         own = entries(outcomes[0], name)
         for key in LOGGED:
             expected = [entry[key] for entry in alone if key in entry]
@@ -90,32 +90,24 @@ def test_pairs_beside_rows_are_trained_as_alone_by_trl(folder: Path, ranks: int)
         assert any("rewards/margins" in entry for entry in own)
         assert own[0]["loss"] - [entry["loss"] for entry in own if "loss" in entry][-1] > 0.01
     assert [entry["loss"] for entry in entries(outcomes[0], "ada") if "loss" in entry] == pytest.approx(
-        run_world(1, train_alone, with_pairs(folder, f"ada-beside-{ranks}", 1), "ada")[0], abs=1e-5
+        run_world(1, train_alone, with_pairs(folder, "ada-beside", 1), "ada")[0], abs=1e-5
     )
 
 
 def test_pairs_resume_and_one_that_is_not_finite_ends_alone(folder: Path) -> None:
+    """A signal to one of two ranks stops both, and the same command resumes on one."""
     [whole] = run_world(1, train, with_pairs(folder, "all-pairs", 1))
-    [stopped] = run_world(1, train_until, with_pairs(folder, "stopped-pairs", 1), 4)
-    assert stopped.has_stopped
-    given = with_pairs(folder, "stopped-pairs", 2)
-    resumed = run_world(2, train, given)[0]
+    stopped = run_world(2, train_until, with_pairs(folder, "stopped-pairs", 2), 4)
+    assert all(outcome.has_stopped for outcome in stopped)
+    given = {**with_pairs(folder, "stopped-pairs", 1), "gradient_checkpointing": True}
+    [resumed] = run_world(1, train, given)
+    assert not resumed.has_stopped
     assert {name: pytest.approx(own, abs=1e-5) for name, own in losses(whole).items()} == losses(resumed)
     given = with_pairs(folder, "failed-pairs", 2)
     given["adapters"]["fay"] |= {"learning_rate": 1e38}
     outcome = run_world(2, train, given)[0]
     assert ["failure" in outcome.metrics[name] for name in ("ada", "eve", "fay")] == [False, False, True]
     assert losses(outcome)["eve"] == pytest.approx(losses(whole)["eve"], abs=1e-5)
-
-
-def test_a_signal_saves_and_the_same_command_resumes_on_another_number_of_ranks(
-    folder: Path, whole: dict[str, list[float]]
-) -> None:
-    stopped = run_world(2, train_until, values(folder, "stopped", 2), 5)
-    assert all(outcome.has_stopped for outcome in stopped)
-    [resumed] = run_world(1, train, {**values(folder, "stopped", 1), "gradient_checkpointing": True})
-    assert not resumed.has_stopped
-    assert {name: pytest.approx(own, abs=1e-5) for name, own in losses(resumed).items()} == whole
 
 
 def test_a_kill_costs_no_more_than_the_steps_since_the_newest_checkpoints(
@@ -144,39 +136,48 @@ def test_a_sweep_is_ranked_and_an_adapter_that_fails_ends_alone(folder: Path) ->
     assert not (folder / "swept" / "lr1e-38" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("further", "message"),
-    [
+def test_an_adapter_that_cannot_be_is_one_error_on_all_ranks(folder: Path) -> None:
+    expected: list[tuple[dict[str, Any], str]] = [
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
         ({"max_length": 3}, "max_length: 3 leaves no row of train with a token to train on"),
         ({"max_length": 6}, "max_length: 6 leaves no row of train with a token to train on"),
-    ],
-)
-def test_an_adapter_that_cannot_be_is_one_error_on_all_ranks(
-    folder: Path, further: dict[str, Any], message: str
-) -> None:
-    given = values(folder, "refused", 2)
-    given["adapters"]["bob"] |= further
-    with pytest.raises(RankError, match=f"adapters.bob: (rank 0: )?{message}") as told:
-        run_world(2, train, given)
-    found = {f"[rank {rank}] shardwise.core.errors.ConfigError: adapters.bob" in str(told.value) for rank in (0, 1)}
-    assert found == {True}
+    ]
+    cases = []
+    for further, _ in expected:
+        given = {"max_steps": None, **values(folder, "refused", 2)}
+        given["adapters"]["bob"] |= further
+        cases.append(given)
+    for errors in run_world(2, errors_of_all, cases):
+        for error, (_, message) in zip(errors, expected, strict=True):
+            assert re.match(f"adapters.bob: (rank 0: )?{message}", error)
 
 
 def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder: Path) -> None:
-    with pytest.raises(RankError, match=r"adapters\.ada: a row has \d+ tokens.*Set max_length or tokens_per_pass"):
-        run_world(1, train, {**values(folder, "refused", 1), "tokens_per_pass": 32})
-    with pytest.raises(RankError, match=r"adapters\.eve: a row has \d+ tokens \(96 with padding, in a pair\)"):
-        run_world(1, train, {**with_pairs(folder, "refused", 1), "tokens_per_pass": 64})
-    with pytest.raises(RankError, match="eos_token: <end> is not in the vocabulary"):
-        run_world(1, train, {**values(folder, "refused", 1), "eos_token": "<end>"})
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens([f"<{number}>" for number in range(10)])
     tokenizer.save_pretrained(folder / "words")
-    given = {**values(folder, "refused", 1), "tokenizer_name_or_path": str(folder / "words")}
-    given["adapters"]["bob"]["dataset_name"] = str(tiny.write_rows(folder / "w.jsonl", tiny.chat("Hi", "<9>")))
-    with pytest.raises(RankError, match=r"adapters\.bob: the dataset, or its chat template, uses '<9>'"):
-        run_world(1, train, given)
+    given = {"max_steps": None, **values(folder, "refused", 1)}
+    with_words = {
+        **values(folder, "refused", 1),
+        "max_steps": None,
+        "tokenizer_name_or_path": str(folder / "words"),
+    }
+    with_words["adapters"]["bob"]["dataset_name"] = str(tiny.write_rows(folder / "w.jsonl", tiny.chat("Hi", "<9>")))
+    cases = [
+        {**given, "tokens_per_pass": 32},
+        {**with_pairs(folder, "refused", 1), "max_steps": None, "tokens_per_pass": 64},
+        {**given, "eos_token": "<end>"},
+        with_words,
+    ]
+    [errors] = run_world(1, errors_of_all, cases)
+    expected = (
+        r"adapters\.ada: a row has \d+ tokens.*Set max_length or tokens_per_pass",
+        r"adapters\.eve: a row has \d+ tokens \(96 with padding, in a pair\)",
+        "eos_token: <end> is not in the vocabulary",
+        r"adapters\.bob: the dataset, or its chat template, uses '<9>'",
+    )
+    for error, message in zip(errors, expected, strict=True):
+        assert re.match(message, error)
 
 
 def test_a_folder_with_another_base_or_adapter_is_left_alone(folder: Path, whole: dict[str, list[float]]) -> None:

@@ -42,18 +42,18 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
     return numbers
 
 
-def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any) -> list[Any]:
+def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any, libraries: str | None) -> list[Any]:
     """Call ``function(*args)`` on every rank of the launcher, or on new ranks, which get the first signal.
 
-    Return the values by rank, in all processes of a launcher.
+    Return the values by rank, in all processes of a launcher. Say that these ``libraries`` are imported, or nothing
+    if they have been.
 
     Raises:
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
     launch = read_launch(os.environ, nproc_per_node)
-    # Of a launcher's ranks, the first one says what it is doing.
-    with nullcontext() if launch and launch["RANK"] else importing("torch and TRL"):
+    with nullcontext() if libraries is None else importing(libraries):
         from shardwise.ranks.processes import run_launched, run_spawned
     if launch is not None:
         return run_launched(os.environ, function, *args)

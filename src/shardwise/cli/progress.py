@@ -1,5 +1,6 @@
 """What a command is doing, on stderr: a line before torch is imported, and a sign of life every five seconds."""
 
+import os
 import sys
 import threading
 import time
@@ -25,12 +26,15 @@ _LOG_S: Final = 60.0
 
 @contextmanager
 def importing(libraries: str) -> Iterator[None]:
-    """Write to stderr that the block imports these libraries.
+    """Write to stderr that the block imports these libraries. Of a launcher's ranks, the first one does.
 
     Raises:
         ConfigError: torch or transformers is too old.
     """
     require_versions()  # so that its error is all that the command writes
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
     click.echo(f"importing {libraries} (about 10 s) ...", err=True)
     with signs_of_life(f"import {libraries}"):
         yield

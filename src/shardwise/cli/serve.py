@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from shardwise.cli.launch import run_ranks
+from shardwise.cli.progress import importing
 from shardwise.core.errors import ConfigError
 
 _PACKAGES = ("peft", "prometheus_client", "starlette", "tinker", "uvicorn", "yaml", "zstandard")
@@ -73,11 +74,12 @@ def serve_command(
         return
     if model is None:
         raise ConfigError("MODEL: is missing. Pass a folder, or a name on the hub")
-    from shardwise.serve.run import ServeOptions, serve
-    from shardwise.serve.service import Settings
+    with importing("torch and transformers"):
+        from shardwise.serve.run import ServeOptions, serve
+        from shardwise.serve.service import Settings
 
     # A path on this machine tells clients nothing, so they see the name of the folder.
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
     settings = Settings(name, tokenizer or name, max_tokens_per_turn, fuse_wait, session_timeout)
     options = ServeOptions(model, settings, host, port, keys, state, max_tokens_per_pass, dtype, vllm, log_requests)
-    run_ranks(nproc_per_node, serve, options)
+    run_ranks(nproc_per_node, serve, options, libraries=None)

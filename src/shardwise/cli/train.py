@@ -88,8 +88,10 @@ def train_command(
         # Before ranks start and torch is imported: both read the environment.
         os.environ.update({name: str(value) for name, value in (config.own.env or {}).items()})
         config = without_token(config)
-        ranks = nproc_per_node or _num_ranks(config)
-        outcomes = run_ranks(ranks, run_on_rank, config, as_json)
+        ranks = nproc_per_node
+        if "RANK" not in os.environ:  # of a launcher, which has started them
+            ranks = ranks or _num_ranks(config, starts=True)
+        outcomes = run_ranks(ranks or 1, run_on_rank, config, as_json, libraries="torch and TRL")
     except KeyboardInterrupt:
         click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
         sys.exit(130)
@@ -123,22 +125,20 @@ def _read(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
     return config
 
 
-def _num_ranks(config: RunConfig) -> int:
-    """Return the number of ranks to start, as for ``trl sft``. It is 1 under a launcher, which has started them.
+def _num_ranks(config: RunConfig, *, starts: bool = False) -> int | None:
+    """Return the number of ranks of a configuration, as for ``trl sft``, or None if it has none.
 
     Raises:
-        ConfigError: ``accelerate_config`` is for several machines.
+        ConfigError: ``accelerate_config`` has no valid one, or, with ``starts``, is for several machines.
     """
     from shardwise.training.run_config import read_yaml, trl_accelerate_config
 
     file = config.own.accelerate_config
-    if "RANK" in os.environ:
-        return 1
     if config.own.num_processes or file is None:
-        return config.own.num_processes or 1
-    # accelerate counts the processes of all machines. They are those of this one if it is the only one.
+        return config.own.num_processes
+    # accelerate counts the processes of all machines. Those of a single one can be started here.
     values = read_yaml(trl_accelerate_config(file))
-    if (machines := values.get("num_machines") or 1) != 1:
+    if starts and (machines := values.get("num_machines") or 1) != 1:
         raise ConfigError(f"num_machines: {machines} in {file}. Start the ranks by torchrun on each machine")
     count = str(values.get("num_processes") or 1)
     if not count.isdecimal() or int(count) < 1:
@@ -285,6 +285,9 @@ def _estimate_config(
     if unused := [name for name, value in options.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
     config = _read([file, *overrides])
+    ranks = ranks or _num_ranks(config)
+    if ranks is None:
+        raise ConfigError("num_processes: is missing. Set it, or give --ranks")
     silence_libraries(0)
     with importing("torch and TRL"):
         from shardwise.training.trl_objects import plan_run

@@ -2,9 +2,6 @@
 
 from shardwise.integrations.accelerate_patches import AccelerateSwitch as AccelerateSwitch
 from shardwise.integrations.accelerate_patches import accelerate as accelerate
-from shardwise.integrations.pending import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
-from shardwise.integrations.pending import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-from shardwise.integrations.pending import fsdp_ram_efficient_loading as fsdp_ram_efficient_loading
 from shardwise.integrations.trainer import ShardwiseTrainer as ShardwiseTrainer
 from shardwise.integrations.trainer_marks import for_trainer as for_trainer
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import TrainerControl
+from transformers.trainer_callback import ExportableState
 
 from shardwise.core.errors import RankLostError, ShardwiseError
 from shardwise.core.phases import busy_with
@@ -42,8 +43,8 @@ class AgreedEvents:
         Raises:
             Exception: on the rank whose callback raised it, and a CheckpointError with its message on the others.
         """
-        if event == "on_train_begin" and self.best is not None:
-            state.best_model_checkpoint = self.best
+        if event == "on_train_begin":
+            self._complete(args, state)
         if self._world.size == 1 or not self._trainer.is_in_train:
             return self._call_event(event, args, state, control, **others)
         try:
@@ -56,6 +57,16 @@ class AgreedEvents:
         if event in _MEETINGS:
             self._synchronize(control)
         return control
+
+    def _complete(self, args: Any, state: Any) -> None:
+        """Give the state of a training that resumes what its configuration and place are today."""
+        if self.best is not None:
+            state.best_model_checkpoint = self.best
+        state.compute_steps(args, state.max_steps)
+        # The Trainer saves the state of callbacks under names that it expects to be there.
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
     def _synchronize(self, control: TrainerControl) -> None:
         # Whether this rank has failed, and its flags, in the order of _FLAGS.

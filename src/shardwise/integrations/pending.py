@@ -14,8 +14,8 @@ the first rank (an adapter, a new head, another model) are sent in shards.
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -163,7 +163,7 @@ def place_missing(original: compat.Original, model: nn.Module, *others: Any, **k
     if model not in _pending:
         return original(model, *others, **keywords)
     # With the variable, ranks other than the first of a machine would leave missing parameters on meta.
-    with compat.patch_environment(**{EFFICIENT: "False"}):
+    with compat.patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="False"):
         return original(model, *others, **keywords)
 
 
@@ -231,42 +231,6 @@ def _record(model: Any, folder: Path, outline: MetaModel, index: CheckpointIndex
                 pretrained.mark_initialized(item.tensor)
     _pending[model] = Pending(folder, index, tensors, outline.transforms)
     return build.load_outcome(missing, set(outline.bindings.unmatched.values()), mismatched)
-
-
-USE = "ACCELERATE_USE_FSDP"
-EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
-
-_set_here: set[str] = set()
-"""Variables that were set here, and are removed again."""
-
-
-def enable_fsdp_ram_efficient_loading() -> None:
-    """Turn on memory-efficient loading in transformers and accelerate. Your own ``ACCELERATE_USE_FSDP`` is kept."""
-    if USE not in os.environ:
-        os.environ[USE] = "True"
-        _set_here.add(USE)
-    os.environ[EFFICIENT] = "True"
-
-
-def disable_fsdp_ram_efficient_loading() -> None:
-    """Undo :func:`enable_fsdp_ram_efficient_loading`, including the ``ACCELERATE_USE_FSDP`` that it set."""
-    if USE in _set_here:
-        _set_here.discard(USE)
-        os.environ.pop(USE, None)
-    os.environ[EFFICIENT] = "False"
-
-
-@contextmanager
-def fsdp_ram_efficient_loading() -> Iterator[None]:
-    """Turn on memory-efficient loading within the block, and restore both variables afterwards. May be nested."""
-    before = set(_set_here)
-    with compat.patch_environment(**{USE: "True", EFFICIENT: "True"}):
-        try:
-            yield
-        finally:
-            _set_here.clear()
-            _set_here.update(before)
 
 
 def count_launched_ranks() -> int:

@@ -238,18 +238,15 @@ class ShardwiseTrainer(_Trainer):
             # The first rank alone looks for checkpoints, so that all ranks resume from the same one.
             with world.broadcast("find the checkpoint to resume") as exchange:
                 if world.rank == 0:
-                    exchange.local = folders.resume_source(run, requested)
-            source, has_incomplete = exchange.result
-            # What an earlier call of train() resumed from must not apply to this one.
-            self._header, self._events.best, self._position = None, None, None
+                    folder, has_left = folders.resume_source(run, requested)
+                    resumed = (None, None, None) if folder is None else folders.read_checkpoint(folder)
+                    exchange.local = (folder, has_left, resumed)
+            # None without a checkpoint: what an earlier call of train() resumed from must not apply to this one.
+            source, has_incomplete, (header, self._events.best, self._position) = exchange.result
             if source is not None:
-                with world.broadcast("read the header") as exchange:
-                    if world.rank == 0:
-                        exchange.local = folders.read_checkpoint(source)
-                header, self._events.best, self._position = exchange.result
                 with world.collective("compare with the run"):
                     self._require_same(header, source)
-                self._header = header
+            self._header = header
             # After all checks, so that a training that is refused leaves the folder as it was.
             if has_incomplete:
                 with world.broadcast("remove what a stopped save left"):
@@ -412,12 +409,12 @@ class ShardwiseTrainer(_Trainer):
             return super().push_to_hub(*positional, **keywords)
 
     def _run_epoch(self, **keywords: Any) -> None:  # type: ignore[override]
-        """Train an epoch, unless the checkpoint that is resumed is of the last step: the Trainer would add one.
+        """Train an epoch, unless the training that is resumed was at its end: the Trainer would add a step.
 
         Of a stream, whose length it does not know, the Trainer takes all steps as the first pass. The pass is that
         in which the checkpoint was saved, and the earlier ones are left out.
         """
-        if self.state.global_step >= self.state.max_steps:
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # passes over a stream have no end
             return
         if self._position is not None and not compat.has_length(keywords["train_dataloader"]):
@@ -523,11 +520,9 @@ class ShardwiseTrainer(_Trainer):
             self._generators = None
 
     def _load_best_model(self) -> None:
-        recorded = self.state.best_model_checkpoint
-        assert recorded is not None
-        best = self._run / Path(recorded).name  # the run may have been moved
-        source = best if best.is_dir() else recorded
-        load_trainer_checkpoint(self._trained, source, adapter=self._adapter() or "default")
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        load_trainer_checkpoint(self._trained, best, adapter=self._adapter() or "default")
 
     # The saved state
 

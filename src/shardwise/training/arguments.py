@@ -16,15 +16,18 @@ REWARDED: Final[tuple[TrainMethod, ...]] = ("grpo", "rloo", "gmpo")
 AdapterMethod: TypeAlias = Literal["sft", "dpo"]
 """A method of which many adapters can be trained at once."""
 
+_IGNORED_BY_MIXTURES: Final = ("datasets", "dataset_streaming", "streaming", "test_split_size")
+"""TRL's keys that do nothing beside ``dataset_mixer`` or ``dataset_mixture``."""
 
-def _key(default: Any, text: str, *, at_least: int | None = None, excludes: str | None = None) -> Any:
+
+def _key(default: Any, text: str, *, at_least: int | None = None, excludes: tuple[str, ...] = ()) -> Any:
     """Declare a key.
 
     Args:
         default: its default.
         text: its help.
         at_least: its smallest number.
-        excludes: another key that cannot be set beside it.
+        excludes: other keys that cannot be set beside it.
     """
     return field(default=default, metadata={"help": text, "at_least": at_least, "excludes": excludes})
 
@@ -47,18 +50,22 @@ class ShardwiseArguments:
     )
     accelerate_config: str | None = _key(None, "how to shard: a file of accelerate, or one of TRL's (`fsdp2`)")
     transformer_layer_cls_to_wrap: list[str] | None = _key(
-        None, "modules gathered together; default: blocks", excludes="accelerate_config"
+        None, "modules gathered together; default: blocks", excludes=("accelerate_config",)
     )
-    dp_replicate_size: int = _key(1, "replicas of the sharded model (HSDP)", at_least=1)
+    dp_replicate_size: int = _key(
+        1, "replicas of the sharded model (HSDP)", at_least=1, excludes=("accelerate_config",)
+    )
     cpu_offload: bool = _key(
-        False, "parameters, gradients, optimizer state in host memory", excludes="accelerate_config"
+        False, "parameters, gradients, optimizer state in host memory", excludes=("accelerate_config",)
     )
     shard_adapters: bool = _key(True, "`false` keeps a LoRA whole on every rank")
     trainable_layers: int = _key(
-        0, "unless 0, train only the last layers (negative: the first)", excludes="use_peft"
+        0, "unless 0, train only the last layers (negative: the first)", excludes=("use_peft",)
     )
-    trainable_modules: list[str] | None = _key(None, "modules of these layers; default: all", excludes="use_peft")
-    extra_modules: list[str] | None = _key(None, "modules outside of layers to train, too", excludes="use_peft")
+    trainable_modules: list[str] | None = _key(
+        None, "modules of these layers; default: all", excludes=("use_peft",)
+    )
+    extra_modules: list[str] | None = _key(None, "modules outside of layers to train, too", excludes=("use_peft",))
     adapters: dict[str, Any] | None = _key(None, "many LoRAs on one base: keys by name")
     sweep: dict[str, Any] | None = _key(None, "many LoRAs, one for each combination: lists by key")
     loss: AdapterMethod = _key("sft", "with many LoRAs, that of an adapter: `sft`, or `dpo` on pairs")
@@ -68,25 +75,29 @@ class ShardwiseArguments:
         None, "settings of the model's config, such as `rope_parameters`"
     )
     use_kernels: bool = _key(
-        False, "layers by kernels of the hub, whose code is downloaded and run", excludes="torch_compile"
+        False,
+        "layers by kernels of the hub, whose code is downloaded and run",
+        excludes=("torch_compile", "torch_compile_backend", "torch_compile_mode"),  # each compiles
     )
     processor_kwargs: dict[str, Any] | None = _key(
         None, "settings of the processor of images, such as `max_pixels`"
     )
     chat_template: str | None = _key(
-        None, "a template or its file; default: the model's", excludes="chat_template_path"
+        None, "a template or its file; default: the model's", excludes=("chat_template_path",)
     )
     system_prompt: str | None = _key(None, "first message of each chat that has no system message")
     dataset_prompt_column: str | None = _key(None, "column of prompts, each the text of a user's message")
     dataset_mixer: dict[str, Any] | None = _key(
-        None, "datasets by name, each with the share of its training rows", excludes="datasets"
+        None,
+        "datasets by name, each with the share of its training rows",
+        excludes=(*_IGNORED_BY_MIXTURES, "dataset_mixture"),
     )
     dataset_splits: list[str] | None = _key(None, "splits of `dataset_mixer`: names with `train` or `test`")
     dataset_configs: list[Any] | None = _key(None, "configurations of `dataset_mixer`, in its order")
     dataset_mixture: dict[str, Any] | None = _key(
         None,
         "`datasets` of `id`, `config`, `split`, `columns`, `weight`; `seed`, `test_split_size`",
-        excludes="datasets",
+        excludes=_IGNORED_BY_MIXTURES,
     )
     eval_dataset_name: str | None = _key(None, "a dataset whose `dataset_test_split` is evaluated on")
     early_stopping_patience: int | None = _key(None, "end after so many evaluations without a better one")

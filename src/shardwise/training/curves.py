@@ -23,6 +23,9 @@ LogHistory: TypeAlias = Sequence[Mapping[str, Any]]
 
 CURVES_FILE: Final = "curves.png"
 
+_MAX_RANKS_KEPT = 64
+"""Ranks whose memory is in ``log_history``, and so drawn. Trackers get that of all."""
+
 _HOST, _DEVICE = "memory/host_gib", "memory/device_peak_gib"
 _TITLES = {_HOST: "Host memory, GiB", _DEVICE: "Peak of accelerator memory so far, GiB"}
 _GIB = 2**30
@@ -82,7 +85,8 @@ class MemoryCallback(TrainerCallback):
         memory = gather_memory(self._world)
         # The Trainer has appended the entry of these logs before it calls its callbacks.
         entry: dict[str, Any] = state.log_history[-1]
-        entry.update(memory)  # not ``logs``, which the console shows
+        # Not ``logs``, which the console shows. The entry is kept, and saved with each checkpoint.
+        entry.update({name: by_rank[:_MAX_RANKS_KEPT] for name, by_rank in memory.items()})
         metrics = {
             f"{name}/rank_{rank}": gib for name, by_rank in memory.items() for rank, gib in enumerate(by_rank)
         }

@@ -105,8 +105,10 @@ def preparing_together(
         yield
 
 
-def load(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[str, AnyDataset]:
-    """Load the datasets of a configuration, by split.
+def load(
+    script: Any, mixture: Any, own: ShardwiseArguments
+) -> tuple[Mapping[str, AnyDataset], Mapping[str, AnyDataset]]:
+    """Load the datasets of a configuration, by split: for training, and for evaluation.
 
     Args:
         script: ``dataset_name``, ``dataset_config``, ``dataset_streaming``. A name may also be a local file.
@@ -117,15 +119,20 @@ def load(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[str, Any
         ConfigError: a dataset cannot be loaded, or settings contradict each other. The message names them.
     """
     splits = _load_splits(script, mixture, own)
-    if own.eval_dataset_name:
-        evaluated = _read(own.eval_dataset_name, streaming=script.dataset_streaming)
-        if script.dataset_test_split not in evaluated:
-            raise ConfigError(
-                f"eval_dataset_name: {own.eval_dataset_name} has no split {script.dataset_test_split}, but "
-                f"{', '.join(evaluated)}. Set dataset_test_split"
-            )
-        splits = {**splits, script.dataset_test_split: evaluated[script.dataset_test_split]}
-    return splits
+    if not own.eval_dataset_name:
+        return splits, splits
+    evaluated = _read(own.eval_dataset_name, streaming=script.dataset_streaming)
+    name = script.dataset_test_split
+    # The only split of a local file is "train", which says nothing of its use.
+    if name not in evaluated and len(evaluated) == 1:
+        [rows] = evaluated.values()
+        return splits, {name: rows}
+    if name not in evaluated:
+        raise ConfigError(
+            f"eval_dataset_name: {own.eval_dataset_name} has no split {name}, but {', '.join(evaluated)}. Set "
+            "dataset_test_split"
+        )
+    return splits, evaluated
 
 
 def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[str, AnyDataset]:
@@ -574,7 +581,7 @@ def _turns(key: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _require_message(message: Mapping[str, Any], name: str) -> None:
-    """Check that a message has a role, text as its content, and calls of functions with JSON as arguments."""
+    """Check that a message has a role, text as its content, and calls of functions with an object as arguments."""
     if not isinstance(message.get("role"), str):
         raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
     # Parts without text, such as images, are allowed.
@@ -586,18 +593,21 @@ def _require_message(message: Mapping[str, Any], name: str) -> None:
     try:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
-            if not isinstance(function["name"], str):
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            if not isinstance(function["name"], str) or not isinstance(arguments, dict):
                 raise TypeError
-            if isinstance(arguments := function.get("arguments"), str):
-                json.loads(arguments or "{}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedRowError(
-            f"{name}.tool_calls: is not a list of calls. Write [{{function: {{name: ..., arguments: ...}}}}, ...]"
+            f"{name}.tool_calls: is not a list of calls. Write "
+            "[{function: {name: ..., arguments: {...}}}, ...]"
         ) from error
 
 
 def _to_functions(tools: Any) -> list[dict[str, Any]]:
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if not is_list or not all(isinstance(tool.get("function", tool), dict) for tool in tools):
         raise MalformedRowError("tools: is not a list of functions. Write [{name: ..., parameters: ...}, ...]")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 

@@ -2,16 +2,14 @@
 
 TRL's keys are the fields of its dataclasses (``SFTConfig``, ``ModelConfig``, ``ScriptArguments``,
 ``DatasetMixtureConfig``). Importing them takes seconds, so names, types and choices are checked against the table
-``trl_keys.json``. ``python -m tests.training.key_table`` writes it, and a test compares it with the dataclasses.
+``trl_keys.json``, which has those of shardwise, too. ``python -m tests.training.key_table`` writes it, and a test
+compares it with the dataclasses.
 """
 
 import dataclasses
 import difflib
-import enum
 import json
 import math
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -45,6 +43,7 @@ REJECTED: Final[Mapping[str, str]] = {
         ("use_transformers_continuous_batching", "use_transformers_paged"),
         "ranks would take other numbers of passes, and wait for each other. Remove it, or set use_vllm",
     ),
+    "enable_jit_checkpoint": "it replaces the handler of stop signals, which save without it. Remove it",
     "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size",
 }
 """TRL's keys that are rejected if they are set, with the reason and the remedy."""
@@ -78,14 +77,16 @@ OTHER_METHODS: Final[Mapping[str, str]] = {
 
 _AT_LEAST_1: Final = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
+_MAPPINGS_OR_FILES: Final = ("accelerator_config", "fsdp_config", "deepspeed", "data_files")
+"""Keys that take a mapping, or a string of any form."""
+
 _BY_VALUE: Final[Mapping[str, Mapping[Any, str]]] = {"scale_rewards": {True: "group", False: "none"}}
 """Values that TRL reads as others."""
 
 
-@cache
 def own_keys() -> Mapping[str, Spec]:
     """Return the keys of shardwise."""
-    return make_specs(ShardwiseArguments)
+    return _table()["shardwise"]
 
 
 @cache
@@ -104,42 +105,6 @@ def _table() -> Mapping[str, Mapping[str, Spec]]:
     text = resources.files("shardwise.training").joinpath("trl_keys.json").read_text("utf-8")
     table: Mapping[str, Any] = json.loads(text)
     return table
-
-
-def make_specs(*kinds: type) -> dict[str, dict[str, Any]]:
-    """Return, by name, the types and choices of the fields of dataclasses."""
-    specs: dict[str, dict[str, Any]] = {}
-    for kind in kinds:
-        hints = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            if field.init:
-                specs[field.name] = _make_spec(hints[field.name], field)
-    return specs
-
-
-def _make_spec(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
-    names: set[str] = set()
-    # Fields that take a class of choices or another string (paths of generation configs) say so by both.
-    choices = {str(choice) for choice in field.metadata.get("choices") or ()}
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    for one in typing.get_args(hint) if is_union else (hint,):
-        kind = typing.get_origin(one) or one
-        if kind is typing.Literal:
-            names.update(type(choice).__name__ for choice in typing.get_args(one))
-            choices.update(choice for choice in typing.get_args(one) if isinstance(choice, str))
-        elif isinstance(kind, type) and issubclass(kind, enum.Enum):
-            choices.update(str(member.value) for member in kind)
-            names.add("str")
-        elif kind is types.NoneType:
-            names.add("null")
-        else:
-            names.add(kind.__name__ if kind in (int, float, bool, str, list, dict) else "any")
-    if field.default in (None, dataclasses.MISSING):
-        names.add("null")  # TRL's own examples write null for what is left out
-    spec: dict[str, Any] = {"types": sorted(names)}
-    if choices:
-        spec["choices"] = sorted(choices)
-    return spec
 
 
 def normalize_values(values: Mapping[str, Any], method: TrainMethod) -> dict[str, Any]:
@@ -197,12 +162,13 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
     """
     use_peft = values.get("use_peft")
     all_values = {**values, **dataclasses.asdict(own)}
-    # Each key of shardwise says which one it excludes.
+    # Each key of shardwise says which ones it excludes.
     for field in dataclasses.fields(own):
-        other = field.metadata["excludes"]
-        if other and all_values.get(field.name) and all_values.get(other):
-            yield f"{field.name}: contradicts {other}. Remove one of them"
-    yield from _find_mixture_faults(own)
+        value = getattr(own, field.name)
+        for other in field.metadata["excludes"]:
+            if value and value != field.default and all_values.get(other):
+                yield f"{field.name}: contradicts {other}. Remove one of them"
+    yield from _find_mixture_faults(values, own)
     if own.loss != "sft" and not own.has_adapters:
         yield f"loss: {own.loss} is for many LoRAs. Set adapters or sweep, or method instead"
     if own.early_stopping_patience and not values.get("load_best_model_at_end"):
@@ -240,7 +206,7 @@ _MIXED: Final[Mapping[str, Spec]] = {
 """Keys of an entry of ``dataset_mixture``, beside its weight."""
 
 
-def _find_mixture_faults(own: ShardwiseArguments) -> Iterator[str]:
+def _find_mixture_faults(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterator[str]:
     """Yield the faults of ``dataset_mixer`` and ``dataset_mixture``."""
     for name, share in (own.dataset_mixer or {}).items():
         if not isinstance(share, int | float) or not 0 <= share <= 1:
@@ -250,12 +216,17 @@ def _find_mixture_faults(own: ShardwiseArguments) -> Iterator[str]:
             yield f"dataset_splits: {split} is neither for training nor for tests. Name it so, or use datasets"
     if own.dataset_configs and len(own.dataset_configs) != len(own.dataset_mixer or own.dataset_configs):
         yield "dataset_configs: has another number of entries than dataset_mixer. Write one for each"
+    needs_tests = values.get("eval_strategy", "no") != "no" and not own.eval_dataset_name
+    if needs_tests and own.dataset_mixer and all("train" in split for split in own.dataset_splits or ("test",)):
+        yield "eval_strategy: dataset_splits has no split for tests. Add one, or set eval_dataset_name"
     if own.dataset_mixture is None:
         return
     entries = own.dataset_mixture.get("datasets")
     if not isinstance(entries, list) or not all(isinstance(one, dict) and "id" in one for one in entries):
         yield "dataset_mixture: has no datasets. Write datasets: [{id: NAME, weight: SHARE}, ...]"
         return
+    if needs_tests and own.dataset_mixture.get("test_split_size") is None:
+        yield "eval_strategy: dataset_mixture has no test_split_size. Set it in there, or set eval_dataset_name"
     # Unknown keys of the mixture and of all of its datasets are one fault.
     unknown = own.dataset_mixture.keys() - {"datasets", "seed", "test_split_size"}
     seed = own.dataset_mixture.get("seed")
@@ -301,6 +272,8 @@ def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str
         yield f"{_format_value(value)} is a {kind}. Expected {expected}"
     elif {"int", "float"} & {*names} and kind in ("int", "float", "str"):
         yield from _find_number_faults(key, value)
+    elif kind == "str" and "dict" in names and key not in _MAPPINGS_OR_FILES and not value.startswith("{"):
+        yield f"{_format_value(value)} is not a mapping. Write {{KEY: VALUE, ...}}"
     choices = spec.get("choices")
     if fits and choices and kind == "str" and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)

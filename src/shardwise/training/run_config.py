@@ -154,9 +154,14 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Parse a value of the command line. YAML reads ``no`` as False, which is a string for ``save_strategy``."""
-    value = parse_yaml(text)
+    """Parse a value of the command line. Of keys that take text it is the text, and YAML of others."""
     types = get_types(key)
+    if key == "resume_from_checkpoint" and text.lower() in ("true", "false"):  # a path, or as in YAML
+        return text.lower() == "true"
+    if types and {*types} <= {"null", "str"}:
+        return None if text in ("", "null") else text
+    value = parse_yaml(text)
+    # YAML reads ``no`` as False, which is a string for ``report_to``.
     return text if isinstance(value, bool) and types and "bool" not in types else value
 
 

@@ -168,11 +168,9 @@ def lock_output(
             with world.broadcast("record the run"):
                 if world.rank == 0:
                     _record(output, identity, weights)
-            try:
-                yield TrainingRecord(folder / _RUN_FILE)
-            finally:  # also when the training fails: the lock would keep the next attempt out
-                if world.rank == 0:
-                    saving.locked.release()
+            yield TrainingRecord(folder / _RUN_FILE)
+            if world.rank == 0:
+                saving.locked.release()
 
 
 @dataclass(frozen=True, slots=True)

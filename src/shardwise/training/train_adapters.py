@@ -23,6 +23,7 @@ from shardwise.bank.rows import Request, RowTensors
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
 from shardwise.core.formatting import table_lines
 from shardwise.files.local_writer import open_writer
+from shardwise.integrations.trainer_restoring import STATE_FILE
 from shardwise.integrations.trainer_runs import steps_to_remove
 from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.stop_signals import StopRequest
@@ -201,9 +202,6 @@ def _total_steps(adapters: Sequence[AdapterTraining]) -> int:
 def _num_logged(adapters: Sequence[AdapterTraining]) -> int:
     return sum(len(adapter.state.log_history) for adapter in adapters)
 
-
-STATE_FILE: Final = "trainer_state.json"
-"""State of the Trainer. It is written last, so a checkpoint without it is incomplete."""
 
 _POSITION: Final = "StepOrder"
 

@@ -82,7 +82,9 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         has_stopped = is_signaled and state.global_step < state.max_steps
         # A training that was stopped has a checkpoint, which it resumes from, and no model yet.
         if not has_stopped:
-            save_model(trainer, output, record)
+            with World.current(call="train") as world:
+                record.require_on_first_rank(world)
+            trainer.save_model(str(output), _internal_call=True)  # which is not uploaded yet
         estimated_bytes = _estimate_peak(config, world.size)
         if world.rank == 0:
             draw_curves(output, {"": state.log_history}, state.log_history, estimated_bytes)
@@ -92,8 +94,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
         tokens = trainer.num_tokens - callback.first_token
         summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens)
-        if hasattr(trainer, "end"):  # since transformers 5.18
-            trainer.end()
+        trainer.end()
     return TrlOutcome(
         output_dir=str(output),
         steps=int(state.global_step),
@@ -102,17 +103,6 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         history=tuple(state.log_history),
         summary=tuple(summary),
     )
-
-
-def save_model(trainer: Any, output: Path, record: TrainingRecord) -> None:
-    """Save the model of a finished training. Collective: yes.
-
-    Raises:
-        StorageError: the record of the training was removed.
-    """
-    with World.current(call="train") as world:
-        record.require_on_first_rank(world)
-    trainer.save_model(str(output))
 
 
 def require_pad_token(model: PreTrainedModel, processor: Any) -> None:

@@ -66,6 +66,7 @@ class TrlArguments:
         model: ``ModelConfig``.
         mixture: ``DatasetMixtureConfig``.
         own: keys of shardwise.
+        has_dtype: whether the configuration has ``dtype``. ``ModelConfig`` has a default.
     """
 
     script: Any
@@ -73,6 +74,25 @@ class TrlArguments:
     model: Any
     mixture: Any
     own: ShardwiseArguments
+    has_dtype: bool
+
+
+class ResumableEarlyStopping(transformers.EarlyStoppingCallback):
+    """Early stopping that continues to count in a training that is resumed, with the patience of today."""
+
+    def on_train_begin(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **others: Any,
+    ) -> None:
+        super().on_train_begin(args, state, control, **others)  # type: ignore[no-untyped-call]
+        states: Any = state.stateful_callbacks
+        if saved := states.get(type(self).__name__):
+            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
 
 
 _CLASSES: Final[Mapping[TrainMethod, tuple[str, str]]] = {
@@ -134,7 +154,8 @@ def parse(config: RunConfig) -> TrlArguments:
         raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
     if getattr(training, "use_vllm", False) and not is_vllm_available():
         raise ConfigError("use_vllm: vLLM is not installed. Run pip install vllm, or remove it")
-    return TrlArguments(script, training, model, mixture, config.own)
+    has_dtype = config.values.get("dtype") is not None
+    return TrlArguments(script, training, model, mixture, config.own, has_dtype)
 
 
 def load_model(arguments: TrlArguments) -> PreTrainedModel:
@@ -249,7 +270,7 @@ def load_base(arguments: TrlArguments) -> PreTrainedModel:
 
 def _base_options(arguments: TrlArguments) -> PretrainedOptions:
     options = model_options(arguments)
-    if arguments.training.bf16 and not arguments.model.dtype:
+    if arguments.training.bf16 and not arguments.has_dtype:
         options["dtype"] = "bfloat16"
     return options
 
@@ -397,11 +418,11 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
     is_masked = arguments.own.method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
         # The splits that are used, each of which must have rows.
-        splits = dataset_loading.load(script, arguments.mixture, arguments.own)
-        names = [script.dataset_train_split]
+        splits, test_splits = dataset_loading.load(script, arguments.mixture, arguments.own)
+        used = [(splits, script.dataset_train_split)]
         if training.eval_strategy != "no":
-            names.append(script.dataset_test_split)
-        for name in names:
+            used.append((test_splits, script.dataset_test_split))
+        for splits, name in used:
             if name not in splits:
                 raise ConfigError(
                     f"{name}: is not a split of the dataset, which has {', '.join(splits)}. Set "
@@ -411,7 +432,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                 raise ConfigError(f"{name}: has no rows. Check the dataset, or set another split")
         # Chats of all formats become messages.
         datasets = []
-        for name in names:
+        for splits, name in used:
             messages = dataset_loading.convert_to_messages(splits[name], num_proc=num_proc)
             prompt, column = arguments.own.system_prompt, arguments.own.dataset_prompt_column
             datasets.append(dataset_loading.add_system_prompt(messages, prompt, column, num_proc=num_proc))
@@ -503,7 +524,7 @@ def make_trainer(
     keywords: dict[str, Any] = {"train_dataset": train, "eval_dataset": test, "processing_class": processor}
     keywords |= frozen
     if patience := arguments.own.early_stopping_patience:
-        keywords["callbacks"] = [transformers.EarlyStoppingCallback(patience)]
+        keywords["callbacks"] = [ResumableEarlyStopping(patience)]
     # The failure of one rank is kept until the block below, which raises it on all ranks.
     failure, trainer = None, None
     try:
@@ -571,7 +592,7 @@ def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
-def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estimate:
+def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
     A pair of DPO is two rows. Generation and the models that a training compares with or asks are not included, as
@@ -580,18 +601,15 @@ def plan_run(config: RunConfig, ranks: int | None, placed: PlanOptions) -> Estim
 
     Args:
         config: the configuration.
-        ranks: number of ranks. None for its ``num_processes``.
+        ranks: number of ranks.
         placed: ``device`` and ``memory_bytes``.
 
     Collective: no.
 
     Raises:
-        ConfigError: the configuration is rejected, or has no number of ranks.
+        ConfigError: the configuration is rejected.
         ShardwiseError: as for :func:`~shardwise.loading.estimate.plan`.
     """
-    ranks = ranks or config.own.num_processes
-    if not ranks:
-        raise ConfigError("num_processes: is missing. Set it, or give --ranks")
     if config.own.has_adapters:
         return _plan_bank(config, ranks, placed)
     rows_per_example = 2 if config.method == "dpo" else 1
