@@ -87,8 +87,8 @@ def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, at, mod
     assert {item["report"]["step"] for item in later} == {last + 2}
     assert differences(later[0]["state"], found[0]["after"]) == []
     assert found[0]["state"]["schedule"] == wanted["schedule"]
-    assert found[0]["losses"] == pytest.approx(alone.losses[:2], abs=1e-6)
-    assert later[0]["losses"] == pytest.approx(alone.losses[2:], abs=1e-6)
+    assert found[0]["losses"] == pytest.approx(alone.losses[:2], rel=1e-6)
+    assert later[0]["losses"] == pytest.approx(alone.losses[2:], rel=1e-6)
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {"step-1", *(f"step-{step}" for step in (2, 3, 4, 5))}
 

@@ -489,7 +489,7 @@ def other_scalars() -> tuple[dict[str, int], float]:
     """What is reported as different, and a scalar that differs behind the digits that torch prints."""
     net = net_of(0)
     optimizer = SGD(net.parameters(), lr=0.1)
-    optimizer.state[net.head.weight] = {"scale": torch.tensor(1 + 1e-6 * dist.get_rank())}
+    optimizer.state[net.head.weight] = {"scale": torch.tensor(1.5 + 1e-6 * dist.get_rank())}
     report = shardwise.shard(net, optimizers=(optimizer,))
     return dict(report.differed), float(optimizer.state[net.head.weight]["scale"])
 
