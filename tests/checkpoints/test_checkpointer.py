@@ -1,8 +1,10 @@
 """Saved on some ranks, restored on others: the same bits, and the same training."""
 
 import copy
+import gc
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,20 @@ def test_what_is_written_is_the_state_at_the_call(worlds, tmp_path):
 
 def test_the_memory_for_staging_is_used_again(worlds, tmp_path):
     assert all(first == second for first, second in worlds(2).run(on_ranks.save_twice, str(tmp_path)))
+
+
+def test_a_closed_checkpointer_keeps_nothing_of_the_state(tmp_path):
+    training = Training()
+    checkpointer = Checkpointer(tmp_path, mode="async")
+    checkpointer.save(1, training.state)
+    held = [weakref.ref(training.model.narrow.weight), weakref.ref(checkpointer._staging._slabs[0])]
+    checkpointer.close()
+    del training
+    gc.collect()
+    assert [item() for item in held] == [None, None]
+    checkpointer.save(2, Training().state)
+    checkpointer.close()
+    assert checkpointer.latest() == 2
 
 
 def test_replicas_share_the_work(worlds, tmp_path):

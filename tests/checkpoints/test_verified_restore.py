@@ -30,6 +30,12 @@ def tensor_places(run, count):
     return [(file, (start, (start + stop) // 2, stop - 1)[n % 3]) for n, (file, start, stop) in enumerate(chosen)]
 
 
+def test_paths_from_home_are_verified(run, tmp_path, monkeypatch):
+    shutil.copytree(run, tmp_path / "run")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert shardwise.verify("~/run").compared == shardwise.verify("~/run/step-3").compared > 0
+
+
 def test_no_flipped_bit_is_restored(run, tmp_path):
     """Anywhere in any file: elements, values, what lies around them, and what tells of them."""
     shutil.copytree(run, tmp_path / "run")

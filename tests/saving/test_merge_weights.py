@@ -280,6 +280,8 @@ def test_one_file_of_torch(small, tmp_path: Path) -> None:
 def test_a_file_of_torch_is_one_and_beside_no_safetensors(small, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="more than max_shard_size"):
         merge_weights(small[0], tmp_path / "out", file_format="bin", max_shard_size="10KB")
+    with pytest.raises(ConfigError, match="Pass a larger max_shard_size$"):
+        merge_weights(small[0] / "optimizer_0", tmp_path / "out", max_shard_size="1KB")
     merge_weights(small[0], tmp_path / "out")
     with pytest.raises(ConfigError, match="read instead of"):
         merge_weights(small[0], tmp_path / "out", file_format="bin")
@@ -296,6 +298,29 @@ def test_the_state_of_an_optimizer_becomes_one_file(small, tmp_path: Path) -> No
         assert torch.equal(entry["exp_avg"], small[1][name]), name
     assert not (step / "optimizer_0").exists()
     assert (step / "pytorch_model_fsdp_0").exists()
+
+
+def test_tensors_in_tuples_of_an_optimizer_are_merged_and_read_back(tmp_path: Path, monkeypatch) -> None:
+    """As betas of an Adam that is captured in a graph; in a distributed checkpoint they are one value."""
+    group = {"betas": (torch.tensor(0.9), torch.tensor(0.999)), "capturable": True, "params": ["a"]}
+    state = {"state": {"a": {"exp_avg": torch.ones(3)}}, "param_groups": [group]}
+    source = save_distributed({"optimizer": state}, tmp_path / "optimizer_0")
+    write, beta = LocalWriter.write, group["betas"][0].numpy().tobytes()
+
+    def lossy(self, file, start, buffers):
+        is_beta = [bytes(buffer) for buffer in buffers] == [beta]
+        write(self, file, start, [memoryview(bytes(4))] if is_beta else buffers)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalWriter, "write", lossy)
+        with pytest.raises(StorageError, match=r"param_groups.0.betas.0 differ from what was written"):
+            merge_weights(source, tmp_path / "out", remove_source=True)
+    report = merge_weights(source, tmp_path / "out", remove_source=True)
+    assert report.verified == 3
+    assert not source.exists()
+    found = torch.load(tmp_path / "out" / "optimizer.bin", weights_only=True)
+    assert found["param_groups"] == [group]
+    assert torch.equal(found["state"]["a"]["exp_avg"], torch.ones(3))
 
 
 def test_files_written_by_ranks_with_functions_of_accelerate(worlds, tmp_path: Path) -> None:

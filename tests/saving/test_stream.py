@@ -138,6 +138,12 @@ def disagree() -> tuple[str, str]:
     return attempt(lambda: list(iter_hf_tensors(model, dtype=torch.bfloat16 if dist.get_rank() else None)))
 
 
+def ask_for_integers() -> tuple[str, str]:
+    """On rank 1 alone."""
+    dtype = torch.int8 if dist.get_rank() else None
+    return attempt(lambda: list(iter_hf_tensors(Odd(), dtype=dtype)))
+
+
 def adapted(what: str) -> nn.Module:
     """A tiny model with a LoRA whose numbers are all other than zero."""
     torch.manual_seed(0)
@@ -295,9 +301,26 @@ def test_ranks_must_ask_for_the_same(worlds):
     require_same_error(worlds(2).run(disagree), "RankMismatchError", "arguments")
 
 
-def test_invalid_arguments_are_refused_at_once():
-    with pytest.raises(ConfigError, match="torch.int8 is not a floating dtype"):
-        iter_hf_tensors(Odd(), dtype=torch.int8)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dtype": torch.int8}, "torch.int8 is not a floating dtype"),
+        ({"to": "rank0"}, "to='rank0' is not known. Pass one of 'all_ranks', 'first_rank'"),
+        ({"names": "hubb"}, "names='hubb' is not known"),
+        ({"only": "adapter"}, "only is 'adapter'"),
+        ({"options": None}, "options is None"),
+    ],
+)
+def test_invalid_arguments_are_refused(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        next(iter_hf_tensors(Odd(), **arguments))
+
+
+def test_invalid_arguments_of_one_rank_end_the_call_on_all(worlds):
+    require_same_error(worlds(2).run(ask_for_integers), "ConfigError", "rank 1: dtype=torch.int8")
+
+
+def test_buckets_have_a_smallest_size():
     with pytest.raises(ConfigError, match="bucket_bytes=1 "):
         StreamOptions(bucket_bytes=1)
 

@@ -1,5 +1,6 @@
 """Functions that ranks run in tests of ``shard``."""
 
+import copy
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -311,6 +312,31 @@ def refused(fault: str, keywords: dict[str, Any]) -> tuple[str, str, bool]:
     return kind, text, same
 
 
+def refused_settings(fault: str) -> tuple[str, str, list[str]]:
+    """(kind, text) of the error, and what has changed of a model and its optimizer with state."""
+    net, count = net_of(0), dist.get_world_size()
+    optimizers = momentum(net)
+    train(net, optimizers, [], range(1))
+    expected, groups = copy.deepcopy(net), [list(group["params"]) for group in optimizers[0].param_groups]
+    settings: dict[str, Any] = {
+        "divisor": {"reshard_after_forward": count + 1},
+        "backend": {"compile": {"backend": "nosuch"}},
+        "keyword": {"compile": {"nosuch": 1}},
+    }
+    if fault == "axes":
+        sharding = Sharding(mesh=init_device_mesh("cpu", (1, 1, count), mesh_dim_names=("a", "b", "c")))
+    elif fault == "tp":
+        sharding = Sharding(mesh=init_device_mesh("cpu", (count,), mesh_dim_names=("tp",)))
+    else:
+        sharding = Sharding(**settings[fault])
+    kind, text = attempt(lambda: shardwise.shard(net, sharding, optimizers=optimizers))
+    faults = differences(net, expected)
+    for params, group in zip(groups, optimizers[0].param_groups, strict=True):
+        if list(map(id, params)) != list(map(id, group["params"])):
+            faults.append("other parameters in a group")
+    return kind, text, faults + ["no state"] * (len(optimizers[0].state) != len(groups[0]))
+
+
 def other_arguments() -> tuple[str, str]:
     options = shardwise.options.StateOptions(budget_bytes=4096 << dist.get_rank())
     return attempt(lambda: shardwise.shard(live_model(), options=options))
@@ -457,6 +483,15 @@ def train_across(maker: str, state: str) -> dict[str, Any]:
         for other, start in zip(whole.parameters(), net_of(0).parameters(), strict=True)
     ]
     return {"gap": max(gaps), "moved": min(moved), "rebound": report.rebound}
+
+
+def other_scalars() -> tuple[dict[str, int], float]:
+    """What is reported as different, and a scalar that differs behind the digits that torch prints."""
+    net = net_of(0)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    optimizer.state[net.head.weight] = {"scale": torch.tensor(1.5 + 1e-6 * dist.get_rank())}
+    report = shardwise.shard(net, optimizers=(optimizer,))
+    return dict(report.differed), float(optimizer.state[net.head.weight]["scale"])
 
 
 def load_after(folder: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Functions that ranks run in tests of state dicts."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ import shardwise
 from shardwise import Sharding
 from shardwise.fsdp.named_tensors import local_tensor as local
 from shardwise.fsdp.named_tensors import raw_bytes
-from shardwise.options import Ignore
+from shardwise.options import Ignore, Initialize
 from shardwise.transfer.move import ShardExchange
 
 SMALL = shardwise.options.StateOptions(budget_bytes=4096)
@@ -254,6 +255,27 @@ def other_arguments() -> tuple[str, str]:
     model = sharded("", 1)
     form = "full" if dist.get_rank() == 0 else "full_on_all_ranks"
     return attempt(lambda: shardwise.get_model_state_dict(model, form))
+
+
+def unknown_choices() -> list[tuple[str, str]]:
+    """Errors of setting and getting with arguments that are wrong on rank 1 alone."""
+    net = sharding.net_of(0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    values = shardwise.get_model_state_dict(net, "full_on_all_ranks")
+    settings = shardwise.get_optimizer_state_dict(net, optimizer, "full_on_all_ranks")
+    set_model = partial(shardwise.set_model_state_dict, net, values)
+    set_optimizer = partial(shardwise.set_optimizer_state_dict, net, optimizer, settings)
+    get_model = partial(shardwise.get_model_state_dict, net)
+    get_optimizer = partial(shardwise.get_optimizer_state_dict, net, optimizer)
+    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        *((call, {"on_missing": Initialize(("*",))}) for call in (set_model, set_optimizer)),
+        *((call, {"on_unexpected": "ignore"}) for call in (set_model, set_optimizer)),
+        *((call, {"options": None}) for call in (set_model, set_optimizer, get_model, get_optimizer)),
+    ]
+    errors = []
+    for call, choice in calls:
+        errors.append(attempt(partial(call, **choice) if dist.get_rank() == 1 else call))
+    return errors
 
 
 def on_half_of_the_mesh() -> tuple[str, str]:

@@ -135,6 +135,22 @@ def test_a_model_that_cannot_be_sharded_is_identified_by_name_and_left_alone(wor
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("divisor", "ShardingError", "reshard_after_forward=3: is not a number of ranks that divides the 2"),
+        ("axes", "ShardingError", "cannot be sharded on the mesh a=1, b=1, c=2: fully_shard takes one axis"),
+        ("tp", "ShardingError", "cannot be sharded on the mesh tp=2"),
+        ("backend", "ConfigError", "compile={'backend': 'nosuch'}: torch.compile does not accept it"),
+        ("keyword", "ConfigError", "compile={'nosuch': 1}: torch.compile does not accept it"),
+    ],
+)
+def test_settings_that_fit_no_model_are_refused_before_its_values_are_moved(worlds, fault, kind, words):
+    found = worlds(2).run(sharding.refused_settings, fault)
+    require_same_error([end[:2] for end in found], kind, words)
+    assert [changed for *_, changed in found] == [[], []]
+
+
 def test_ranks_with_other_arguments_are_reported(worlds):
     errors = worlds(2).run(sharding.other_arguments)
     require_same_error(errors, "RankMismatchError", "arguments (mesh, policies, modes, budget) on rank 1")
@@ -161,6 +177,10 @@ def test_training_continues_as_if_on_one_process(worlds, size, maker, state):
         assert found["gap"] < 2e-6  # sums in another order
         assert found["moved"] > 1e-3
         assert sum(count for count, _ in found["rebound"]) == 11
+
+
+def test_scalars_that_differ_in_their_last_digit_are_reported(worlds):
+    assert worlds(2).run(sharding.other_scalars) == [({"head.weight: scale of optimizer 0": 0}, 1.5)] * 2
 
 
 def test_an_optimizer_of_a_model_on_meta_holds_what_is_loaded(worlds, net_checkpoint):

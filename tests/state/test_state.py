@@ -126,6 +126,15 @@ def test_other_arguments_are_an_error_on_every_rank(worlds):
     require_same_error(worlds(2).run(stating.other_arguments), "RankMismatchError", "arguments")
 
 
+def test_unknown_choices_of_one_rank_are_an_error_on_every_rank(worlds):
+    one, other = worlds(2).run(stating.unknown_choices)
+    assert one == other
+    words = ["on_missing is Initialize"] * 2 + ["on_unexpected='ignore' is not known"] * 2 + ["options is None"] * 4
+    for (kind, text), expected in zip(one, words, strict=True):
+        assert kind == "ConfigError"
+        assert f"rank 1: {expected}" in text
+
+
 def test_half_of_a_mesh_is_refused(worlds):
     errors = worlds(4).run(stating.on_half_of_the_mesh)[:2]
     require_same_error(errors, "ShardingError", "together do not have each element of")

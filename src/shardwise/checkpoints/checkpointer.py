@@ -276,12 +276,15 @@ class Checkpointer:
         return removed
 
     def close(self) -> None:
-        """Wait for the checkpoint in progress. Collective: yes.
+        """Wait for the checkpoint in progress, and release the copy of the state. Collective: yes.
 
         Raises:
             CheckpointError: (or a subclass) the failure of the checkpoint in progress.
         """
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._plan, self._staging = None, ChunkStaging()  # a save afterwards plans anew
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,6 @@ reader: a checkpoint in progress, or the remains of one. A checkpoint is removed
 
 import os
 import re
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from shardwise.checkpoints.header import (
     CheckedReader,
     CheckpointHeader,
     content_nbytes,
-    digest,
     gaps,
 )
 from shardwise.core.errors import ConfigError, FormatError, StorageError
@@ -38,6 +36,7 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import is_url
 from shardwise.saving.rename_journal import remove_pending
 from shardwise.saving.verify import verify_files
+from shardwise.transfer.fingerprints import digest
 from shardwise.transfer.memory import WorkerPool, gc_disabled
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
@@ -128,10 +127,7 @@ def is_complete_folder(folder: Path) -> bool:
 
 
 def _is_file(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def remove(root: Path, steps: Sequence[int]) -> list[int]:
@@ -418,7 +414,7 @@ def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
     """Open a training's checkpoint, or the newest in a folder of them. None for other directories."""
     if is_url(directory):
         return None
-    folder = Path(os.path.abspath(directory))
+    folder = Path(os.path.abspath(os.path.expanduser(directory)))
     if (folder / HEADER).is_file() and (folder / METADATA).is_file():
         return open_folder(folder)
     if not folder.is_dir() or any(folder.glob("*.safetensors")):

@@ -21,7 +21,7 @@ from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.formatting import first_line
 from shardwise.files.local_reader import LocalReader
-from shardwise.transfer.fingerprints import MODULUS, fingerprint
+from shardwise.transfer.fingerprints import MODULUS, digest, fingerprint
 
 HEADER: Final = "shardwise.checkpoint.json"
 MAX_HEADER_BYTES: Final = 64 << 20
@@ -243,11 +243,6 @@ def content_nbytes(file_nbytes: int) -> int:
     """Return the size in bytes of the content of a file. Inverse of :func:`with_checksums`."""
     # 300,024 bytes are 3 blocks, each with its checksum of 8 bytes (131,080 together, but the last may be shorter).
     return file_nbytes - _SUM_BYTES * -(-file_nbytes // (BLOCK_BYTES + _SUM_BYTES))
-
-
-def digest(content: bytes) -> str:
-    """Return the SHA-256 of small content."""
-    return hashlib.sha256(content).hexdigest()
 
 
 class BlockSums:

@@ -25,17 +25,17 @@ from shardwise.checkpoints.train_state import (
     seed_generators,
 )
 from shardwise.core.consents import Consent
-from shardwise.core.errors import FormatError, ShardingError, StorageError
-from shardwise.core.expression import Bindings, Expression
+from shardwise.core.errors import FormatError, ShardingError
+from shardwise.core.expression import Bindings
 from shardwise.core.save_reports import RestoreReport
 from shardwise.core.tensors import Box
 from shardwise.files.join_entries import KeyPath
 from shardwise.files.storage import StorageReader
 from shardwise.fsdp.gradients import average_replicated_gradients
-from shardwise.fsdp.named_tensors import collect_tensors, local_boxes, local_tensor
+from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, read
 from shardwise.fsdp.rebind import Key, rebuild_state_tensor
-from shardwise.fsdp.torch_private import in_memory, to_torch
+from shardwise.fsdp.torch_private import in_memory
 from shardwise.loading.load import execute_load
 from shardwise.loading.prepare import LoadOptions, LoadRequest, prepare_load
 from shardwise.loading.source import OpenSource
@@ -43,10 +43,10 @@ from shardwise.models.selection import Selection
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.torch_saves import load_value
 from shardwise.state.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
-from shardwise.state.state_values import StateOptions
+from shardwise.state.state_values import StateOptions, read_numbers, read_tensors
 from shardwise.transfer.matching import SourceTensor
 from shardwise.transfer.memory import gc_disabled
-from shardwise.transfer.read import ReadExecutor, ReadItem, plan_reads
+from shardwise.transfer.read import ReadExecutor
 from shardwise.transfer.replicas import require_alike_models
 
 
@@ -185,7 +185,7 @@ def _read_tensors(
     # One plan for the model and the optimizers, so that files are read once, in order.
     states = {dcp_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
     with world.collective("read values"):
-        _read_into(executor, opened, {**tensors, **states})
+        read_tensors(executor, opened.expressions, {**tensors, **states})
     return optimizers, targets
 
 
@@ -307,33 +307,14 @@ def _optimizer_state(
     opened: OpenCheckpoint, executor: ReadExecutor, optimizers: OptimizerTargets, common: Mapping[KeyPath, Any]
 ) -> ParsedState:
     """Return the state of the optimizers: one-element tensors with their values, others on meta."""
+    state = {path: value for path, value in common.items() if path[:2] == ("optimizer", "state")}
+    tensors = {path: opened.expressions[dcp_key(path)] for path in opened.shapes if path[0] == "optimizer"}
     values: dict[str, dict[str, Any]] = {}  # by FQN and entry
-    for path, value in common.items():
-        if path[:2] == ("optimizer", "state"):
-            values.setdefault(path[2], {})[path[3]] = value
-    scalars: list[KeyPath] = []
-    reads: list[tuple[Expression, Box, torch.dtype]] = []
-    for path, shape in opened.shapes.items():
-        if path[0] == "model":
-            continue
-        dtype, box = _get_dtype(opened, path), Box.whole(shape)
-        if box.numel == 1:  # a step count, which decides how the state matches, so its value is needed now
-            scalars.append(path)
-            reads.append((opened.expressions[dcp_key(path)], box, dtype))
-        else:
-            values.setdefault(path[2], {})[path[3]] = torch.empty(shape, dtype=dtype, device="meta")
-    for path, value in zip(scalars, executor.read_values(reads), strict=True):
+    # Step counts decide how the state matches, so their values are needed now.
+    for path, value in {**state, **read_numbers(executor, tensors)}.items():
         values.setdefault(path[2], {})[path[3]] = value
     groups = common["optimizer", "param_groups"]
     return read({"state": values, "param_groups": groups}, optimizers.first_names, optimizers.shapes)
-
-
-def _get_dtype(opened: OpenCheckpoint, path: KeyPath) -> torch.dtype:
-    key, index = dcp_key(path), opened.index
-    # A tensor of several chunks is composed of entries.
-    if key in index.composed:
-        return to_torch(index.composed[key].dtype)
-    return to_torch(index.entries[key].dtype)
 
 
 def _restore_optimizers(
@@ -358,31 +339,6 @@ def _restore_reduced(
             parameter = optimizers.parameters[fqn]
             for entry, inner in entries.items():
                 optimizer.state[parameter][entry] = rebuild_state_tensor(optimizer, parameter, entry, inner)
-
-
-# Reading into the model and the optimizers
-
-
-def _read_into(executor: ReadExecutor, opened: OpenCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read tensors, by key, into this rank's memory, and check that every element was read."""
-    items: list[ReadItem] = []
-    for key, tensor in tensors.items():
-        boxes, device = local_boxes(tensor, key), local_tensor(tensor).device
-        items.append(ReadItem(key, opened.expressions[key], boxes, tensor.dtype, device))
-    # Each rank begins at another part of the files.
-    start_at = executor.world.rank / executor.world.size
-    plan = plan_reads(items, opened.index, executor.reader.policy, executor.budget_bytes, start_at)
-    # The executor has read numbers of the optimizers before, and counts all of its reads.
-    before = dict(executor.written)
-    executor.read_into(plan, [local_tensor(tensors[item.fqn]) for item in plan.items])
-    # No copy writes an element twice, so equal counts mean that all of it was read.
-    for item in items:
-        expected = sum(component.box.numel for component in item.boxes)
-        count = executor.written.get(item.fqn, 0) - before.get(item.fqn, 0)
-        if count != expected:
-            raise StorageError(
-                f"{item.fqn}: {count} of {expected} elements were read. Do not use the model, restore again"
-            )
 
 
 def _materialize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.header import HEADER, BlockSums, CheckpointHeader, digest, with_checksums
+from shardwise.checkpoints.header import HEADER, BlockSums, CheckpointHeader, with_checksums
 from shardwise.core.errors import StorageError
 from shardwise.core.save_reports import CheckpointReport
 from shardwise.files.join_entries import METADATA, KeyPath
@@ -21,6 +21,7 @@ from shardwise.saving.commit import publish
 from shardwise.saving.commit_plan import pending_name
 from shardwise.saving.locked_folder import LockedFolder, Saving, lock_on_first_rank
 from shardwise.transfer.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
+from shardwise.transfer.fingerprints import digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,6 @@ def _begin(job: Job) -> None:
             f"{root}: another run has saved step {present} there since this one began. Give every run a "
             "folder of its own"
         )
-    require_after(root, step, present)
     if step in folder.steps_in(root):
         folder.remove(root, [step])  # incomplete: find_latest has skipped it
     with open_writer(root / folder.step_folder_name(step)) as inner:

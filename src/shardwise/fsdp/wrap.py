@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.core.formatting import comparable_text
+from shardwise.core.formatting import comparable_text, first_line
 from shardwise.core.layout import TensorKind
 from shardwise.fsdp.named_tensors import TensorRef, abbreviate, axis_names, canonical
 from shardwise.fsdp.policies import (
@@ -191,9 +191,9 @@ def wrap(
         raise ShardingError("there is no mesh to shard the model on. Pass one, or initialize torch.distributed")
     grouping = group_parameters(model, sharding.wrap, kept_whole)
     # All checks come before the first fully_shard: a model that is rejected later would be sharded in part.
-    _require_shardable(model, grouping, mesh)
+    require_shardable(model, grouping, sharding)
+    _require_contiguous(model, grouping, mesh)
     shard_size = mesh.size(mesh.ndim - 1)
-    _require_divisor(sharding.reshard_after_forward, shard_size)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": sharding.mp_policy,
@@ -265,9 +265,18 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
     """Return the names of the blocks that will be recomputed, all or every n-th, or compiled, without any change.
 
     Raises:
-        ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
+        ConfigError: the model recomputes activations by itself, its blocks have been prepared already, or
+            ``torch.compile`` does not have the arguments.
         ShardingError: the model has no recognizable blocks.
     """
+    if isinstance(sharding.compile, Mapping):
+        try:
+            torch.compile(lambda: None, **sharding.compile)  # looks the backend up, and compiles nothing
+        except Exception as error:  # torch raises errors of many kinds for a backend, a mode or an option
+            raise ConfigError(
+                f"compile={dict(sharding.compile)!r}: torch.compile does not accept it ({first_line(error)}). Pass "
+                "arguments of torch.compile"
+            ) from error
     if not sharding.activation_checkpointing and sharding.compile is False:
         return []
     # Compiling needs no more than the blocks. Recomputation must not be on twice.
@@ -292,32 +301,40 @@ _NOT_DATA_PARALLEL = frozenset({"tp", "ep", "pp", "cp", "sp"})
 """Names in accelerate and transformers of mesh axes whose ranks work on the same rows of a batch."""
 
 
-def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
-    """Reject what ``fully_shard`` would fail on after it has wrapped some blocks."""
-    axes = describe_mesh(mesh)
+def require_shardable(model: nn.Module, grouping: Grouping, sharding: Sharding) -> None:
+    """Reject what ``fully_shard`` would fail on after it has wrapped some blocks. Nothing without a mesh.
+
+    Raises:
+        ShardingError: the mesh has axes that ``fully_shard`` does not take, or ``reshard_after_forward`` does not
+            divide it.
+        ConfigError: this torch cannot shard packed weights.
+    """
+    mesh = sharding.mesh
+    if mesh is None:
+        return
     if mesh.ndim > 2 or _NOT_DATA_PARALLEL.intersection(mesh.mesh_dim_names or ()):
         raise ShardingError(
-            f"{type(model).__name__} cannot be sharded on the mesh {axes}: fully_shard takes one axis (shard) or "
-            "two (replicate, shard). For tensor and expert parallelism, shard on their axes yourself, then "
-            "fully_shard on the others, and call shardwise.load. For context parallelism, pass a mesh whose axes "
-            "dp_shard and cp are flattened into one"
+            f"{type(model).__name__} cannot be sharded on the mesh {describe_mesh(mesh)}: fully_shard takes one "
+            "axis (shard) or two (replicate, shard). For tensor and expert parallelism, shard on their axes "
+            "yourself, then fully_shard on the others, and call shardwise.load. For context parallelism, pass a "
+            "mesh whose axes dp_shard and cp are flattened into one"
         )
-    require_shardable_dtypes(model, grouping)
+    _require_shardable_dtypes(model, grouping)
+    _require_divisor(sharding.reshard_after_forward, mesh.size(mesh.ndim - 1))
+
+
+def _require_contiguous(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise ShardingError(
                 f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
-                f"cannot be sharded on the mesh {axes}: fully_shard takes contiguous parameters only. Have the "
-                "model's class make it contiguous"
+                f"cannot be sharded on the mesh {describe_mesh(mesh)}: fully_shard takes contiguous parameters "
+                "only. Have the model's class make it contiguous"
             )
 
 
-def require_shardable_dtypes(model: nn.Module, grouping: Grouping) -> None:
-    """Reject packed weights where FSDP2 makes every shard one that takes gradients.
-
-    Raises:
-        ConfigError: torch is older than 2.13, and the message has the first packed parameter that would be sharded.
-    """
+def _require_shardable_dtypes(model: nn.Module, grouping: Grouping) -> None:
+    """Reject packed weights where FSDP2 makes every shard one that takes gradients: in torch before 2.13."""
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
         return
     for name, parameter in model.named_parameters():

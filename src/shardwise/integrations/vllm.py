@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.named_tensors import without_compile
 from shardwise.models.selection import MergedAdapter
-from shardwise.ranks.world import World
+from shardwise.ranks.call_arguments import get_world
 from shardwise.saving.stream import StreamOptions, Targets, describe_tensors, iter_hf_tensors
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -114,7 +114,7 @@ def load_into(
 
     # One rank may have all of its tensors before another one fails, so all ranks agree on the outcome.
     with (
-        World.current(options.process_group, options.timeouts, call="load_into") as world,
+        get_world(options, "load_into") as world,
         world.collective("hand over weights"),
         contextlib.closing(tensors),  # type: ignore[type-var]
     ):

@@ -124,8 +124,6 @@ def is_committed(writer: StorageWriter, commit: commit_plan.Commit) -> bool:
     sizes = writer.sizes()
     # Complete means: each file has its final name and size, no name is left that would be read instead, and the
     # small files have this save's content.
-    # Complete means: each file has its final name and size, no name is left that would be read instead, and the
-    # small files have this save's content.
     if any(sizes.get(name) != nbytes for name, nbytes in commit.final_files.items()):
         return False
     if commit.absent_files & sizes.keys():

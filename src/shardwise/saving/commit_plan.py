@@ -24,7 +24,6 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from shardwise.files.accelerate_saves import is_accelerate_file
@@ -69,9 +68,6 @@ class Rename:
 
     file: str
     name: str
-
-
-NO_BOUND_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ def get_folder_state(files: Collection[str], index: bytes | None, single_file: s
     return FolderState(frozenset(files), frozenset(weights), frozenset(listed))
 
 
-def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, bytes] = NO_BOUND_FILES) -> Commit:
+def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, bytes]) -> Commit:
     """Return the commit of a save in the hub's layout.
 
     ``bound`` are small files, by name, that change the meaning of the weights (the config of an adapter contains

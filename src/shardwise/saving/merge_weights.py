@@ -4,7 +4,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -45,9 +45,10 @@ from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_rename_lists
 from shardwise.saving.saved_trees import read_objects
 from shardwise.saving.stream_out import TensorsToSave
-from shardwise.saving.torch_saves import Levels, flatten_values, load_plain, nest_values
+from shardwise.saving.torch_saves import Levels, load_plain, nest_values
 from shardwise.saving.verify import verify_files
 from shardwise.saving.write import WrittenTensors
+from shardwise.transfer.distributed_chunks import flat_key
 from shardwise.transfer.read import ReadExecutor, storage_bytes
 
 Format: TypeAlias = Literal["safetensors", "bin"]
@@ -83,6 +84,25 @@ class NamedOutputs:
     def places(self) -> dict[Levels, TensorToSave]:
         """Return the tensors by their paths in a ``torch.save`` file."""
         return {self.nest.get(item[0], (item[0],)): item for item in self.to_save.tensors()}
+
+    def tensors_in_objects(self) -> dict[Levels, torch.Tensor]:
+        """Return the tensors inside of other values, such as betas in a tuple, by their paths."""
+        tensors: dict[Levels, torch.Tensor] = {}
+        for path, value in self.objects.items():
+            tensors |= _find_tensors(value, path)
+        return tensors
+
+
+def _find_tensors(value: Any, path: Levels = ()) -> Iterator[tuple[Levels, torch.Tensor]]:
+    """Yield the tensors in nested dicts, lists and tuples, with their paths."""
+    if isinstance(value, torch.Tensor):
+        yield path, value.detach()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _find_tensors(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _find_tensors(item, (*path, number))
 
 
 def merge_weights(
@@ -215,9 +235,10 @@ def _write_torch_file(
     # Refused before the folder is locked: a file that is too large, or one that would never be read.
     nbytes = sum(numel(shape) * dtype.itemsize for _, dtype, shape in tensors.values())
     if nbytes > max_shard_bytes:
+        other = "" if outputs.torch_file == OPTIMIZER_FILE else ", or write safetensors files"
         raise ConfigError(
             f"{outputs.torch_file}: would have {in_bytes(nbytes)}, more than max_shard_size="
-            f"{in_bytes(max_shard_bytes)}. Pass a larger max_shard_size, or write safetensors files"
+            f"{in_bytes(max_shard_bytes)}. Pass a larger max_shard_size{other}"
         )
     if outputs.torch_file != OPTIMIZER_FILE and (
         others := get_folder_state(writer.list(), writer.read(INDEX_FILE)).weights
@@ -246,6 +267,16 @@ def _write_torch_file(
                 written.add(key, position, content)
                 position += content.nbytes
                 bar.update(content.nbytes)
+        # Tensors in tuples are not entries of a distributed checkpoint, but torch.save left places for them, too.
+        for path, tensor in outputs.tensors_in_objects().items():
+            key, start = flat_key(path), starts.get(tuple(map(str, path)))
+            if start is None or not tensor.is_contiguous():
+                raise FormatError(
+                    f"{shown(key)}: is a strided, sparse or quantized tensor inside of another value, which is not "
+                    "merged. Save a contiguous copy of it (tensor.clone())"
+                )
+            writer.write(file, start, [storage_bytes(tensor)])
+            written.add(key, 0, storage_bytes(tensor))
         # Durable under its temporary name before the rename commits it.
         writer.sync(file)
         writer.sync_names()
@@ -332,13 +363,14 @@ def _read_back(out: Path, written: WrittenTensors, outputs: NamedOutputs, file_f
 def _find_damaged(file: Path, written: WrittenTensors, outputs: NamedOutputs) -> list[str]:
     """Return the keys of tensors in a file of ``torch.save`` that differ from what was written."""
     try:
-        tree = dict(flatten_values(load_plain(file)))
+        tree = dict(_find_tensors(load_plain(file)))
     except FormatError:
         return list(written.fingerprints)
     # By path: a tensor that is gone, or is no tensor any more, has no fingerprint and counts as damaged.
     read = WrittenTensors()
-    for path, (key, _, _) in outputs.places().items():
-        if isinstance(tree.get(path), torch.Tensor):
+    keys = {path: key for path, (key, _, _) in outputs.places().items()}
+    for path, key in {**keys, **{path: flat_key(path) for path in outputs.tensors_in_objects()}}.items():
+        if path in tree:
             read.add(key, 0, storage_bytes(tree[path]))
     return [key for key, value in written.fingerprints.items() if read.fingerprints.get(key) != value]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -38,6 +37,7 @@ from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
 from shardwise.saving.plan import plan_save
 from shardwise.saving.prepare import find_main_dtype
+from shardwise.saving.saving_lock import new_save_id
 from shardwise.saving.stream_out import TensorsToSave, stream_out
 from shardwise.saving.write import WrittenTensors
 from shardwise.transfer.read import ReadExecutor
@@ -197,7 +197,7 @@ def write_out(
     """Plan the files, write and commit them. Return the written tensors and the file names."""
     to_save.require_bounded()
     plan = plan_save(
-        to_save.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=secrets.token_hex(4)
+        to_save.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=new_save_id()
     )
     with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
         written = stream_out(writer, plan, to_save, companions=companions, check=check, advance=bar.update)

@@ -15,9 +15,10 @@ from shardwise.files.distributed import DistributedMetadata, open_state, read_me
 from shardwise.files.storage import StorageReader
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
-from shardwise.fsdp.torch_private import to_torch
+from shardwise.ranks.world import World
 from shardwise.saving.torch_saves import Levels, load_plain, load_value, nest_values
-from shardwise.state.state_values import StoredValues
+from shardwise.state.state_values import read_numbers
+from shardwise.transfer.read import ReadExecutor
 
 _MAX_DEPTH = 16
 
@@ -53,14 +54,10 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
     """
     index, metadata = open_state(reader), read_metadata(reader)
     keys = {metadata.levels[path]: ".".join(path) for path in metadata.tensors}
-    stored = {item.key: item for item in index.tensors()}
-    # Tensors on meta first. Those of one element are read, since they are settings such as step counts.
-    values: dict[Levels, Any] = {}
-    for levels, key in keys.items():
-        values[levels] = torch.empty(stored[key].shape, dtype=to_torch(stored[key].dtype), device="meta")
-    scalars = {levels: key for levels, key in keys.items() if stored[key].numel == 1}
-    files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
-    values |= zip(scalars, files.whole(list(scalars.values())), strict=True)
+    stored = stored_tensors(index)
+    # Alone: other ranks may read other tensors, or none.
+    executor = ReadExecutor(reader, index, budget_bytes, World(0, 1))
+    values: dict[Levels, Any] = {**read_numbers(executor, {levels: stored[key] for levels, key in keys.items()})}
     values |= read_objects(reader, metadata)
     return SavedTree(index, nest_values(values), keys)
 

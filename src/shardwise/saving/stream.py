@@ -18,6 +18,7 @@ from shardwise.models import selection
 from shardwise.models.four_bit import files as four_bit_files
 from shardwise.models.four_bit.layers import get_packings, scales_name
 from shardwise.models.revert import Output, revert
+from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.saving.prepare import WrittenNames, collect_for_files, resolve_dtype
@@ -60,7 +61,11 @@ def walk_tensors(
     dtype: torch.dtype | None,
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    with World.current(options.process_group, options.timeouts, call="iter_hf_tensors") as world:
+    with get_world(options, "iter_hf_tensors") as world:
+        with world.collective("check the arguments"):
+            choices = {"to": to, "names": names, "only": only, "options": options}
+            check_options(get_hints(iter_hf_tensors), choices)
+            dtype = resolve_dtype(dtype)
         # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         refs, outputs, sender = _prepare_sender(world, model, names, only, arguments, options)
@@ -307,5 +312,4 @@ def iter_hf_tensors(
 
     Every error is the same on every rank.
     """
-    dtype = resolve_dtype(dtype)
     return walk_tensors(without_compile(model), to, names, only, dtype, options)

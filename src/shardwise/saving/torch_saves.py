@@ -88,8 +88,7 @@ def write_whole_file(
         if world.rank == 0:
             state = nest_values({**{path: full[key] for path, key in keys.items()}, **objects})
             exchange.local = WrittenFiles({name: write_torch_file(saving, name, state)})
-    written = exchange.result
-    return sum(tensor.nbytes for tensor in unique.values()), written if world.rank == 0 else WrittenFiles()
+    return sum(tensor.nbytes for tensor in unique.values()), exchange.result
 
 
 def _sort_by_key(keys: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -113,9 +112,7 @@ def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: 
     with world.all_gather("write the file") as exchange:
         exchange.local = write_torch_file(saving, names[world.rank], state)
     sizes: list[int] = exchange.result
-    # The first rank commits the files of all.
-    written = dict(zip(names, sizes, strict=True)) if world.rank == 0 else {}
-    return sizes[world.rank], WrittenFiles(written)
+    return sizes[world.rank], WrittenFiles(dict(zip(names, sizes, strict=True)))
 
 
 def write_torch_file(saving: Saving, name: str, state: Any) -> int:
@@ -191,7 +188,7 @@ def nest_values(values: Nest) -> object:
 
 
 def flatten_values(value: Any, path: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
-    """Yield the values in nested dicts and lists, with their paths. Inverse of :func:`nested`.
+    """Yield the values in nested dicts and lists, with their paths. Inverse of :func:`nest_values`.
 
     Empty dicts, and lists without tensors or dicts, are values. ``as_text`` converts keys of dicts to strings.
     """

@@ -262,7 +262,7 @@ def get_model_state_dict(
     model = without_compile(model)
     with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
         with world.collective("check the options"):
-            check_options(get_hints(get_model_state_dict), {"form": form})
+            check_options(get_hints(get_model_state_dict), {"form": form, "only": only, "options": options})
         state_values.require_same_call(world, form, only, options=options)
         collected = collect_model(world, model, only, options)
         # Shards share the memory of the model, so they need no exchange.
@@ -322,6 +322,10 @@ def set_model_state_dict(
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     with get_world(options, "set_model_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
+            with world.collective("check the options"):
+                arguments: dict[str, object] = {"only": only, "options": options, "on_missing": on_missing}
+                arguments |= {"on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
+                check_options(get_hints(set_model_state_dict), arguments)
             state_values.require_same_call(world, only, consent, options=options)
             with world.collective("map the names"):
                 tensors = state_values.by_canonical_names(state, "state")

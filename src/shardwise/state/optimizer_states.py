@@ -203,7 +203,7 @@ def get_optimizer_state_dict(
     model = without_compile(model)
     with get_world(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
         with world.collective("check the options"):
-            check_options(get_hints(get_optimizer_state_dict), {"form": form})
+            check_options(get_hints(get_optimizer_state_dict), {"form": form, "options": options})
         require_same_call(world, form, options=options)
         collected = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
@@ -265,6 +265,10 @@ def set_optimizer_state_dict(
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     with get_world(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
+            with world.collective("check the options"):
+                arguments: dict[str, object] = {"on_missing": on_missing, "on_unexpected": on_unexpected}
+                arguments |= {"on_mismatched": on_mismatched, "options": options}
+                check_options(get_hints(set_optimizer_state_dict), arguments)
             require_same_call(world, consent, options=options)
             targets = collect_optimizer_targets(world, model, optimizers)
             with world.collective("parse the state"):

@@ -150,5 +150,5 @@ def _require_shardable(
     require_movable(refs)
     if sharding.mesh is not None:
         require_steps_shards(optimizers)
-        wrap.require_shardable_dtypes(model, group_parameters(model, sharding.wrap))
+        wrap.require_shardable(model, group_parameters(model, sharding.wrap), sharding)
     wrap.blocks_to_prepare(model, sharding)

@@ -122,7 +122,8 @@ def _scalars(
         for key, value in bound.scalars.items():
             local[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
     # Digests first: the values are exchanged only if they differ.
-    if len(set(world.all_gather_object(repr_digest(list(local.items()))))) == 1:
+    exact = [(key, _exact(value)) for key, value in local.items()]
+    if len(set(world.all_gather_object(repr_digest(exact)))) == 1:
         return local
     gathered = world.all_gather_object(local)
     chosen: dict[Key, Scalar] = {}
@@ -131,9 +132,14 @@ def _scalars(
         rank = matching.select_leader(ranks, counts)
         chosen[key] = gathered[rank][key]
         # By repr: it distinguishes 1, 1.0 and True, and NaN equals itself.
-        if len({repr(gathered[other][key]) for other in ranks}) > 1:
+        if len({repr(_exact(gathered[other][key])) for other in ranks}) > 1:
             differed[str(key)] = rank
     return chosen
+
+
+def _exact(value: Scalar) -> object:
+    """Return a scalar as a value whose ``repr`` has all of its digits, which that of a tensor has not."""
+    return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
 
 
 def _state_keys(world: World, bounds: Sequence[Bound]) -> dict[str, Key]:

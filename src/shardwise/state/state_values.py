@@ -5,7 +5,7 @@ Either kind is resharded into tensors of a model or an optimizer.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -244,7 +244,7 @@ class StoredValues:
 
     def _find_unequal(self, world: World, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the pairs that differ in this rank's part of the rows."""
-        executor = self._executor(world)
+        executor = ReadExecutor(self.reader, self.index, self.budget_bytes, world)
         unequal: list[tuple[str, str]] = []
         for pair in pairs:
             one, other = (self.expressions[name] for name in pair)
@@ -269,47 +269,58 @@ class StoredValues:
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
+        executor = ReadExecutor(self.reader, self.index, budget_bytes, world)
         with world.collective("read values"):
-            self._read(world, match, targets, budget_bytes)
+            expressions = {item.slot.names[0]: self.expressions[item.name] for item in match.tensors}
+            read_tensors(executor, expressions, {name: targets[name] for name in expressions})
+        self.read_bytes += executor.read_bytes
         return move.Traffic()
 
-    def _read(
-        self, world: World, match: matching.Match, targets: Mapping[str, torch.Tensor], budget_bytes: int
-    ) -> None:
-        executor = self._executor(world)
-        items: list[ReadItem] = []
-        for item in match.tensors:
-            name = item.slot.names[0]
-            # Shards of a rank may be empty: 2 rows on 4 ranks.
-            boxes = tuple(piece for piece in local_boxes(targets[name], name) if piece.box.numel)
-            local = local_tensor(targets[name])
-            items.append(ReadItem(name, self.expressions[item.name], boxes, local.dtype, local.device))
-        # Each rank begins at another part of the files, which spreads the load on a remote storage.
-        plan = plan_reads(items, self.index, self.reader.policy, budget_bytes, world.rank / world.size)
-        executor.read_into(plan, [local_tensor(targets[item.fqn]) for item in plan.items])
-        # No copy writes an element twice, so equal counts mean that all of it was read.
-        for read in plan.items:
-            expected = sum(piece.box.numel for piece in read.boxes)
-            if (written := executor.written.get(read.fqn, 0)) != expected:
-                raise StorageError(
-                    f"{read.fqn}: only {written} of {expected} elements could be read from {self.index.root}. Save "
-                    "it again"
-                )
-        self.read_bytes += executor.read_bytes
 
-    def whole(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return full tensors, which are small. Collective: no."""
-        expressions = [self.expressions[name] for name in names]
-        # Alone: other ranks may read other tensors, or none.
-        executor = self._executor(World(0, 1))
-        values = executor.read_values(
-            [(item, Box.whole(item.shape), torch_private.to_torch(item.dtype)) for item in expressions]
-        )
-        self.read_bytes += executor.read_bytes
-        return values
+def read_tensors(
+    executor: ReadExecutor, expressions: Mapping[str, Expression], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Read this rank's boxes of tensors into its memory, and check that every element was read. Collective: no.
 
-    def _executor(self, world: World) -> ReadExecutor:
-        return ReadExecutor(self.reader, self.index, self.budget_bytes, world)
+    ``expressions`` are those of the tensors, by name. Memory: the executor's budget.
+
+    Raises:
+        StorageError: bytes could not be read, or a file was replaced meanwhile.
+    """
+    items: list[ReadItem] = []
+    for name, tensor in tensors.items():
+        # Shards of a rank may be empty: 2 rows on 4 ranks.
+        boxes = tuple(piece for piece in local_boxes(tensor, name) if piece.box.numel)
+        local = local_tensor(tensor)
+        items.append(ReadItem(name, expressions[name], boxes, local.dtype, local.device))
+    # Each rank begins at another part of the files, which spreads the load on a remote storage.
+    start_at = executor.world.rank / executor.world.size
+    plan = plan_reads(items, executor.index, executor.reader.policy, executor.budget_bytes, start_at)
+    executor.read_into(plan, [local_tensor(tensors[item.fqn]) for item in plan.items])
+    # No copy writes an element twice, so equal counts mean that all of it was read.
+    for item in items:
+        expected = sum(piece.box.numel for piece in item.boxes)
+        if (count := executor.written.get(item.fqn, 0)) != expected:
+            raise StorageError(
+                f"{item.fqn}: {count} of {expected} elements could be read from {executor.index.root}. The values "
+                "are read in part: read all again"
+            )
+
+
+K = TypeVar("K")
+
+
+def read_numbers(executor: ReadExecutor, expressions: Mapping[K, Expression]) -> dict[K, torch.Tensor]:
+    """Return tensors on meta, except for those of one element (step counts, settings), which have their values.
+
+    Collective: no.
+    """
+    values: dict[K, torch.Tensor] = {}
+    for key, item in expressions.items():
+        values[key] = torch.empty(item.shape, dtype=torch_private.to_torch(item.dtype), device="meta")
+    numbers = [key for key, value in values.items() if value.numel() == 1]
+    reads = [(expressions[key], Box.whole(values[key].shape), values[key].dtype) for key in numbers]
+    return values | dict(zip(numbers, executor.read_values(reads), strict=True))
 
 
 Values: TypeAlias = ProvidedValues | StoredValues
