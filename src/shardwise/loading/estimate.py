@@ -49,8 +49,8 @@ class PlanOptions(meta_model.FilledOptions, total=False):
     ``tuning``. They are named as in ``TrainingArguments`` and TRL.
 
     Attributes:
-        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: one axis of all
-            ranks.
+        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: those of
+            ``sharding.replicas``, or one axis of all ranks.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.loading.prepare.LoadOptions`.
         read_policy: read policy of the storage. Default: the policy of the checkpoint's storage.
@@ -185,11 +185,16 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
     count: object = ranks
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more")
-    if options.get("sharding", Sharding()).mesh is not None:
+    sharding, axes = options.get("sharding", Sharding()), options.get("mesh")
+    if sharding.mesh is not None:
         raise ConfigError(
             'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead'
         )
-    axes = options.get("mesh")
+    if sharding.replicas > 1:
+        replicated = {"replicate": sharding.replicas, "shard": max(ranks // sharding.replicas, 1)}
+        if axes not in (None, replicated):
+            raise ConfigError(f"mesh={axes}: contradicts replicas={sharding.replicas} of sharding. Leave one out")
+        axes = replicated
     return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
 
 
