@@ -28,13 +28,10 @@ from shardwise.loading.estimate_arithmetic import BankSizes, Head, Step
 from shardwise.loading.estimate_layout import predict_layout
 from shardwise.loading.from_pretrained import OpenModel, open_model
 from shardwise.loading.memory_estimate import MemoryPlacement, largest_computation
-from shardwise.loading.option_syntax import parse_tuning
 from shardwise.loading.plan import LoadPlan, plan_load
 from shardwise.loading.prepare import LoadOptions, describe_plan, find_origin, get_rules, plan_initial_values
 from shardwise.models.initialize import Initializers
-from shardwise.models.lora import peft_private
 from shardwise.models.lora.inject import Tuned
-from shardwise.models.tunings import ExistingLora, Freeze, Full, Lora, Tuning
 from shardwise.ranks.world import World
 from shardwise.transfer.memory import gc_disabled
 
@@ -318,17 +315,3 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
     for tensor in layout.saved():
         sizes[tensor.dtype.label] = sizes.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
     return dict(sorted(sizes.items(), key=itemgetter(1), reverse=True))
-
-
-def build_tuning(text: str) -> Tuning:
-    """Return a tuning from text. See :func:`~shardwise.loading.option_syntax.parse_tuning`."""
-    kind, settings = parse_tuning(text)
-    match kind:
-        case "full":
-            return Full()
-        case "freeze":
-            return Freeze(**settings)
-        case "lora":
-            return Lora(peft_private.lora_config(**settings))
-        case "adapter":
-            return ExistingLora(**settings)
