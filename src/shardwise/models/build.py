@@ -117,8 +117,8 @@ def _class_from_config(
     auto_map = getattr(config, "auto_map", None) or {}
     # In this order: the checkpoint's own class, if its code may run, a class of transformers that architectures
     # names, and a class of the user. Of the own classes, the causal language model is preferred, then the one
-    # without a head.
-    autos = ("AutoModelForCausalLM", "AutoModel", *auto_map)
+    # without a head. Others of its classes are those of a config or a tokenizer.
+    autos = ("AutoModelForCausalLM", "AutoModel", *(auto for auto in auto_map if auto.startswith("AutoModel")))
     remote = next((auto_map[auto] for auto in autos if auto in auto_map), None)
     if remote is not None and trust_remote_code:
         return import_remote_class(remote, str(directory)), config
