@@ -323,7 +323,11 @@ def build_meta_model(
     vocab_size: int | None = None,
 ) -> MetaModel:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
+    whole: Any = config
     model_class, config = get_model_class(directory, config, options)
+    # As in read_config(): a part of the config gets the field of the whole.
+    if hasattr(whole, "quantization_config") and not hasattr(config, "quantization_config"):
+        config.quantization_config = whole.quantization_config
     if vocab_size is not None:
         set_vocab_size(config, vocab_size)
     # As transformers: the metadata of an index file names a dtype, the metadata of a single file does not.
