@@ -24,9 +24,9 @@ from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, w
 from shardwise.fsdp import wrap
 from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.wrap import Sharding
-from shardwise.loading import meta_model
+from shardwise.loading import double_quantization, meta_model
 from shardwise.loading.agreement import require_same_settings
-from shardwise.loading.load import execute_load, get_base_form, unite_sorted
+from shardwise.loading.load import execute_load, unite_sorted
 from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, get_comparable_settings, prepare_load
 from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
 from shardwise.models import kernels, pretrained
@@ -151,7 +151,7 @@ def prepare_tuned(
 ) -> Load:
     """Plan the load of a model that has been wrapped, on this rank."""
     request = LoadRequest(
-        bindings=get_base_form(tuned.model).allocate_staging(tuned.model, tuned.bindings),
+        bindings=double_quantization.allocate_staging(tuned.model, tuned.bindings),
         consent=meta_model.get_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),

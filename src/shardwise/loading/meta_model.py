@@ -23,8 +23,8 @@ from shardwise.files.urls import HubOptions
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.fsdp.wrap import Sharding, TrainedDtype, require_trainable_dtype
+from shardwise.loading import double_quantization
 from shardwise.loading.audit import are_equal
-from shardwise.loading.load import get_base_form
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models import build, pretrained
 from shardwise.models.build import find_vocabulary_tensors, resize_vocabulary, set_vocab_size
@@ -428,7 +428,7 @@ def prepare_for_training(
         adapters=adapters,
         casts_to=casts_to,
     )
-    additions = replace(tuned.additions, nested=get_base_form(tuned.model).deferred_names(tuned.model))
+    additions = replace(tuned.additions, nested=double_quantization.deferred_names(tuned.model))
     return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
 
 
