@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
+from tests.support.world import attempt
 from tests.truth import unlike as same_bits
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -271,11 +272,16 @@ def widened(checkpoint: str, precision: str, efficient: bool) -> tuple[list[str]
     return *dtypes, same_bits({name: value.bfloat16() for name, value in found.items()}, expected)
 
 
-def hybrid(values: dict[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
+def hybrid(values: dict[str, Any]) -> str:
     """The mesh of a configuration with replicas."""
-    mesh = shardwise.Sharding.from_accelerate(values).mesh
-    assert mesh is not None
-    return mesh.shape, mesh.mesh_dim_names
+    return shardwise.shard(nn.Linear(8, 8), shardwise.Sharding.from_accelerate(values)).mesh
+
+
+def hybrid_on_some_ranks(values: dict[str, Any]) -> tuple[str, str]:
+    """The last rank has not read the configuration."""
+    read = dist.get_rank() < dist.get_world_size() - 1
+    sharding = shardwise.Sharding.from_accelerate(values) if read else shardwise.Sharding(wrap="whole_model")
+    return attempt(lambda: shardwise.shard(nn.Linear(8, 8), sharding))
 
 
 def as_stored(checkpoints: dict[str, dict[str, Any]]) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.models.small import qwen3
+from tests.support.world import require_same_error
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import (
@@ -129,7 +130,6 @@ def test_keys_of_fsdp1_are_translated_or_reported():
             {"num_processes": 6, "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}},
             "num_processes=6 contradicts",
         ),
-        ({"parallelism_config": {"dp_replicate_size": 2}}, "2 replicas: 1 ranks cannot be divided"),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "FSDP on TPUs is not supported"),
         ({"parallelism_config": {"dp_replicate_size": "two"}}, "dp_replicate_size='two': it must be 1 or more"),
         ({"parallelism_config": {"tp_size": "9" * 5000}}, "tp_size='9+': it must be 1 or more"),
@@ -146,6 +146,7 @@ def test_keys_of_fsdp1_are_translated_or_reported():
         ({"fsdp": 5}, "fsdp=5: it must be one of full_shard"),
         ({"transformer_layer_cls_to_wrap": 5}, "transformer_layer_cls_to_wrap=5: it must be names of classes"),
         ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": -5}, "min_num_params=-5: it must be a number"),
+        ({"fsdp_min_num_params": float("nan")}, "min_num_params=nan: it must be a number"),
         (5, "the configuration=5: it must be the path"),
     ],
 )  # fmt: skip
@@ -261,9 +262,18 @@ def test_ranks_compare_functions_by_their_names():
 def test_replicas_are_a_mesh_of_two_axes(worlds):
     from tests.integrations import accelerating
 
-    names = ("replicate", "shard")
-    for values in (
-        {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "dp_shard_size": 2}, "num_processes": 4},
-        {"fsdp_config": {"sharding_strategy": "HYBRID_SHARD", "version": 2}, "num_machines": 2},
-    ):
-        assert worlds(4).run(accelerating.hybrid, values) == [((2, 2), names)] * 4
+    replicated = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "dp_shard_size": 2}}
+    by_machine = {"fsdp_config": {"sharding_strategy": "HYBRID_SHARD", "version": 2}, "num_machines": 2}
+    for values in ({**replicated, "num_processes": 4}, by_machine):
+        assert worlds(4).run(accelerating.hybrid, values) == ["replicate=2, shard=2"] * 4
+    # The mesh is made once the ranks have compared their shardings, so that no rank waits for one without it.
+    ends = worlds(4).run(accelerating.hybrid_on_some_ranks, replicated)
+    require_same_error(ends, "RankMismatchError", "the list of arguments")
+    with pytest.raises(ConfigError, match="2 replicas: 1 ranks cannot be divided"):
+        shardwise.shard(nn.Linear(8, 8), read(replicated)[0])
+
+
+def test_replicas_are_a_number_without_a_mesh():
+    for replicas in (0, "2"):
+        with pytest.raises(ConfigError, match="must be 1 or more, and 1 with a mesh"):
+            Sharding(replicas=replicas)

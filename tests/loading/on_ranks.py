@@ -16,11 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
 
 import shardwise
 from shardwise.files.local_reader import LocalReader
 from shardwise.fsdp.wrap import wrap
+from shardwise.models import build
 from shardwise.ranks.world import World
 
 
@@ -196,6 +197,24 @@ def downloads(folder: str) -> tuple[bool, str]:
     ):
         path = resolve_everywhere(World.current(), "somebody/something", shardwise.options.HubOptions())
     return asked == [True], str(path)
+
+
+def with_own_code(directory: str, cache: str) -> list[bool]:
+    """Whether the code of a checkpoint is in the cache, each time that this rank reads the config."""
+    is_there: list[bool] = []
+    read_config = build.read_config
+
+    def record(*args: Any, **keywords: Any) -> Any:
+        is_there.append(any(Path(cache).rglob("configuration_own.py")))
+        return read_config(*args, **keywords)
+
+    with (
+        mock.patch.object(dynamic_module_utils, "HF_MODULES_CACHE", cache),
+        mock.patch.object(build, "read_config", record),
+    ):
+        model = bring_up(directory, trust_remote_code=True)
+    assert type(model.config).__name__ == "OwnConfig"
+    return is_there
 
 
 def another_config_on_each_rank(directory: str) -> tuple[str, str]:

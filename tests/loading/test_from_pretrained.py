@@ -1,6 +1,7 @@
 """``from_pretrained``: the model that it returns, and the errors that it raises."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 from tests import truth, zoo
 from tests.loading import on_ranks
 from tests.small_checkpoints import small_qwen3
+from tests.support.files import change_json
 from tests.support.world import require_same_error
 from transformers import (
     AutoConfig,
@@ -302,6 +304,17 @@ def test_a_directory_without_a_config_is_refused(tmp_path):
 def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
     found = worlds(3).run(on_ranks.downloads, str(tmp_path))
     assert found == [(is_first, str(tmp_path)) for is_first in (True, False, False)]
+
+
+def test_one_rank_copies_the_code_of_a_config_before_all_import_it(worlds, qwen3, tmp_path):
+    folder = tmp_path / "coded"
+    shutil.copytree(qwen3, folder)
+    (folder / "configuration_own.py").write_text(
+        "from transformers import Qwen3Config\n\n\nclass OwnConfig(Qwen3Config):\n    pass\n"
+    )
+    change_json(folder / "config.json", auto_map={"AutoConfig": "configuration_own.OwnConfig"})
+    cache = str(tmp_path / "modules")
+    assert worlds(2).run(on_ranks.with_own_code, str(folder), cache) == [[False, True], [True]]
 
 
 def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monkeypatch):

@@ -1,6 +1,7 @@
 """Adapters that are saved, opened by stock PEFT, and taken up again."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -252,26 +253,27 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tied: Path, ada
         return str(caught.value)
 
     wide = reference.save_tiny(tmp_path / "wide", hidden_size=32)
-    words = "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)"
-    assert words in refused(wide)
+    assert "layers.{0..1}.self_attn.q_proj.lora_A.weight: stored (2, 24)" in refused(wide)
     assert f"Its config has the base {tied}, r=" in refused(wide)
-    words = "missing     base_model.model.model.layers.2."
-    assert words in refused(reference.save_tiny(tmp_path / "deep", num_hidden_layers=3))
-    words = "unexpected  base_model.model.model.layers.1."
-    assert words in refused(reference.save_tiny(tmp_path / "flat", num_hidden_layers=1))
+    words = r"missing 4 +base_model\.model\.model\.layers\.2\."
+    assert re.search(words, refused(reference.save_tiny(tmp_path / "deep", num_hidden_layers=3)))
+    words = r"unexpected 4 +base_model\.model\.model\.layers\.1\."
+    assert re.search(words, refused(reference.save_tiny(tmp_path / "flat", num_hidden_layers=1)))
     change_json(adapter / "adapter_config.json", r=3)
     assert "r=3 and target_modules" in refused(tied)
     change_json(adapter / "adapter_config.json", r=2, target_modules=["q_proj"])
-    assert "unexpected  base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in refused(tied)
+    words = r"unexpected 4 +base_model\.model\.model\.layers\.\{0\.\.1\}\.mlp\.down_proj\.lora_A\.weight"
+    assert re.search(words, refused(tied))
     change_json(adapter / "adapter_config.json", target_modules=["q_proj", "down_proj", "up_proj"])
-    assert "missing     base_model.model.model.layers.0.mlp.up_proj.lora_A.weight" in refused(tied)
+    words = r"missing 4 +base_model\.model\.model\.layers\.\{0\.\.1\}\.mlp\.up_proj\.lora_A\.weight"
+    assert re.search(words, refused(tied))
 
 
 def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_path: Path) -> None:
     file = adapter / "adapter_model.safetensors"
     stored = load_file(file)
     save_file(dict(list(stored.items())[1:]), file)
-    words = r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
+    words = r"missing 1 +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
     with pytest.raises(KeyMismatchError, match=words):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     file.write_bytes(file.read_bytes()[:-1])

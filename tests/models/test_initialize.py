@@ -11,7 +11,7 @@ from shardwise.core.layout import LocalBox
 from shardwise.core.tensors import Box, Strided, contiguous_strides
 from shardwise.fsdp.named_tensors import boxes_at, collect_tensors
 from shardwise.models import initial_programs
-from shardwise.models.initial_programs import ProgramTensor, fill_from_program
+from shardwise.models.initial_programs import ProgramTensor, values_from_program
 from shardwise.models.initialize import Initializers, list_unfit_programs
 
 
@@ -22,11 +22,16 @@ def program_of(init, shape=(40, 50), dtype=torch.float32):
     return tensor.program
 
 
-def whole_value(program, *, seed=0, fqn="w"):
-    out = torch.full(program.shape, float("nan"), dtype=program.dtype)
-    box = Box.whole(program.shape)
-    fill_from_program(program, out, (LocalBox(box, Strided.contiguous(box.sizes)),), seed=seed, fqn=fqn)
+def values_of(program, shape, boxes, *, seed=0, fqn="w"):
+    out = torch.full(shape, float("nan"), dtype=program.dtype)
+    for target, values in values_from_program(program, out, boxes, seed=seed, fqn=fqn):
+        target.copy_(values)
     return out
+
+
+def whole_value(program, **seeds):
+    box = Box.whole(program.shape)
+    return values_of(program, program.shape, (LocalBox(box, Strided.contiguous(box.sizes)),), **seeds)
 
 
 INITS = {
@@ -56,10 +61,8 @@ def test_shards_are_parts_of_the_whole(name, block, dim, monkeypatch):
         for rank in range(size):
             rows = whole.chunk(size, dim)[rank].shape[dim] if rank < len(whole.chunk(size, dim)) else 0
             shape = (rows, 50) if dim == 0 else (40, rows)
-            local = torch.full(shape, float("nan"))
             boxes = boxes_at((40, 50), (Shard(dim),), (size,), (rank,), contiguous_strides(shape))
-            fill_from_program(program, local, boxes, seed=0, fqn="w")
-            parts.append(local)
+            parts.append(values_of(program, shape, boxes))
         assert torch.equal(torch.cat(parts, dim), whole)
 
 

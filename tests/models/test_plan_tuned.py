@@ -14,7 +14,7 @@ from tests.models.test_tunings import ALL_LINEAR, COPIES, DORA, NARROW
 import shardwise
 from shardwise import ExistingLora, Full, Lora
 from shardwise.cli import main
-from shardwise.loading.estimate import build_tuning
+from shardwise.loading.option_syntax import build_tuning
 
 TUNINGS: dict[str, Any] = {
     "full": Full(),
@@ -69,6 +69,7 @@ def test_tunings_by_text(half: Path, tmp_path: Path) -> None:
         ("freeze=two", "is not known"),
         ("lora=4,target=q_proj", "is not known"),
         ("lora=4,targets=q_prj", "The nearest are q_proj"),
+        ("q_proj" * 50, "is not known"),  # longer than the name of a file
     ):
         result = run("--tuning", words)
         assert result.exit_code == 2, result.output

@@ -14,12 +14,13 @@ from tests.conftest import Worlds
 from tests.models import on_ranks, reference
 from tests.support.world import require_same_error
 from tests.truth import require_equal
-from transformers import GPT2Config, Qwen3ForSequenceClassification
+from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 from transformers.models.auto import modeling_auto
 
 import shardwise
 from shardwise import ConfigError, Freeze, Full, Lora
 from shardwise.core import untrusted
+from shardwise.models.tunings import Tuning
 
 ALL_LINEAR = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 NARROW = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=3, use_rslora=True)
@@ -370,6 +371,26 @@ def test_ranks_with_other_tunings_are_distinguished(tied: Path, worlds: Worlds) 
     for name in ("alpha", "layers"):
         told = "what is tuned, and how, on rank 1 is not that of rank 0"
         require_same_error(worlds(2).run(on_ranks.with_other_tunings, str(tied), name), "RankMismatchError", told)
+
+
+def test_a_tuning_without_a_repr_is_compared_by_its_class() -> None:
+    one, other = Tuning(), Tuning()
+    assert one.comparable_text({}) == other.comparable_text({}) == "Tuning"
+
+
+class TwoNames(Qwen3ForCausalLM):
+    """A model with its embedding registered twice."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.tokens = self.model.embed_tokens
+
+
+@pytest.mark.parametrize("config", [NARROW, COPIES])
+def test_a_module_of_two_names_is_filled_beside_an_adapter(config: LoraConfig, tied: Path) -> None:
+    wanted = reference.logits(shardwise.from_pretrained(tied))
+    model = shardwise.from_pretrained(tied, model_class=TwoNames, tuning=Lora(config))
+    assert torch.equal(reference.logits(model), wanted)
 
 
 def test_a_sharded_model_with_an_adapter_generates(tied: Path, worlds: Worlds) -> None:

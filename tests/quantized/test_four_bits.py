@@ -16,7 +16,7 @@ from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
 from tests.support.world import run_forked
 from tests.truth import require_equal
-from transformers import BitsAndBytesConfig
+from transformers import AutoConfig, BitsAndBytesConfig, Qwen3ForCausalLM
 
 import shardwise
 from shardwise.models.four_bit.config import from_transformers
@@ -250,6 +250,18 @@ def test_tensors_beside_packed_bytes_are_compared_with_them(stored, tmp_path, ch
     folder = changed(stored, tmp_path / "bad", UP, change)
     with pytest.raises(shardwise.FormatError, match=rf"up_proj\.weight.*{told}"):
         shardwise.from_pretrained(folder)
+
+
+def test_a_text_model_stays_in_the_form_that_the_whole_config_names(stored, tmp_path):
+    folder = tmp_path / "whole"
+    shutil.copytree(stored, folder)
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "llava", "quantization_config": text.pop("quantization_config"), "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    wanted = shardwise.from_pretrained(stored).state_dict()
+    for keywords in ({}, {"config": AutoConfig.from_pretrained(folder), "quantization": "as_stored"}):
+        model = shardwise.from_pretrained(folder, model_class=Qwen3ForCausalLM, **keywords)
+        require_equal(model.state_dict(), wanted)
 
 
 def test_weights_are_dequantized_from_the_stored_tensors(stored):

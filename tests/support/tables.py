@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shardwise.files.safetensors_files import FORMAT as SAFETENSORS
     from shardwise.files.stored_tensors import MakeNode
     from shardwise.files.torch_files import FORMAT as TORCH
-    from shardwise.loading.double_quantization import FOUR_BITS
-    from shardwise.loading.prepare import BaseForm
 
     _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
     _quantized: tuple[FormOf, ...] = (
@@ -25,4 +23,3 @@ if TYPE_CHECKING:
         coded.bitsandbytes,
     )
     _nodes: tuple[MakeNode, ...] = (dequantize_scaled, dequantize_four_bits)
-    _base_forms: tuple[BaseForm, ...] = (FOUR_BITS,)

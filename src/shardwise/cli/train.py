@@ -310,7 +310,8 @@ def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, o
     if is_local(model):
         local_path(model, HubOptions())
     with importing("torch and transformers"):
-        from shardwise.loading.estimate import build_tuning, plan
+        from shardwise.loading.estimate import plan
+        from shardwise.loading.option_syntax import build_tuning
     keywords["hub"] = HubOptions(revision=keywords.pop("revision", None))
     if "tuning" in keywords:
         keywords["tuning"] = build_tuning(keywords["tuning"])

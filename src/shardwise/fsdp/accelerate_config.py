@@ -157,10 +157,10 @@ class _Reading:
                 words = [known for known in kind if known != "NO_SHARD"]
                 self.faults.append(f"{key}={value!r}: it must be one of {', '.join(words)}")
             value = word
-        if value is not None and self.fsdp.setdefault(plain, value) != value:
+        if plain in self.fsdp and value is not None and self.fsdp[plain] != value:
             self.faults.append(f"{written} and {self.written[plain]} are one key. Pass one of them")
         elif value is not None:
-            self.written[plain] = written
+            self.fsdp[plain], self.written[plain] = value, written
 
     def _words(self, legacy: Any) -> dict[str, Any]:
         """Return the keys that the Trainer's ``fsdp`` (true, or words) stands for."""

@@ -106,6 +106,17 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
+def place_like(tensor: torch.Tensor, local: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return a matrix with the rows and the placement of ``tensor``, of which ``local`` is this rank's part."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # The full shape is passed, because shards of unequal rows do not tell it.
+    shape, stride = torch.Size((tensor.shape[0], columns)), (columns, 1)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def strided_view(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
     """Return a strided view relative to the first element of a tensor."""
     return torch.as_strided(tensor, view.sizes, view.strides, tensor.storage_offset() + view.offset)
@@ -352,11 +363,13 @@ def find_fsdp_root(model: nn.Module) -> FSDPModule | None:
 
 
 def computing_device(parameter: torch.Tensor) -> torch.device:
-    """Return the device that a parameter is used on. The parameter itself may be offloaded."""
-    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
-        kind = parameter.device_mesh.device_type
-        return torch.device(kind, torch.get_device_module(kind).current_device())
-    return parameter.device
+    """Return the device that a parameter is used on. The parameter itself may be offloaded, or on meta."""
+    kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+    if kind == parameter.device.type:
+        return parameter.device
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def require_plain_tensors(tensors: Sequence[TensorRef]) -> None:

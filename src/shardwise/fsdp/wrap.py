@@ -61,6 +61,7 @@ class Sharding:
         reshard_after_forward: FSDP2's option for the blocks. The root group stays gathered until the backward pass.
         activation_checkpointing: of the repeated blocks. It depends neither on the groups nor on a mesh.
         compile: True, or keyword arguments of ``torch.compile``, to compile each repeated block in place.
+        replicas: without a mesh, the number of replicas of the sharded model (HSDP). All ranks form the mesh.
     """
 
     mesh: DeviceMesh | None = None
@@ -70,9 +71,15 @@ class Sharding:
     reshard_after_forward: bool | int = True
     activation_checkpointing: ActivationCheckpointing = False
     compile: bool | Mapping[str, Any] = False
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "wrap", as_policy(self.wrap))
+        count: object = self.replicas
+        if not isinstance(count, int) or count < 1 or (self.mesh is not None and count > 1):
+            raise ConfigError(
+                f"replicas={count!r}: must be 1 or more, and 1 with a mesh, whose axes tell it. Leave it out"
+            )
         if not isinstance(self.compile, bool | Mapping):
             raise ConfigError(
                 f"compile={self.compile!r} is not known. Pass True, False, or arguments of torch.compile, as in "
@@ -88,8 +95,6 @@ class Sharding:
     def from_accelerate(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> Sharding:
         """Read a sharding from a config of accelerate or the Trainer. Warns of ignored keys.
 
-        Collective: yes, over the default process group, if it has replicas.
-
         Args:
             source: the YAML file of ``accelerate config`` or its values, the Trainer's with ``fsdp`` and
                 ``fsdp_config``, or an ``fsdp_config`` alone. Keys with or without the prefix ``fsdp_``.
@@ -103,7 +108,7 @@ class Sharding:
         fields, replicas, notes = read_accelerate_config(source)
         for note in notes:
             warnings.warn(note, stacklevel=2)
-        return cls(mesh=make_replicated_mesh(replicas), **fields)
+        return cls(replicas=replicas, **fields)
 
 
 def comparable_settings(sharding: Sharding) -> dict[str, str]:
@@ -113,38 +118,33 @@ def comparable_settings(sharding: Sharding) -> dict[str, str]:
     return {"mesh": repr(mesh), **{name: comparable_text(getattr(sharding, name)) for name in names}}
 
 
-def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
-    """Return a one-dimensional mesh of all ranks of a process group, by default the default group.
+def default_mesh(group: dist.ProcessGroup | None = None, replicas: int = 1) -> DeviceMesh | None:
+    """Return a mesh of all ranks of a process group, by default the default group. None without a process group.
 
-    None without a process group. Collective: yes, over the default group.
-    """
-    if not dist.is_initialized():
-        return None
-    kind = _device_type(group)
-    if group is not None:
-        return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
-    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-
-
-def make_replicated_mesh(replicas: int) -> DeviceMesh | None:
-    """Return a mesh with this number of replicas of the sharded model (HSDP), or None for one.
+    It has one dimension, or two if there are ``replicas`` of the sharded model (HSDP).
 
     Collective: yes, over the default group.
 
     Raises:
-        ConfigError: the number of ranks is not a multiple.
+        ConfigError: the ranks cannot be divided into replicas, or are only some of those of the default group.
     """
-    if replicas == 1:
-        return None
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if replicas < 1 or ranks % replicas or ranks == replicas:
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if replicas > 1 and (ranks % replicas or ranks == replicas):
         raise ConfigError(
             f"{replicas} replicas: {ranks} ranks cannot be divided into that many groups of two or more. "
             "Call torch.distributed.init_process_group first, on a multiple of them"
         )
-    return init_device_mesh(
-        _device_type(None), (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard")
-    )
+    if not dist.is_initialized():
+        return None
+    kind = _device_type(group)
+    if replicas > 1:
+        # It creates process groups, for which all ranks of the default group meet.
+        if ranks < dist.get_world_size():
+            raise ConfigError(f"{replicas} replicas: process_group has {ranks} ranks, not all. Pass a mesh of them")
+        return init_device_mesh(kind, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+    if group is not None:
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
+    return init_device_mesh(kind, (ranks,), mesh_dim_names=("fsdp",))
 
 
 def _device_type(group: dist.ProcessGroup | None) -> str:
@@ -156,19 +156,20 @@ def _device_type(group: dist.ProcessGroup | None) -> str:
 def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
     """Return the sharding with a mesh of the process group (None: the default one), if there is one.
 
-    Collective: yes, over the default group, if no mesh is passed.
+    Collective: yes, over the default group, if no mesh is passed. Ranks have compared the shardings before.
 
     Raises:
+        ConfigError: there cannot be so many replicas.
         ShardingError: the mesh has other ranks than the process group.
     """
-    mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group)
+    mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group, sharding.replicas)
     ranks = sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
     if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks:
         raise ShardingError(
             f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, but the process group of the call has "
             f"{ranks}. Pass a process_group with the mesh's ranks in the options"
         )
-    return replace(sharding, mesh=mesh)
+    return replace(sharding, mesh=mesh, replicas=1)
 
 
 def wrap(
@@ -217,33 +218,27 @@ def wrap(
     return tuple(canonical(name) for group in grouping.blocks for name in group.modules)
 
 
-class _GatheredSave:
-    """``save_pretrained`` of a sharded model, where that of transformers would delete files before it fails."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,  # noqa: FBT001, FBT002 - as transformers has it
-        state_dict: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        if state_dict is None:
-            raise ConfigError(
-                "save_pretrained: the model is sharded. Call shardwise.save(model, folder) on all ranks, or pass a "
-                "gathered state_dict"
-            )
-        kind: Any = type(self.model)
-        kind.save_pretrained(self.model, save_directory, is_main_process, state_dict, **options)
+def _save_gathered(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,  # noqa: FBT001, FBT002 - as transformers has it
+    state_dict: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Run ``save_pretrained`` of a sharded model, which without a state dict would delete files before it fails."""
+    if state_dict is None:
+        raise ConfigError(
+            "save_pretrained: the model is sharded. Call shardwise.save(model, folder) on all ranks, or pass a "
+            "gathered state_dict"
+        )
+    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **options)
 
 
 def mark_sharded(model: nn.Module) -> None:
     """Mark the model as sharded: generation synchronizes ranks (``is_fsdp_managed_module``), saving is refused."""
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
     if isinstance(model, PreTrainedModel):
-        vars(model)["save_pretrained"] = _GatheredSave(model)
+        vars(model)["save_pretrained"] = functools.partial(_save_gathered, model)
 
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:

@@ -8,19 +8,14 @@ keeps the 8-bit codes of its rows, and all scales of the second level.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.core.expression import Bindings
-from shardwise.core.layout import ModelLayout
 from shardwise.files.four_bit_blocks import compute_nested_codes, compute_offset, quantize_scales
-from shardwise.fsdp.named_tensors import TensorRef, canonical, local_boxes, local_tensor
-from shardwise.loading.prepare import BaseForm
-from shardwise.models.four_bit.base import quantize_bindings
-from shardwise.models.four_bit.files import dequantize_layout
+from shardwise.fsdp.named_tensors import canonical, local_boxes, local_tensor, place_like
 from shardwise.models.four_bit.layers import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.ranks.world import World
 from shardwise.transfer.move import gather
@@ -105,53 +100,40 @@ def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str
     return {SCALES: count, NESTED: nested.numel(), OFFSET: 1}
 
 
-class _FourBitBases(BaseForm):
-    """4-bit linear layers and experts, whose scales may have to be quantized after the read."""
-
-    def logical_layout(self, layout: ModelLayout, refs: Sequence[TensorRef]) -> ModelLayout:
-        return dequantize_layout(layout, refs)
-
-    def update_bindings(self, model: nn.Module, bindings: Bindings) -> Bindings:
-        return quantize_bindings(model, bindings)
-
-    def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:
-        """Add a parameter to each layer for its float32 scales, sharded like its codes, and bind it."""
-        matched = dict(bindings.matched)
-        for name, layer in _find_unquantized(model):
-            codes = layer.weight_scales
-            columns = 4 * codes.shape[1]  # bytes of float32
-            local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
-            whole: torch.Tensor = local
-            if isinstance(codes, DTensor):
-                # The full shape is passed, because shards of unequal rows do not tell it.
-                shape, stride = torch.Size((codes.shape[0], columns)), (columns, 1)
-                whole = DTensor.from_local(
-                    local, codes.device_mesh, codes.placements, run_check=False, shape=shape, stride=stride
-                )
-            layer.register_parameter(WHOLE_SCALES, nn.Parameter(whole, requires_grad=False))
-            matched[f"{name}.{WHOLE_SCALES}"] = layer.whole_scales
-        return replace(bindings, matched=matched)
-
-    def deferred_names(self, model: nn.Module) -> frozenset[str]:
-        names: set[str] = set()
-        for name, _ in _find_unquantized(model):
-            names.update(f"{name}.{local}" for local in (SCALES, NESTED, OFFSET))
-        return frozenset(names)
-
-    def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
-        """Quantize the scales that have been read, and free them. Return the numbers of written elements by name.
-
-        Collective: yes.
-        Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
-        """
-        written: dict[str, int] = {}
-        for batch in _iter_batches(list(_find_unquantized(model))):
-            written |= _quantize_batch(world, batch, budget_bytes)
-        return written
-
-    def rollback(self, model: nn.Module) -> None:
-        for _, layer in list(_find_unquantized(model)):
-            _free_full_scales(layer)
+def allocate_staging(model: nn.Module, bindings: Bindings) -> Bindings:
+    """Add a parameter to each layer for its float32 scales, sharded like its codes. Return the new bindings."""
+    matched = dict(bindings.matched)
+    for name, layer in _find_unquantized(model):
+        codes = layer.weight_scales
+        rows, columns = local_tensor(codes).shape[0], 4 * codes.shape[1]  # bytes of float32
+        local = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
+        whole = nn.Parameter(place_like(codes, local, columns), requires_grad=False)
+        layer.register_parameter(WHOLE_SCALES, whole)
+        matched[f"{name}.{WHOLE_SCALES}"] = layer.whole_scales
+    return replace(bindings, matched=matched)
 
 
-FOUR_BITS: Final = _FourBitBases()
+def deferred_names(model: nn.Module) -> frozenset[str]:
+    """Return names of tensors that nothing is read into, because :func:`complete` makes them."""
+    names: set[str] = set()
+    for name, _ in _find_unquantized(model):
+        names.update(f"{name}.{local}" for local in (SCALES, NESTED, OFFSET))
+    return frozenset(names)
+
+
+def complete(world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
+    """Quantize the scales that have been read, and free them. Return the numbers of written elements by name.
+
+    Collective: yes.
+    Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
+    """
+    written: dict[str, int] = {}
+    for batch in _iter_batches(list(_find_unquantized(model))):
+        written |= _quantize_batch(world, batch, budget_bytes)
+    return written
+
+
+def rollback(model: nn.Module) -> None:
+    """Remove what a load that has failed left on the model. It has no effect after one that has succeeded."""
+    for _, layer in list(_find_unquantized(model)):
+        _free_full_scales(layer)

@@ -28,13 +28,10 @@ from shardwise.loading.estimate_arithmetic import BankSizes, Head, Step
 from shardwise.loading.estimate_layout import predict_layout
 from shardwise.loading.from_pretrained import OpenModel, open_model
 from shardwise.loading.memory_estimate import MemoryPlacement, largest_computation
-from shardwise.loading.option_syntax import parse_tuning
 from shardwise.loading.plan import LoadPlan, plan_load
 from shardwise.loading.prepare import LoadOptions, describe_plan, find_origin, get_rules, plan_initial_values
 from shardwise.models.initialize import Initializers
-from shardwise.models.lora import peft_private
 from shardwise.models.lora.inject import Tuned
-from shardwise.models.tunings import ExistingLora, Freeze, Full, Lora, Tuning
 from shardwise.ranks.world import World
 from shardwise.transfer.memory import gc_disabled
 
@@ -49,8 +46,8 @@ class PlanOptions(meta_model.FilledOptions, total=False):
     ``tuning``. They are named as in ``TrainingArguments`` and TRL.
 
     Attributes:
-        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: one axis of all
-            ranks.
+        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``. Default: those of
+            ``sharding.replicas``, or one axis of all ranks.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.loading.prepare.LoadOptions`.
         read_policy: read policy of the storage. Default: the policy of the checkpoint's storage.
@@ -185,11 +182,16 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
     count: object = ranks
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"ranks={ranks!r}: is not a number of ranks. Use 1 or more")
-    if options.get("sharding", Sharding()).mesh is not None:
+    sharding, axes = options.get("sharding", Sharding()), options.get("mesh")
+    if sharding.mesh is not None:
         raise ConfigError(
             'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead'
         )
-    axes = options.get("mesh")
+    if sharding.replicas > 1:
+        replicated = {"replicate": sharding.replicas, "shard": max(ranks // sharding.replicas, 1)}
+        if axes not in (None, replicated):
+            raise ConfigError(f"mesh={axes}: contradicts replicas={sharding.replicas} of sharding. Leave one out")
+        axes = replicated
     return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
 
 
@@ -313,17 +315,3 @@ def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
     for tensor in layout.saved():
         sizes[tensor.dtype.label] = sizes.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
     return dict(sorted(sizes.items(), key=itemgetter(1), reverse=True))
-
-
-def build_tuning(text: str) -> Tuning:
-    """Return a tuning from text. See :func:`~shardwise.loading.option_syntax.parse_tuning`."""
-    kind, settings = parse_tuning(text)
-    match kind:
-        case "full":
-            return Full()
-        case "freeze":
-            return Freeze(**settings)
-        case "lora":
-            return Lora(peft_private.lora_config(**settings))
-        case "adapter":
-            return ExistingLora(**settings)

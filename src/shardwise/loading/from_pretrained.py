@@ -24,9 +24,9 @@ from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, w
 from shardwise.fsdp import wrap
 from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.wrap import Sharding
-from shardwise.loading import meta_model
+from shardwise.loading import double_quantization, meta_model
 from shardwise.loading.agreement import require_same_settings
-from shardwise.loading.load import execute_load, get_base_form, unite_sorted
+from shardwise.loading.load import execute_load, unite_sorted
 from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, get_comparable_settings, prepare_load
 from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
 from shardwise.models import kernels, pretrained
@@ -151,7 +151,7 @@ def prepare_tuned(
 ) -> Load:
     """Plan the load of a model that has been wrapped, on this rank."""
     request = LoadRequest(
-        bindings=get_base_form(tuned.model).allocate_staging(tuned.model, tuned.bindings),
+        bindings=double_quantization.allocate_staging(tuned.model, tuned.bindings),
         consent=meta_model.get_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
@@ -191,19 +191,23 @@ def open_model(
     # Configs first: they tell the class, and the class which files it needs.
     name = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
-    directory = Path()
-    contents: dict[str, bytes] = {}
     if is_remote:
         with world.broadcast("read the configs") as exchange:
             if world.rank == 0:
                 exchange.local = _read_configs(name, hub)
-        contents = exchange.result
+        with world.collective("write the configs"):
+            directory = stack.enter_context(_write_configs(exchange.result))
     else:
         # A path, or a repository of which the files that every model needs are downloaded.
         directory = resolve_everywhere(world, name_or_path, hub, files)
+    if files.code and world.size > 1:
+        # transformers copies the code of the config and the model into a cache and imports it there. Two processes
+        # must not write it at once, so one rank is the first of all that see the same files.
+        is_first = world.is_first_at(mount_namespace())
+        with world.collective("download the checkpoint's code"):
+            if is_first:
+                meta_model.get_model_class(directory, meta_model.load_config(directory, keywords), keywords)
     with world.collective("load the config"):
-        if is_remote:
-            directory = stack.enter_context(_write_configs(contents))
         config = meta_model.load_config(directory, keywords)
     config.name_or_path = without_secrets(name)
     # Some classes load further files. Only the config says so, and then they are downloaded, too.
@@ -289,17 +293,7 @@ def _read_config_file(reader: StorageReader, name: str) -> bytes | None:
 def build_together(
     world: World, opened: OpenModel, keywords: meta_model.PretrainedOptions
 ) -> tuple[meta_model.MetaModel, list[tuple[str, str]]]:
-    """Build on every rank. Return also the declared ties that are stored twice. Collective: yes.
-
-    A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
-    """
-    if keywords.get("trust_remote_code", False) and world.size > 1:
-        # transformers copies the code into a cache and imports it there. Two processes must not write it at
-        # once.
-        first = world.is_first_at(mount_namespace())
-        with world.collective("download the model's code"):
-            if first:
-                meta_model.get_model_class(opened.directory, opened.config, keywords)
+    """Build on every rank. Return also the declared ties that are stored twice. Collective: yes."""
     with world.all_gather("build the model on meta") as exchange:
         built = meta_model.build_meta_model(
             opened.directory, opened.config, opened.index, keywords, keywords.get("resize_vocab")

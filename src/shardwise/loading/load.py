@@ -12,7 +12,6 @@ from shardwise.core.consents import Consent, OnMissing, OnUnexpected
 from shardwise.core.errors import KeyMismatchError, ShardingError
 from shardwise.core.expression import count_stored_rows
 from shardwise.core.layout import LocalBox, TensorKind, TensorLayout, last_rows
-from shardwise.core.lazy_exports import import_object
 from shardwise.core.machine import processor_count
 from shardwise.core.reports import LoadReport
 from shardwise.files.checkpoint_index import wrapper_notes
@@ -21,13 +20,15 @@ from shardwise.files.stored_tensors import extra_tensors, stored_tensors
 from shardwise.files.urls import HubOptions, is_url
 from shardwise.fsdp import named_tensors
 from shardwise.fsdp.named_tensors import TensorRef
-from shardwise.loading import prepare
+from shardwise.loading import double_quantization, prepare
 from shardwise.loading.agreement import compare_plans
 from shardwise.loading.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.loading.plan import FromCheckpoint, Init, Keep, LoadPlan
-from shardwise.loading.prepare import BaseForm, Load, LoadRequest
+from shardwise.loading.prepare import Load, LoadRequest
 from shardwise.loading.source import OpenSource, Source, open_source
 from shardwise.models import pretrained
+from shardwise.models.four_bit.base import quantize_bindings
+from shardwise.models.four_bit.files import dequantize_layout
 from shardwise.models.initialize import Additions, BufferRules, RowNorms
 from shardwise.models.pretrained import bind, mark_loaded
 from shardwise.ranks import call_arguments
@@ -71,8 +72,8 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
             with clock.phase("share"):
                 exchange_shared(world, load.shared, {item.fqn: item for item in load.tensors}, load.items, executor)
     with clock.phase("fill"):
-        # Needs all scales (loading/double_quantization.py), and counts what it writes for the audit below.
-        completed = get_base_form(model).complete(world, model, budget_bytes=options.budget_bytes)
+        # Needs all scales, and counts what it writes for the audit below.
+        completed = double_quantization.complete(world, model, budget_bytes=options.budget_bytes)
     with world.collective("set up the loaded model"):
         attributes = fill_and_audit(model, load, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
@@ -262,15 +263,6 @@ def set_value(item: TensorRef, value: torch.Tensor, staging: StagingBuffer) -> N
     staging.copy(value, item.local)
 
 
-def get_base_form(model: nn.Module) -> BaseForm:
-    """Return the form in which the layers of a model keep their weights."""
-    # By an attribute's name, so that a load of other models does not import the four-bit code.
-    if any(hasattr(type(module), "kept_as") for module in model.modules()):
-        form: BaseForm = import_object("shardwise.loading.double_quantization:FOUR_BITS")
-        return form
-    return BaseForm()
-
-
 def prepare_checkpoint(
     world: World, model: nn.Module, source: OpenSource, request: LoadRequest, key_mapping: Mapping[str, str] | None
 ) -> Load:
@@ -278,15 +270,15 @@ def prepare_checkpoint(
 
     The ``request`` has no bindings yet.
     """
-    form, transforms = get_base_form(model), pretrained.get_conversion_transforms(model, key_mapping)
+    transforms = pretrained.get_conversion_transforms(model, key_mapping)
     tensors = named_tensors.collect_tensors(model)
-    layout = form.logical_layout(named_tensors.build_layout(tensors), tensors)
+    layout = dequantize_layout(named_tensors.build_layout(tensors), tensors)
     bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
     # Ties depend on the stored keys. They are made before the tensors are collected again for the plan.
     prepare.tie_declared(model, tensors, bindings)
-    bindings = form.allocate_staging(model, form.update_bindings(model, bindings))
-    # After update_bindings(), which decides the layers whose scales are computed after the read.
-    additions = Additions(nested=form.deferred_names(model))
+    bindings = double_quantization.allocate_staging(model, quantize_bindings(model, bindings))
+    # After quantize_bindings(), which decides the layers whose scales are computed after the read.
+    additions = Additions(nested=double_quantization.deferred_names(model))
     request = replace(request, bindings=bindings, transforms=transforms, additions=additions)
     return prepare.prepare_load(world, model, source, request)
 
@@ -314,7 +306,7 @@ def load_checkpoint(
             report = execute_load(world, model, source, load, clock)
         finally:
             # Also after a failure: parameters for staging must not stay on the caller's model.
-            get_base_form(model).rollback(model)
+            double_quantization.rollback(model)
     pretrained.record_conversions(model, load.request.transforms)
     return report
 

@@ -23,8 +23,8 @@ from shardwise.files.urls import HubOptions
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.fsdp.wrap import Sharding, TrainedDtype, require_trainable_dtype
+from shardwise.loading import double_quantization
 from shardwise.loading.audit import are_equal
-from shardwise.loading.load import get_base_form
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models import build, pretrained
 from shardwise.models.build import find_vocabulary_tensors, resize_vocabulary, set_vocab_size
@@ -323,7 +323,11 @@ def build_meta_model(
     vocab_size: int | None = None,
 ) -> MetaModel:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
+    whole: Any = config
     model_class, config = get_model_class(directory, config, options)
+    # As in read_config(): a part of the config gets the field of the whole.
+    if hasattr(whole, "quantization_config") and not hasattr(config, "quantization_config"):
+        config.quantization_config = whole.quantization_config
     if vocab_size is not None:
         set_vocab_size(config, vocab_size)
     # As transformers: the metadata of an index file names a dtype, the metadata of a single file does not.
@@ -424,7 +428,7 @@ def prepare_for_training(
         adapters=adapters,
         casts_to=casts_to,
     )
-    additions = replace(tuned.additions, nested=get_base_form(tuned.model).deferred_names(tuned.model))
+    additions = replace(tuned.additions, nested=double_quantization.deferred_names(tuned.model))
     return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
 
 

@@ -1,23 +1,25 @@
 """Options of ``shardwise plan`` that are text."""
 
-from pathlib import Path
-from typing import Any, Literal
+import os
 
 from shardwise.core.errors import ConfigError
 from shardwise.files.peft_adapter import ADAPTER_CONFIG
+from shardwise.models.lora import peft_private
+from shardwise.models.tunings import ExistingLora, Freeze, Full, Lora, Tuning
 
 
-def parse_tuning(text: str) -> tuple[Literal["full", "freeze", "lora", "adapter"], dict[str, Any]]:
-    """Return the kind of a tuning and its settings from text, as the command line has it.
+def build_tuning(text: str) -> Tuning:
+    """Return a tuning from text, as the command line has it.
 
     ``full``, ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``, ``lora=R`` with ``,alpha=X`` and
     ``,targets=A+B`` (default ``all-linear``), or a folder with an ``adapter_config.json``.
 
     Raises:
-        ConfigError: the text is none of these.
+        ConfigError: the text is none of these, or PEFT is not installed.
     """
-    if (Path(text) / ADAPTER_CONFIG).is_file():
-        return "adapter", {"directory": text}
+    # False also for text that is too long for a path. The method of Path raises an error then.
+    if os.path.isfile(os.path.join(text, ADAPTER_CONFIG)):
+        return ExistingLora(text)
     # "lora=16,targets=q_proj+v_proj" is {"lora": "16", "targets": "q_proj+v_proj"}.
     values = dict(item.partition("=")[::2] for item in text.split(","))
     names: dict[str, tuple[str, ...]] = {}
@@ -26,21 +28,17 @@ def parse_tuning(text: str) -> tuple[Literal["full", "freeze", "lora", "adapter"
     try:
         match [*values]:
             case ["full"] if text == "full":
-                return "full", {}
+                return Full()
             case ["freeze", *others] if {"modules", "extra"}.issuperset(others):
                 layers = int(values["freeze"] or 0)
                 if layers or (names["extra"] and not names["modules"]):
-                    settings = {"trainable_modules": names["modules"], "extra_modules": names["extra"]}
-                    return "freeze", {"trainable_layers": layers, **settings}
+                    return Freeze(layers, names["modules"], names["extra"])
             case ["lora", *others] if {"alpha", "targets"}.issuperset(others):
                 r, targets = int(values["lora"]), values.get("targets", "all-linear")
                 if r > 0:
                     modules = targets if targets == "all-linear" else list(names["targets"])
-                    return "lora", {
-                        "r": r,
-                        "lora_alpha": int(values.get("alpha", r)),
-                        "target_modules": modules,
-                    }
+                    alpha = int(values.get("alpha", r))
+                    return Lora(peft_private.lora_config(r=r, lora_alpha=alpha, target_modules=modules))
     except ValueError:  # a number that is none
         pass
     raise ConfigError(

@@ -17,7 +17,7 @@ from shardwise.core.computed import SmallestBlocks, computes, iter_computed_leav
 from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.core.expression import Bindings, count_stored_rows, iter_stored_leaves
-from shardwise.core.layout import ModelLayout, Origin, TensorKind
+from shardwise.core.layout import Origin, TensorKind
 from shardwise.core.reports import Available, RankEstimate
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.named_tensors import (
@@ -125,40 +125,6 @@ class Load:
     estimate: RankEstimate
     available: Available
     settings: Mapping[str, str]
-
-
-class BaseForm:
-    """Storage form of a model's weights: plain tensors, unless a subclass overrides it.
-
-    ``load`` calls the methods in this order. ``from_pretrained`` binds a model in four bits itself, and calls only
-    :meth:`deferred_names`, :meth:`allocate_staging` and :meth:`complete`.
-    """
-
-    def logical_layout(self, layout: ModelLayout, refs: Sequence[TensorRef]) -> ModelLayout:  # noqa: ARG002
-        """Return the layout of the tensors that a checkpoint's keys are bound to."""
-        return layout
-
-    def update_bindings(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
-        """Return the bindings of the stored tensors."""
-        return bindings
-
-    def allocate_staging(self, model: nn.Module, bindings: Bindings) -> Bindings:  # noqa: ARG002
-        """Allocate memory of the sharded model for values that are read temporarily, and return their bindings."""
-        return bindings
-
-    def deferred_names(self, model: nn.Module) -> frozenset[str]:  # noqa: ARG002
-        """Return names of tensors that nothing is read into, because :meth:`complete` makes them."""
-        return frozenset()
-
-    def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:  # noqa: ARG002
-        """Make these tensors. Return the number of elements written by name. Collective: yes."""
-        return {}
-
-    def rollback(self, model: nn.Module) -> None:
-        """Remove what a load that has failed left on the model.
-
-        Called after every load. It has no effect after one that has succeeded.
-        """
 
 
 def get_comparable_settings(

@@ -61,15 +61,10 @@ def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions
     with ExitStack() as stack:
         # If opening fails on another rank, the stack closes this rank's reader, too.
         with world.collective("open the folder"):
-            opened = _open_in(stack, place, hub)
+            opened = open_storage(place, hub) if is_url(place) else open_storage(place)
+            stack.enter_context(opened.reader)
         stack.pop_all()
         return opened
-
-
-def _open_in(stack: ExitStack, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
-    opened = open_storage(place, hub) if is_url(place) else open_storage(place)
-    stack.enter_context(opened.reader)
-    return opened
 
 
 def read_index(

@@ -37,13 +37,17 @@ def read_config(
             "model's into it or, in Python, pass config= (a distributed checkpoint has none of its own)"
         )
     try:
-        _require_moderate(json.loads((directory / "config.json").read_text("utf-8")))
+        content = json.loads((directory / "config.json").read_text("utf-8"))
+        _require_moderate(content)
         # Only AutoConfig may run the checkpoint's own code for its config.
         config_class: Any = _config_class(model_class)
         keywords = {**overrides} if config_class else {**overrides, "trust_remote_code": trust_remote_code}
         config, unused = (config_class or AutoConfig).from_pretrained(
             directory, return_unused_kwargs=True, **keywords
         )
+        # The config class of a text model reads its part, and the whole says what is stored in four bits.
+        if "quantization_config" in content and not hasattr(config, "quantization_config"):
+            config.quantization_config = content["quantization_config"]
     except Exception as error:  # the content is untrusted, and errors are of many kinds
         cause = " ".join(str(error).split()).removesuffix(".")
         raise ConfigError(f"no usable config in {directory}: {cause}. Check config.json") from error
@@ -117,8 +121,8 @@ def _class_from_config(
     auto_map = getattr(config, "auto_map", None) or {}
     # In this order: the checkpoint's own class, if its code may run, a class of transformers that architectures
     # names, and a class of the user. Of the own classes, the causal language model is preferred, then the one
-    # without a head.
-    autos = ("AutoModelForCausalLM", "AutoModel", *auto_map)
+    # without a head. Others of its classes are those of a config or a tokenizer.
+    autos = ("AutoModelForCausalLM", "AutoModel", *(auto for auto in auto_map if auto.startswith("AutoModel")))
     remote = next((auto_map[auto] for auto in autos if auto in auto_map), None)
     if remote is not None and trust_remote_code:
         return import_remote_class(remote, str(directory)), config

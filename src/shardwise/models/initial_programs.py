@@ -164,18 +164,13 @@ def _take_rows(target: ProgramTensor, func: Any, *args: Any) -> Any:
     return func(torch.empty(target.shape, dtype=target.dtype, device="meta"), *args)
 
 
-def fill_from_program(
-    program: Program, local: torch.Tensor, boxes: Sequence[LocalBox], *, seed: int, fqn: str
-) -> None:
-    """Compute the values of this rank's boxes into ``local``. Memory: one block of ``BLOCK_NUMEL`` elements."""
-    for target, values in values_from_program(program, local, boxes, seed=seed, fqn=fqn):
-        target.copy_(values)
-
-
 def values_from_program(
     program: Program, local: torch.Tensor, boxes: Sequence[LocalBox], *, seed: int, fqn: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of ``local`` that make up this rank's boxes, with their values on the CPU."""
+    """Yield views of ``local`` that make up this rank's boxes, with their values on the CPU.
+
+    Memory: one block of ``BLOCK_NUMEL`` elements.
+    """
     # For example rows 1 and 2 of a tensor (4, 3) are the elements 3 to 8 of the flat tensor. With blocks of 4, they
     # are in the blocks 0 (element 3), 1 (4 to 7) and 2 (8), which are computed one after the other, each in full:
     # a random number depends on how many were drawn before it in its block.

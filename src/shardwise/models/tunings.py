@@ -44,8 +44,11 @@ class Tuning:
         return None
 
     def comparable_text(self, adapters: Mapping[str, Adapter]) -> str:  # noqa: ARG002
-        """Return the settings that must be equal on all ranks, such as the scaling of a LoRA, as text."""
-        return repr(self)
+        """Return the settings that must be equal on all ranks, such as the scaling of a LoRA, as text.
+
+        By default ``repr``, or the name of the class if its ``repr`` has an address.
+        """
+        return type(self).__qualname__ if type(self).__repr__ is object.__repr__ else repr(self)
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:  # noqa: ARG002
         """Add modules, and set ``requires_grad`` of exactly the trained parameters.

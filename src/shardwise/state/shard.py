@@ -95,6 +95,9 @@ def shard(
             with world.collective("check the arguments"):
                 check_options(get_hints(shard), arguments)
                 require_trainable_dtype(trained_dtype)
+                settings = repr((wrap.comparable_settings(sharding), trained_dtype, options.budget_bytes))
+            # Before the mesh, whose process groups all ranks create together.
+            world.require_equal(settings, "the list of arguments (mesh, policies, modes, budget)")
             with world.collective("build the mesh"):
                 sharding = wrap.with_mesh(sharding, options.process_group)
             with world.collective("collect the tensors"):
@@ -108,8 +111,6 @@ def shard(
                 return replace(_report(world, model, sharding, clock), was_sharded=True)
             with world.collective("check that the model can be sharded"):
                 _require_shardable(model, refs, sharding, optimizers)
-            settings = (wrap.comparable_settings(sharding), trained_dtype, options.budget_bytes)
-            world.require_equal(repr(settings), "the list of arguments (mesh, policies, modes, budget)")
             require_alike_models(world, refs, bounds)
         # Which ranks have values, and whether these are equal. No tensor is moved yet.
         with clock.phase("compare"):

@@ -32,7 +32,7 @@ from shardwise.files.urls import HubOptions, redact, without_secrets
 from shardwise.fsdp.accelerate_config import read_accelerate_config
 from shardwise.fsdp.policies import Classes, WrapPolicy
 from shardwise.fsdp.torch_private import accelerator
-from shardwise.fsdp.wrap import Sharding, make_replicated_mesh
+from shardwise.fsdp.wrap import Sharding
 from shardwise.integrations import ShardwiseTrainer, for_trainer
 from shardwise.loading.estimate import PlanOptions, plan
 from shardwise.loading.estimate_arithmetic import BankSizes
@@ -323,13 +323,13 @@ _NOT_PLANNED: Final = frozenset({"options", "revision", "use_kernels", "liger_ke
 
 
 def _sharding(own: ShardwiseArguments) -> Sharding:
-    """Return the sharding of the keys, or of the file ``accelerate_config``. Collective: yes, with replicas."""
+    """Return the sharding of the keys, or of the file ``accelerate_config``."""
     if own.accelerate_config:
         return Sharding.from_accelerate(trl_accelerate_config(own.accelerate_config))
     layers = own.transformer_layer_cls_to_wrap
     wrap: WrapPolicy = Classes(tuple(layers)) if layers else "auto"
     offload = CPUOffloadPolicy() if own.cpu_offload else OffloadPolicy()
-    return Sharding(mesh=make_replicated_mesh(own.dp_replicate_size), wrap=wrap, offload_policy=offload)
+    return Sharding(replicas=own.dp_replicate_size, wrap=wrap, offload_policy=offload)
 
 
 def lora_config(arguments: TrlArguments) -> Any:
@@ -613,15 +613,9 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     if config.own.has_adapters:
         return _plan_bank(config, ranks, placed)
     rows_per_example = 2 if config.method == "dpo" else 1
-    # A training makes a mesh of its ranks for replicas. Here there are no ranks. So the configuration is parsed
-    # without replicas, and the plan gets the sizes of the mesh.
-    replicas, fields = config.own.dp_replicate_size, dict[str, Any]()
-    if config.own.accelerate_config:
-        fields, replicas, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))
-    without_mesh = replace(config, own=replace(config.own, dp_replicate_size=1, accelerate_config=None))
-    arguments = parse(without_mesh)
+    arguments = parse(replace(config, own=replace(config.own, accelerate_config=None)))
     training = arguments.training
-    # First the options of the load, then those of the training, then ``placed``, and last what stands for the mesh.
+    # First the options of the load, then those of the training, then ``placed``, and last the file of accelerate.
     loaded: Any = model_options(arguments)
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
     options |= {
@@ -637,12 +631,11 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     if training.bf16 or training.fp16:
         options["mixed_precision"] = "bf16" if training.bf16 else "fp16"
     options |= placed
-    if fields:
-        options["sharding"] = Sharding(**fields)
+    if config.own.accelerate_config:
+        fields, replicas, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))
+        options["sharding"] = Sharding(replicas=replicas, **fields)
     if isinstance(tuning, Full):
         options["trained_dtype"] = "unchanged"
-    if replicas > 1:
-        options["mesh"] = {"replicate": replicas, "shard": max(ranks // replicas, 1)}
     estimate = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
     notes = []
     if config.method in (*REWARDED, "distillation"):

@@ -33,7 +33,7 @@ from shardwise.core.machine import GROUPS, OWN_GROUP, control_groups, number_in,
 from shardwise.core.reports import Available
 from shardwise.files.storage import ReadPolicy
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.named_tensors import TensorRef, local_tensor
+from shardwise.fsdp.named_tensors import TensorRef, computing_device, local_tensor
 from shardwise.fsdp.torch_private import copy_attributes
 
 
@@ -45,10 +45,7 @@ def compute_device(held: Sequence[TensorRef], default: torch.device | None) -> t
     for item in held:
         if isinstance(item.tensor, DTensor):
             # The first DTensor decides: the meshes of a model are of one kind of device.
-            kind = item.tensor.device_mesh.device_type
-            if kind == "cpu":
-                return torch.device("cpu")
-            return torch.device(kind, torch.get_device_module(kind).current_device())
+            return computing_device(item.tensor)
     return default or torch.device("cpu")
 
 

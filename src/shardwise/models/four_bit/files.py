@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.expression import Stored, reshape
 from shardwise.core.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.core.tensors import Code, numel
 from shardwise.files.four_bit_blocks import NESTED_BLOCK, dynamic_codebook
-from shardwise.fsdp.named_tensors import Slot, TensorRef
+from shardwise.fsdp.named_tensors import Slot, TensorRef, place_like
 from shardwise.fsdp.torch_private import from_torch
 from shardwise.models.four_bit import layers
 from shardwise.models.four_bit.config import Packing
@@ -36,9 +35,7 @@ _CODES_SUFFIX = "_blocks"
 
 def has_four_bits(model: nn.Module) -> bool:
     """Return whether any layer or experts of a model are in four bits."""
-    return any(
-        layers.is_in_four_bits(module) or layers.are_experts_in_four_bits(module) for module in model.modules()
-    )
+    return any(layers.get_packings(module) for module in model.modules())
 
 
 def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
@@ -60,8 +57,9 @@ def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
         name = item.slots[0].name
         is_packed = layers.is_in_four_bits(module)
         if is_packed and name in names_in_files:
-            is_raw = name == layers.SCALES and not module.is_nested
-            values = _as_floats(item.tensor) if is_raw else item.tensor
+            values = item.tensor
+            if name == layers.SCALES and not module.is_nested:  # the bytes of float32
+                values = place_like(values, item.local.view(torch.float32), values.shape[1] // 4)
             in_files.append(_rename(item, values, item.kind, name, names_in_files[name]))
         elif not is_packed or name != layers.OFFSET:
             in_files.append(item)
@@ -138,24 +136,6 @@ def build_metadata(packing: Packing, shape: Sequence[int], offset: float | None)
 def _rename(item: TensorRef, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> TensorRef:
     slots = [Slot(slot.module, new, f"{slot.fqn.removesuffix(old)}{new}") for slot in item.slots]
     return TensorRef(tensor, kind, slots)
-
-
-def _as_floats(raw: torch.Tensor) -> torch.Tensor:
-    """View bytes (rows, 4 n) as float32 (rows, n), with the same placement."""
-    if not isinstance(raw, DTensor):
-        return raw.detach().view(torch.float32)
-    # Each rank views its own rows. The global shape is given, because shards may be uneven.
-    rows, columns = raw.shape[0], raw.shape[1] // 4
-    with torch.no_grad():
-        local = raw.to_local().view(torch.float32)
-    return DTensor.from_local(
-        local,
-        raw.device_mesh,
-        raw.placements,
-        run_check=False,
-        shape=torch.Size((rows, columns)),
-        stride=(columns, 1),
-    )
 
 
 def dequantize_layout(layout: ModelLayout, tensors: Sequence[TensorRef]) -> ModelLayout:

@@ -31,7 +31,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +66,6 @@ class FourBitLinear:
         quantization: the requested form.
         whole_scales: during a load, the expressions of the scales before they are nested.
     """
-
-    kept_as: ClassVar[str] = "four bits"
 
     weight: nn.Parameter
     weight_scales: nn.Parameter
@@ -226,8 +224,6 @@ class FourBitExperts(nn.Module):
         deltas: active LoRAs, each the local name of a stack and two matrices for each expert, (experts, in, r) and
             (experts, r, out).
     """
-
-    kept_as: ClassVar[str] = "four bits"
 
     packings: Mapping[str, Packing]
     compute_dtype: torch.dtype | None

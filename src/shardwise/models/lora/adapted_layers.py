@@ -16,7 +16,7 @@ from shardwise.core.expression import Bindings
 from shardwise.core.layout import LocalBox
 from shardwise.core.tensors import Box, Strided
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
-from shardwise.models.initial_programs import Program, copy_program, fill_from_program
+from shardwise.models.initial_programs import Program, copy_program, values_from_program
 from shardwise.models.initialize import Initializers
 from shardwise.models.lora import peft_private
 from shardwise.models.lora.inject import inject_lora
@@ -101,7 +101,8 @@ class AdapterOutline:
             whole = self.initializers.initialize_whole(self.tensors[matrix.fqn], seed=seed)
             program = copy_program(whole)
         box = LocalBox(Box.whole(matrix.shape), Strided.contiguous(matrix.shape))
-        fill_from_program(program, values, [box], seed=seed, fqn=matrix.fqn)
+        for target, block in values_from_program(program, values, [box], seed=seed, fqn=matrix.fqn):
+            target.copy_(block)
 
 
 def name_in_base(name: str) -> str:
@@ -122,10 +123,10 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig, *, is_new: bool) 
     """
     _require_matrices(config)
     tuned = inject_lora(base, Bindings({}), config, _ADAPTER, None, is_new=is_new)
-    tensors = {name: item for item in collect_tensors(tuned.model) for name in item.names}
+    refs = collect_tensors(tuned.model)
     errors: list[str] = []
     sites: list[AdaptedSite] = []
-    names = {id(item.tensor): item.fqn for item in tensors.values()}
+    names = {id(item.tensor): item.fqn for item in refs}
     model: Any = tuned.model
     for name, layer in peft_private.layers(model):
         try:
@@ -134,11 +135,9 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig, *, is_new: bool) 
             errors.append(str(error))
     if errors:
         raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(errors[:20]))
-    # A tied tensor is in ``tensors`` under each of its names, and once in these.
-    initializers = Initializers(
-        tuned.model, list({id(item): item for item in tensors.values()}.values()), tuned.additions
-    )
+    initializers = Initializers(tuned.model, refs, tuned.additions)
     programs = initializers.programs(sorted(tuned.additions.from_tuning))
+    tensors = {name: item for item in refs for name in item.names}
     return AdapterOutline(tuple(sites), tensors, initializers, programs)
 
 

@@ -11,20 +11,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.core.consents import describe_faults
 from shardwise.core.errors import ConfigError, KeyMismatchError
 from shardwise.core.expert_factors import ExpertFactors, are_exchanged
 from shardwise.core.expression import Bindings, Expression
 from shardwise.core.untrusted import require_quick_patterns
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
+from shardwise.models.four_bit.layers import get_packings
 from shardwise.models.initialize import Additions, RowNorms
 from shardwise.models.lora import peft_private
 from shardwise.models.selection import AdapterOnly, names_outside
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,19 @@ def match_adapter(
     by_name = {alias: item for item in refs for alias in item.names}
     version, what = adapter.config.peft_version, adapter.directory
     tensors = exchange_experts(model, refs, name, adapter.tensors, version, what)
-    missing = [f"missing     {key}" for key, fqn in fqns.items() if key not in tensors and fqn in required]
-    unexpected = [f"unexpected  {key}" for key in tensors if key not in fqns]
+    missing = [key for key, fqn in fqns.items() if key not in tensors and fqn in required]
+    unexpected = [key for key in tensors if key not in fqns]
     pairs = {key: (by_name[fqns[key]], item) for key, item in tensors.items() if key in fqns}
     mismatched: list[str] = []
     for key, (ref, item) in pairs.items():
         shape = tuple(ref.tensor.shape)
         if item.shape != shape:
-            mismatched.append(f"mismatched  {key}: stored {item.shape}, the model has {shape}")
+            mismatched.append(f"{key}: stored {item.shape}, the model has {shape}")
     if missing or unexpected or mismatched:
-        config, shown = adapter.config, [*missing[:_SHOWN], *unexpected[:_SHOWN], *mismatched[:_SHOWN]]
-        more = len(missing) + len(unexpected) + len(mismatched) - len(shown)
-        if more:
-            shown.append(f"... and {more} more")
-        listed = "\n  ".join(shown)
+        config, head = adapter.config, f"{adapter.directory}: the adapter does not fit the model"
+        faults = {"missing": missing, "unexpected": unexpected, "mismatched": mismatched}
         raise KeyMismatchError(
-            f"{adapter.directory}: the adapter does not fit the model\n  {listed}\nIts config has the base "
+            f"{describe_faults(head, faults, {})}\nIts config has the base "
             f"{config.base_model_name_or_path or '(not named)'}, r={config.r} and "
             f"target_modules={_format_targets(config.target_modules)}. Load that base, with the config it was "
             "trained with, and resize_vocab if its vocabulary was resized. An adapter with embeddings can be "
@@ -142,17 +138,16 @@ def inject_lora(
     Every name in the config of an adapter that ``is_new`` has to match something.
     """
     _require_unpacked(base, config)
-    before = collect_tensors(base)
-    old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
+    before = _group_names(collect_tensors(base))
     # PEFT moves modules (q_proj becomes q_proj.base_layer), but keeps the objects. So a tensor is identified by its
-    # module and its local name: before with its old name, afterwards with its new one.
+    # module and its local name: before with its old names, afterwards with its new ones, in the same order.
     model = _inject(base, config, name, is_new=is_new)
     refs = collect_tensors(model)
-    new_names = {(id(slot.module), slot.name): slot.fqn for item in refs for slot in item.slots}
-    renamed = {old: new_names[slot] for slot, old in old_names.items()}
+    after = _group_names(refs)
+    renamed = {old: new for slot, names in before.items() for old, new in zip(names, after[slot], strict=True)}
     base_names = {new: old for old, new in renamed.items()}
     # From here on by names in PEFT's model: the bindings, what PEFT has added, and the copies of modules_to_save.
-    originals = _find_originals(model, name, new_names)
+    originals = peft_private.map_copied_names(model)
     matched: dict[str, tuple[Expression, ...]] = {
         renamed.get(old, old): expressions for old, expressions in bindings.matched.items()
     }
@@ -216,7 +211,7 @@ def _inject(base: PreTrainedModel, config: LoraConfig, name: str, *, is_new: boo
 
 def _require_unpacked(base: PreTrainedModel, config: LoraConfig) -> None:
     """Raise ConfigError if a LoRA requires dequantized weights of layers in four bits."""
-    packed = [name for name, module in base.named_modules() if hasattr(module, "kept_as")]
+    packed = [name for name, module in base.named_modules() if get_packings(module)]
     if packed and config.use_dora:
         raise ConfigError(
             f"use_dora: needs norms of rows, but {packed[0]} is in four bits. Leave out use_dora or quantization"
@@ -230,18 +225,12 @@ def _require_unpacked(base: PreTrainedModel, config: LoraConfig) -> None:
             )
 
 
-def _find_originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
-    """Map the names of parameters and buffers of copied modules to those of their originals."""
-    originals: dict[str, str] = {}
-    for original, copy in peft_private.copies(model, adapter):
-        # A module has the same path in the original and in its copy.
-        modules = dict(original.named_modules(remove_duplicate=False))
-        for inner, module in copy.named_modules(remove_duplicate=False):
-            for local in (name for (owner, name) in names if owner == id(module)):
-                source = names.get((id(modules[inner]), local)) if inner in modules else None
-                if source is not None:
-                    originals[names[id(module), local]] = source
-    return originals
+def _group_names(refs: Sequence[TensorRef]) -> dict[tuple[int, str], list[str]]:
+    """Return FQNs by the ``id`` of a module and a local name. A module may be registered under several names."""
+    names: dict[tuple[int, str], list[str]] = {}
+    for slot in (slot for item in refs for slot in item.slots):
+        names.setdefault((id(slot.module), slot.name), []).append(slot.fqn)
+    return names
 
 
 def _additions(model: Any, adapter: str, config: LoraConfig, refs: Mapping[int, TensorRef]) -> Additions:
