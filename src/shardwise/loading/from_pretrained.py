@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.core.errors import ConfigError, FormatError, RankMismatchError, StorageError
-from shardwise.core.machine import mount_namespace
+from shardwise.core.machine import namespace_id
 from shardwise.core.reports import LoadReport
 from shardwise.files.checkpoint_index import CheckpointIndex, without_wrappers
 from shardwise.files.join_entries import merge_indexes
@@ -296,7 +296,7 @@ def build_together(
     if keywords.get("trust_remote_code", False) and world.size > 1:
         # transformers copies the code into a cache and imports it there. Two processes must not write it at
         # once.
-        first = world.is_first_at(mount_namespace())
+        first = world.is_first_at(namespace_id("mnt"))
         with world.collective("download the model's code"):
             if first:
                 meta_model.get_model_class(opened.directory, opened.config, keywords)
