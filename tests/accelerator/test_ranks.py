@@ -278,7 +278,8 @@ def flattened(folder: str) -> list[str]:
 
 def by_plans(folder: str) -> list[str]:
     """A model that transformers' plans split, beside the whole one."""
-    given, _, meshes = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(tp_size=2))
+    with launched():  # or else this rank would take the first device
+        given, _, meshes = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(tp_size=2))
     with torch.device("meta"):
         model = LlamaForCausalLM(AutoConfig.from_pretrained(folder))
     model = LlamaForCausalLM.maybe_distribute_model(model, given, meshes)
