@@ -46,6 +46,9 @@ except ConfigError:  # its Trainer does not support sharded models
         "training/test_train_adapters.py",
         "training/test_chat_masks.py",
         "training/test_commands.py",
+        "training/test_engines.py",
+        "training/test_images.py",
+        "training/test_resumed_callbacks.py",
         "training/test_tra*.py",
     ]
 

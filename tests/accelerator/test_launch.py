@@ -1,78 +1,42 @@
-"""A training that ``shardwise train`` and torchrun start, each rank on a simulated device."""
+"""A training that ``shardwise train`` starts, each rank on a simulated device."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from tests.accelerator.simulated import environment
 from tests.integrations.requirements import require_patched_names
+from tests.support.local_ranks import LocalRanks
 from tests.training import tiny
+from tests.training.on_ranks import by_command
 from tests.truth import unlike
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-ALONE = ["shardwise", "train", "--nproc-per-node=2"]
-LAUNCHERS = {
-    "shardwise": ALONE,
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardwise", "train"],
-}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_results_equal_those_of_the_cpu(tmp_path, library):
     require_patched_names()
-    folder = tmp_path_factory.mktemp("launched")
-    tiny.write_model(folder / "model")
-    tiny.write_chats(folder / "chats.jsonl", 8)
-    return folder
-
-
-def launched(place: Path, out: str, launcher: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess:
-    settings = {
-        "model_name_or_path": place / "model",
-        "dataset_name": place / "chats.jsonl",
-        "output_dir": place / out,
-        "report_to": "none",
-        "bf16": "false",
-        "optim": "sgd",
-        "attn_implementation": "eager",
-        "max_length": 64,
-        "max_steps": 2,
-    }
-    arguments = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, *arguments],
+    tiny.write_model(tmp_path / "model")
+    tiny.write_chats(tmp_path / "chats.jsonl", 8)
+    settings = {"optim": "sgd", "attn_implementation": "eager", "max_steps": 2}
+    there, here = (
+        str(tiny.write_config(tmp_path, name, **settings, output_dir=str(tmp_path / name)))
+        for name in ("npu", "cpu")
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "shardwise", "train", there, "--nproc-per-node=2"],
         check=False,
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=variables,
+        env=environment(devices=2, delay_us=200),
     )
-
-
-@pytest.fixture(scope="module")
-def expected(place) -> dict[str, torch.Tensor]:
-    """What comes of the same training on the CPU."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    result = launched(place, "cpu", ALONE, {**os.environ, "PYTHONPATH": path})
     assert result.returncode == 0, result.stderr
-    return load_file(place / "cpu" / "model.safetensors")
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_results_equal_those_of_the_cpu(place, library, expected, launcher):
-    result = launched(place, launcher, LAUNCHERS[launcher], environment(devices=2, delay_us=200))
-    assert result.returncode == 0, result.stderr
-    assert unlike(load_file(place / launcher / "model.safetensors"), expected) == []
-
-
-def test_more_ranks_than_devices_are_refused(place, library):
-    result = launched(place, "refused", ALONE, environment(devices=1))
-    assert result.returncode == 2
-    assert "2 ranks on a machine: each needs a device, and this process sees 1" in result.stderr
+    with LocalRanks(2, is_forked=True) as ranks:
+        ranks.run(by_command, [here], tmp_path / "at")
+    states = [load_file(tmp_path / name / "model.safetensors") for name in ("npu", "cpu")]
+    assert unlike(*states) == []

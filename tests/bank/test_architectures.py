@@ -110,17 +110,21 @@ def failures_of(specimens: list[Any]) -> tuple[int, dict[str, str]]:
     return compared, failures
 
 
+def few_specimens() -> list[Any]:
+    """Dense models, and one of experts."""
+    return [each for each in zoo.representative_specimens() if each.name in ("gpt2", "kimi_linear", "llama")]
+
+
 def test_dense_models_and_one_of_experts(monkeypatch):
     monkeypatch.setattr(passes.SharedBase, "chunk_positions", CHUNK)
-    specimens = [each for each in zoo.representative_specimens() if each.name in ("gpt2", "kimi_linear", "llama")]
+    specimens = few_specimens()
     assert failures_of(specimens) == (len(specimens), {})
 
 
 @pytest.mark.slow
-def test_representative_architectures_with_logits_at_once():
-    compared, failures = failures_of(zoo.representative_specimens())
-    assert not failures
-    assert compared >= 5
+def test_logits_at_once():
+    specimens = few_specimens()
+    assert failures_of(specimens) == (len(specimens), {})
 
 
 @pytest.mark.slow

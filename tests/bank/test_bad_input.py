@@ -174,14 +174,14 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("what", list(REFUSALS))
-def test_refused_calls_change_nothing(base, calm, adapters, what):
+def test_refused_calls_change_nothing(base, calm, adapters):
     """Between two steps, and in the middle of windows: matrices, moments and gradients are as without."""
     members = members_with(X)
     bank = bank_of(base, members)
     for number in range(4):
-        REFUSALS[what](bank, adapters)
-        assert bank.names == tuple(members)
+        for what, refuse in REFUSALS.items():
+            refuse(bank, adapters)
+            assert bank.names == tuple(members), what
         train(bank, members, 1, first=number)
     for name in QUIET:
         require_equal(everything(bank, name), calm[name])

@@ -158,16 +158,20 @@ def test_dropout_of_the_base_is_refused_in_training_mode():
     assert bank.optim_step("x").is_taken
 
 
+@pytest.fixture(scope="module")
+def bank(base: Path) -> Any:
+    """A bank with an adapter, beside which calls of several tests are refused."""
+    return bank_of(base, {"ada": recipes()["ada"]})
+
+
 @pytest.mark.parametrize("name", ["", "x" * 129, 5, "a\n", "\x00", "a\x7f", "\x85", "\ud800"])
-def test_names_that_are_none(base, name):
-    bank = bank_of(base, {})
+def test_names_that_are_none(bank, name):
     with pytest.raises(ConfigError, match="is not a valid adapter name"):
         bank.add_adapter(name, recipes()["ada"].lora())
-    assert bank.names == ()
+    assert bank.names == ("ada",)
 
 
-def refused(base: Path, match: str, config: Any = None, **keywords: Any) -> None:
-    bank = bank_of(base, {"ada": recipes()["ada"]})
+def refused(bank: Any, match: str, config: Any = None, **keywords: Any) -> None:
     with pytest.raises(ConfigError, match=match):
         bank.add_adapter("x", LoraConfig(**{"target_modules": ["q_proj"], **(config or {})}), **keywords)
     assert bank.names == ("ada",)
@@ -185,8 +189,8 @@ def refused(base: Path, match: str, config: Any = None, **keywords: Any) -> None
         ("Only linear layers, embeddings and", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
     ],
 )
-def test_configs_that_are_no_pairs_of_matrices(base, match, config):
-    refused(base, match, config)
+def test_configs_that_are_no_pairs_of_matrices(bank, match, config):
+    refused(bank, match, config)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +215,8 @@ def test_configs_that_are_no_pairs_of_matrices(base, match, config):
         ("reduction='all': pass 'mean'", {"reduction": "all"}),
     ],
 )
-def test_invalid_options_are_refused(base, match, keywords):
-    refused(base, match, **keywords)
+def test_invalid_options_are_refused(bank, match, keywords):
+    refused(bank, match, **keywords)
 
 
 def test_invalid_calls_are_refused(base):

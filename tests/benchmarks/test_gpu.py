@@ -41,9 +41,23 @@ def require_meaningful(part: str, figures: dict[str, Any]) -> None:
             assert figures.keys() == {"full, float32", "LoRA, bfloat16"}
 
 
+BY_COMMAND = ("tests", "launch", "plan")
+"""Parts that a process of their own is tried for: two start programs, and one is enough of the others."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [part for part in PARTS if part != "more-checkpoints"])  # a larger checkpoint
-def test_each_part_runs_on_a_cpu(tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize("part", [part for part in PARTS if part not in {*BY_COMMAND, "more-checkpoints"}])
+def test_each_part_runs_on_a_cpu(tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but a larger checkpoint."""
+    assert gpu.run_here(part, gpu.Bench("cpu", True, tmp_path)) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    require_meaningful(part, figures)
+    assert all(number >= 0 for number in numbers(figures))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", BY_COMMAND)
+def test_each_part_runs_by_the_command(tmp_path: Path, part: str) -> None:
     arguments = ["--device", "cpu", "--tiny", "--dir", str(tmp_path / "models"), "--out", str(tmp_path / "gpu")]
     code = gpu.main([*arguments, "--parts", part])
     [result] = json.loads((tmp_path / "gpu.json").read_text())["parts"].values()

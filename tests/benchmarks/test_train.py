@@ -22,10 +22,9 @@ def test_both_loops_do_the_same(worlds: Worlds, job: Job) -> None:
     for rank, other in zip(ours, by_hand, strict=True):
         assert len(rank["seconds"]) == len(other["seconds"]) == 3
         assert rank["losses"] == pytest.approx(other["losses"], rel=1e-5)
-        assert rank["growth_bytes"] >= 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", [train.OURS, train.TRL, train.ACCELERATE])
 def test_every_arm_reaches_its_first_step(job: Job, arm: str) -> None:
-    assert train.start_once(arm, job, 2, LIMIT_S) > 0
+    assert train.start_once(arm, job, 1, LIMIT_S) > 0

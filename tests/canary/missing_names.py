@@ -69,13 +69,13 @@ class Hidden:
     """An attribute that the library itself still sees. With ``uses`` shardwise sees it, too, and is noted."""
 
     def __init__(self, name: str, before: Any, path: str, uses: set[str] | None) -> None:
-        self.name, self.before, self.path, self.uses = name, before, path, uses
+        self.name, self.before, self.paths, self.uses = name, before, {path}, uses
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if is_asked_by_shardwise():
             if self.uses is None:
                 raise AttributeError(f"no {self.name}")
-            self.uses.add(self.path)
+            self.uses |= self.paths
         if self.name in getattr(instance, "__dict__", {}):
             return instance.__dict__[self.name]
         bind = getattr(type(self.before), "__get__", None)
@@ -125,7 +125,9 @@ def hide(path: str, uses: set[str] | None = None) -> None:
     for kind in kinds:
         kinds += kind.__subclasses__()
     for kind in kinds:
-        if kind is owner or name in vars(kind):
+        if isinstance(vars(kind).get(name), Hidden):  # as the attribute of another path
+            vars(kind)[name].paths.add(path)
+        elif kind is owner or name in vars(kind):
             before = next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
             setattr(kind, name, Hidden(name, before, path, uses))
 

@@ -19,7 +19,7 @@ from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
 from tests.loading.on_ranks import attempt
 from tests.small_checkpoints import small_qwen3
-from tests.support import EffectLog, recorded
+from tests.support.crashes import EffectLog, recorded
 from tests.support.files import flip_bit
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -458,7 +458,7 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
         with open_writer(folder) as writer:
             with (
                 mock.patch("socket.gethostname", return_value="elsewhere"),
-                mock.patch("shardwise.core.machine.pid_namespace", return_value="elsewhere"),
+                mock.patch("shardwise.core.machine.namespace_id", return_value="elsewhere"),
             ):
                 held = LockedFolder(writer, "theirs")
             if not is_renewed:

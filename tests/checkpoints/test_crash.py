@@ -3,7 +3,7 @@
 import pytest
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training
-from tests.support import EffectLog, states_after_crash
+from tests.support.crashes import EffectLog, states_after_crash
 from tests.support.files import contents
 
 from shardwise import Checkpointer

@@ -18,7 +18,7 @@ from tests.training.on_ranks import by_command
 
 from shardwise.cli import main
 from shardwise.cli.launch import read_launch
-from shardwise.cli.train import STOPPED, _print
+from shardwise.cli.train import SOME_FAILED, STOPPED, _exit_code, _print
 from shardwise.core.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def command(*arguments: object) -> list[str]:
 def test_a_configuration_is_checked(tmp_path: Path) -> None:
     result = RUNNER.invoke(main, ["train", "dpo", config(tmp_path), "--check", "--max_steps", "3"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "model: there is no such folder" in result.stderr or "model" in result.stderr
+    assert "model: no such directory" in result.stderr
     (tmp_path / "model").mkdir()
     result = RUNNER.invoke(main, ["train", "dpo", config(tmp_path), "--check", "--max_steps", "3"])
     assert result.exit_code == 0, result.stderr
@@ -101,11 +101,9 @@ WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 @pytest.mark.parametrize(
     ("ranks", "number", "console", "further"),
     [
-        (1, signal.SIGTERM, "terminal", {}),
         (2, signal.SIGUSR1, "file", WORKERS),
         (2, signal.SIGINT, "pipe", {}),
         (1, signal.SIGHUP, "terminal", TWO_LORAS),
-        (2, signal.SIGTERM, "pipe", TWO_LORAS),
     ],
 )
 @pytest.mark.usefixtures("terminal_signals")
@@ -162,6 +160,15 @@ def test_the_outcome_is_json_even_if_a_loss_is_not_finite(capsys: pytest.Capture
     assert "Infinity" not in told
     assert json.loads(told)["metrics"] == {"loss": None}
     assert json.loads(told)["summary"] == ["NaN"]
+
+
+def test_an_adapter_that_has_failed_is_in_the_exit_code() -> None:
+    from shardwise.training.train_model import TrlOutcome
+
+    metrics = {"ada": {"failure": "failed in step 2"}, "bob": {"loss": 0.5}}
+    assert _exit_code(TrlOutcome("out", 2, False, metrics, ({},), ())) == SOME_FAILED == 3
+    assert _exit_code(TrlOutcome("out", 2, False, {"bob": metrics["bob"]}, ({},), ())) == 0
+    assert _exit_code(TrlOutcome("out", 2, True, metrics, ({},), ())) == STOPPED
 
 
 # Where ranks come from

@@ -156,7 +156,7 @@ def evaluated(
         view(found, copy.target)[...] = view(np.ascontiguousarray(leaves[copy.leaf.key]), copy.source)
         if written is not None:
             view(written, copy.target)[...] += 1
-    for item in compute_tasks(((0, part.leaf, part.region) for part in computed), most_bytes):
+    for item in compute_tasks(((0, leaf, region) for leaf, region in computed), most_bytes):
         needs = zip(item.inputs, item.block.inputs, strict=True)
         values = [evaluated(leaves, source, need, most_bytes).reshape(need.sizes) for source, need in needs]
         outputs = item.operation.evaluate(item.block, values)

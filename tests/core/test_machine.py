@@ -8,18 +8,18 @@ from shardwise.core import machine
 
 
 def test_processes_of_one_machine_agree_on_it() -> None:
-    code = "from shardwise.core import machine; print(machine.boot_id(), machine.pid_namespace())"
+    code = "from shardwise.core import machine; print(machine.boot_id(), machine.namespace_id('pid'))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert told == [machine.boot_id(), machine.pid_namespace()]
+    assert told == [machine.boot_id(), machine.namespace_id("pid")]
 
 
 def test_a_name_is_all_there_is_without_proc(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     machine.boot_id.cache_clear()
     monkeypatch.setattr(machine, "_BOOT_ID", tmp_path / "none")
-    monkeypatch.setattr(machine, "_PID_NAMESPACE", str(tmp_path / "none"))
+    monkeypatch.setattr(machine, "_NAMESPACES", tmp_path / "none")
     try:
         assert machine.boot_id().startswith("host ")
-        assert machine.pid_namespace().startswith(machine.boot_id())
+        assert machine.namespace_id("pid").startswith(machine.boot_id())
     finally:
         machine.boot_id.cache_clear()
 

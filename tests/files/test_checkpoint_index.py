@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.files.building import file_of, file_with, index_of, refusal_of, tensor
-from tests.support import HttpStore
-from tests.support.http_store import Status
+from tests.support.http_store import HttpStore, Status
 from tests.support.memory_storage import MemoryReader
 
 from shardwise.core.errors import CheckpointError, FormatError, StorageError

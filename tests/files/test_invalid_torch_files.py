@@ -190,7 +190,7 @@ def test_a_bomb_is_not_unpacked() -> None:
     content = archive({"data.pkl": b"\0" * 50_000_000}, method=zipfile.ZIP_DEFLATED)
     start = time.process_time()
     assert "is compressed" in refusal(content)
-    assert time.process_time() - start < 1 * slowness()
+    assert time.process_time() - start < 5 * slowness()
 
 
 def test_a_member_twice() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from tests.support import HttpStore, StorageReaderSuite
+from tests.support.http_store import HttpStore
 from tests.support.memory_storage import MemoryReader
-from tests.support.storage_suite import MakeReader
+from tests.support.storage_suite import MakeReader, StorageReaderSuite
 
 from shardwise.files import objects
 from shardwise.files.local_reader import LocalReader

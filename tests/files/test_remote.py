@@ -10,8 +10,17 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.support import HttpStore
-from tests.support.http_store import Disturbance, IgnoreRange, Redirect, Reset, Shift, Stall, Status, Truncate
+from tests.support.http_store import (
+    Disturbance,
+    HttpStore,
+    IgnoreRange,
+    Redirect,
+    Reset,
+    Shift,
+    Stall,
+    Status,
+    Truncate,
+)
 from tests.support.local_ranks import LIMIT_S
 
 from shardwise.core.errors import ConfigError, StorageError

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 from tests.files.building import file_with, refusal_of
 from tests.files.torch_building import archive, same, saved, tensor, torch_file, values_of
-from tests.support import HttpStore
+from tests.support.http_store import HttpStore
 from tests.support.memory_storage import MemoryReader
 from torch import nn
 

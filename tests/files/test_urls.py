@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support import HttpStore
+from tests.support.http_store import HttpStore
 
 from shardwise.core.errors import StorageError
 from shardwise.files.local_reader import LocalReader, open_storage

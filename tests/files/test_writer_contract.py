@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support import StorageWriterSuite, WritableStorage
+from tests.support.writer_suite import StorageWriterSuite, WritableStorage
 
 from shardwise.files.local_writer import LocalWriter
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import HfApi
 from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import write
-from tests.support import EffectLog, recorded, states_after_crash
+from tests.support.crashes import EffectLog, recorded, states_after_crash
 from tests.support.local_ranks import LocalRanks
 from tests.support.world import agreed, require_words
 from tests.truth import require_equal

@@ -40,16 +40,22 @@ FAST = ("36m-lora-keep-1-2-512",)
 
 def recorded() -> list[Any]:
     """The latest measurement of each cell whose allocator gave memory back."""
-    rows = {}
+    rows: dict[str, Any] = {}
     for run in json.loads(RECORD.read_text())["runs"]:
         for row in run["rows"]:
             cell = row["cell"]
             is_with_heap = run["heap"] or (cell["model"] == "0.6b" and run["date"] < "2026-11-23T06:00")
             if cell["model"] != "demo" and not is_with_heap:
                 rows["-".join(map(str, cell.values()))] = (cell, row["measured"])
-    return [
-        pytest.param(*row, id=name, marks=() if name in FAST else pytest.mark.slow) for name, row in rows.items()
-    ]
+    cells: list[Any] = []
+    for name, row in rows.items():
+        if name == "0.6b-lora-again-1-1-128":  # of one row; there is one of two
+            continue
+        # A cell of two ranks says nothing that those of one and of four do not say.
+        if "-2-2-" in name and {name.replace("-2-2-", f"-{ranks}-2-") for ranks in (1, 4)} <= rows.keys():
+            continue
+        cells.append(pytest.param(*row, id=name, marks=() if name in FAST else pytest.mark.slow))
+    return cells
 
 
 def config_of(model: str) -> Qwen3Config:
@@ -116,9 +122,7 @@ def test_recorded_trainings(
     assert held == pytest.approx(measured["held"], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("optim", "nbytes"), [("adamw_torch", 8), ("adamw_torch_8bit", 2), ("sgd", 0), ("adagrad", 4), ("adafactor", 0)]
-)
+@pytest.mark.parametrize(("optim", "nbytes"), [("adamw_torch", 8), ("adamw_torch_8bit", 2), ("adafactor", 0)])
 def test_optimizer_states(optim: str, nbytes: float) -> None:
     made = planned("36m", 3, dtype="float32", tuning=Full(), optim=optim)
     assert made.training is not None
@@ -151,10 +155,9 @@ def test_checkpointing_and_accumulation() -> None:
     assert summed.phases[1].host["gradients"] == summed.gradient_bytes
 
 
-@pytest.mark.parametrize("tuning", [Full(), LORA], ids=["full", "lora"])
-def test_the_largest_batch_fits_and_one_more_row_does_not(tuning: Any) -> None:
+def test_the_largest_batch_fits_and_one_more_row_does_not() -> None:
     limit = 2 << 30
-    step: Any = {"max_length": 512, "tuning": tuning}
+    step: Any = {"max_length": 512, "tuning": LORA}
     made = planned("low", 2, **step, per_device_train_batch_size=3, memory_bytes=limit)
     assert made.training is not None
     most = made.training.largest_batch
@@ -165,8 +168,9 @@ def test_the_largest_batch_fits_and_one_more_row_does_not(tuning: Any) -> None:
     assert planned("low", 2, **step, per_device_train_batch_size=3).training.largest_batch is None  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("tuning", [Full(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("tuning", "recomputed"), [(Full(), False), (LORA, True)], ids=["full-kept", "lora-recomputed"]
+)
 def test_each_further_block_takes_as_much_memory(tuning: Any, recomputed: bool) -> None:
     """Of two and three blocks all are traced, of nine those that differ."""
     step: Any = {"per_device_train_batch_size": 2, "max_length": 64, "tuning": tuning}

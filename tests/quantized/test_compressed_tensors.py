@@ -226,7 +226,7 @@ def test_targets_are_tried_on_the_names_of_modules(tmp_path, monkeypatch):
     """The pattern is quick for each stored name, and endless for that of the module."""
     monkeypatch.setattr(untrusted, "_MATCHING_S", 1)
     layers = {"a." + "a" * 60: quantizing.int4_groups(SHAPE, 0)}
-    groups = [group("pack-quantized", 4, "int", "group", "re:(?!.*weight)a.(a|aa)+b", group_size=8), GROUPS[2]]
+    groups = [group("pack-quantized", 4, "int", "group", "re:(?!.*weight)a.(a|aa)+b", group_size=8), GROUPS[3]]
     with pytest.raises(shardwise.ShardwiseError, match="quantization_config.targets"):
         load_layers(tmp_path, layers, mixed(groups))
 

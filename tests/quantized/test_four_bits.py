@@ -58,7 +58,6 @@ def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, 
     [
         ("flat", 2, "in blocks"),
         pytest.param("flat", 3, "replicated", marks=pytest.mark.slow),
-        pytest.param("flat", 1, "in blocks", marks=pytest.mark.slow),
     ],
 )
 def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):

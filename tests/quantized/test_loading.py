@@ -50,7 +50,6 @@ def test_one_process(quantized, kind, budget, tmp_path):
 @pytest.mark.parametrize(
     ("mesh", "size"),
     [
-        pytest.param("flat", 2, marks=pytest.mark.slow),
         ("flat", 3),
         pytest.param("shard1", 2, marks=pytest.mark.slow),
         pytest.param("hsdp", 4, marks=pytest.mark.slow),

@@ -235,7 +235,7 @@ def first_on_host(with_names: bool = False) -> bool:
     """With names, every rank has a host name of its own, as containers of one machine have."""
     name = f"container-{dist.get_rank()}" if with_names else socket.gethostname()
     with mock.patch("socket.gethostname", return_value=name):
-        return World.current().is_first_at(machine.mount_namespace())
+        return World.current().is_first_at(machine.namespace_id("mnt"))
 
 
 def exit_on(rank: int) -> None:

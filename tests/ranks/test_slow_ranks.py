@@ -3,10 +3,11 @@
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch.distributed as dist
-from tests.ranks.test_control_channel import QUICK, Ranks, meet
+from tests.ranks.test_control_channel import PATIENT, QUICK, Ranks, clock, meet  # noqa: F401 - a fixture
 
 from shardwise.core.errors import RankLostError
 from shardwise.core.phases import busy_with, main_thread_work, phase
@@ -60,28 +61,32 @@ def test_what_the_main_thread_does():
             assert main_thread_work()[:2] == ("train", "")
 
 
-def test_a_rank_that_lives_is_named_and_not_waited_for_longer_than_the_timeout(monkeypatch, caplog):
-    monkeypatch.setattr(slow_ranks, "WARN_S", 0.1)
-    timeouts = Timeouts(
-        heartbeat_interval_s=0.05, heartbeat_timeout_s=600, join_timeout_s=600, meeting_timeout_s=0.5
-    )
-    left = threading.Event()
+def test_a_rank_that_lives_is_named_and_not_waited_for_longer_than_the_timeout(clock, caplog):  # noqa: F811
+    timeouts = replace(PATIENT, meeting_timeout_s=3 * WARN_S)
+    left, waiting = threading.Event(), []
 
     def act(line):
         meet(line, b"")
         if line.rank == 1:
             left.wait()  # and comes to no further meeting
+        waiting.append(line)
         try:
             return meet(line, b"")
         finally:
             left.set()
 
-    with caplog.at_level(logging.WARNING), Ranks(3, timeouts) as ranks:
-        found = ranks.each(act)
+    with caplog.at_level(logging.WARNING), Ranks(3, timeouts) as ranks, ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(ranks.each, act)
+        while len(waiting) < 2 or not all(line._detector.meetings for line in waiting):
+            time.sleep(0.01)
+        clock.put_forward(WARN_S, *ranks.lines)
+        while "rank 0 has been waiting for" not in caplog.text:
+            time.sleep(0.01)
+        clock.now_s += 3 * WARN_S
+        found = outcome.result()
     assert {type(error) for error in found} == {RankLostError}
     assert "s for rank 1, which" in str(found[0])
     assert "ddp_timeout" in str(found[0])
-    assert "rank 0 has been waiting for" in caplog.text
 
 
 def test_a_meeting_that_ends_while_slow_ranks_are_looked_for_ends_no_heartbeat(monkeypatch):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.support.local_ranks import LIMIT_S
 
 from shardwise.ranks import processes, stop_signals
 from shardwise.ranks.stop_signals import RELAYED, STOP_SIGNALS, StoppedNowError, StopRequest, stopping_on_signals
@@ -131,7 +132,7 @@ def test_a_program_does_not_keep_what_shields_children():
     with stopping_on_signals(), subprocess.Popen(["sleep", "1000"], preexec_fn=os.setsid) as child:
         try:
             child.terminate()
-            assert child.wait(timeout=60) == -signal.SIGTERM
+            assert child.wait(timeout=LIMIT_S) == -signal.SIGTERM
         finally:
             child.kill()
 

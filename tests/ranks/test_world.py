@@ -7,9 +7,9 @@ import signal
 
 import pytest
 from tests.ranks import faults
-from tests.support import local_ranks, run_world
+from tests.support import local_ranks
 from tests.support.local_ranks import LocalRanks, RankError
-from tests.support.world import require_same_error
+from tests.support.world import require_same_error, run_world
 
 from shardwise.core.errors import CheckpointError, StorageError
 from shardwise.ranks.world import World

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.core.machine import pid_namespace
+from shardwise.core.machine import namespace_id
 
 OPTIONS = shardwise.options.SaveOptions(budget_bytes=4096, progress=False)
 
@@ -83,7 +83,7 @@ def linear(seed: int = 0, columns: int = 4) -> nn.Module:
 
 def mark(**changes: Any) -> bytes:
     """The mark of a save by a process of this machine that is gone, unless the changes say otherwise."""
-    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "space": pid_namespace()}
+    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "space": namespace_id("pid")}
     found |= {"save_id": "0123abcd", "renewed_s": 0.0, "since": 0.0}
     return json.dumps(found | changes).encode()
 

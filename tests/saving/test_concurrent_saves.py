@@ -112,7 +112,7 @@ def test_containers_with_one_host_name_do_not_take_each_other_for_dead(target, i
     """The other's process has a number that here is nobody's; it lives as long as its mark is renewed."""
     save(1, target)
     with monkeypatch.context() as elsewhere, open_writer(target) as writer:
-        elsewhere.setattr(machine, "pid_namespace", lambda: "another container")
+        elsewhere.setattr(machine, "namespace_id", lambda kind: "another container")
         elsewhere.setattr(machine, "process_start_time", lambda process: "1")
         held = LockedFolder(writer, "0123abcd")
         if not is_renewed:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import Worlds
 from tests.integrations.requirements import require_patched_names
 
 import shardwise
@@ -35,15 +36,19 @@ def config(folder: Path, text: str) -> str:
     return str(file)
 
 
+def tables() -> tuple[Path, str, str, str]:
+    from tests.training import key_table
+
+    return key_table.FILE, key_table.text(), key_table.page(), key_table.former_page()
+
+
 @pytest.mark.slow
-def test_the_tables_are_those_of_the_dataclasses() -> None:
-    """In a process of its own: TRL's import takes seconds."""
-    command = (
-        "from tests.training import key_table; assert key_table.FILE.read_text('utf-8') == key_table.text(); "
-        f"assert key_table.page() in open({str(PAGE)!r}, encoding='utf-8').read(), key_table.page(); "
-        f"assert key_table.former_page() == open({str(FORMER_PAGE)!r}, encoding='utf-8').read()"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", command], check=True)
+def test_the_tables_are_those_of_the_dataclasses(worlds: Worlds) -> None:
+    """On a rank: TRL's import takes seconds."""
+    file, text, page, former_page = worlds(1).run(tables)[0]
+    assert file.read_text("utf-8") == text
+    assert page in PAGE.read_text("utf-8"), page
+    assert FORMER_PAGE.read_text("utf-8") == former_page
 
 
 def test_a_file_with_overrides(tmp_path: Path) -> None:

@@ -47,11 +47,11 @@ def test_a_block_is_freed_once_no_request_follows_that_needs_it(tmp_path: Path) 
     four = double(double(stored))
     with LocalReader(tmp_path) as reader:
         executor = create_executor(reader, open_checkpoint(reader))
-        assert executor.read_box(four, whole, torch.float32).tolist() == [4.0] * 1024
+        assert executor.read_values([(four, whole, torch.float32)])[0].tolist() == [4.0] * 1024
         assert Doubled.before == [0, 0], "the inner block is freed before the outer one is computed"
-        assert executor.read_box(four, Box((5,), (2,)), torch.float32).tolist() == [4.0] * 2
+        assert executor.read_values([(four, Box((5,), (2,)), torch.float32)])[0].tolist() == [4.0] * 2
         assert len(Doubled.before) == 2, "the next part of a block needs no new computation"
-        executor.read_box(stored, whole, torch.float32)
+        executor.read_values([(stored, whole, torch.float32)])
         assert Doubled.in_memory() == 0
         part = LocalBox(whole, Strided.contiguous(SHAPE))
         target = ReadItem("x", four, (part,), torch.float32, torch.device("cpu"))

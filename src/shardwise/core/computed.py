@@ -3,8 +3,7 @@
 [Note: Blocks] An operation maps boxes of its inputs to boxes of its outputs. Indices of boxes are those of the full
 tensors, never of a shard, so a scale always belongs to the same elements, regardless of the sharding. Executors
 divide the requested box into such blocks, read the inputs of a block, evaluate it, and copy the results to the
-target, within a memory budget. An operation with ``evaluate_into`` writes its outputs directly to the target, in
-the target's dtype.
+target, within a memory budget.
 
 [Note: Bits of devices] A :class:`DeviceOperation` can be evaluated on an accelerator, because its steps have one
 correct result: copies, comparisons, integers, and single roundings (a product, a difference, a quotient, a cast).
@@ -352,17 +351,9 @@ class Copy:
             ).blocks(max_span)
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedRegion:
-    """Elements of a computed tensor, and their location in the target."""
-
-    leaf: Computed
-    region: Region
-
-
 def copies_and_computed(
     expression: Expression, box: Box, into: Strided | None = None
-) -> tuple[list[Copy], list[ComputedRegion]]:
+) -> tuple[list[Copy], list[tuple[Computed, Region]]]:
     """Return the copies and computed regions that fill ``box``, each of its elements once.
 
     ``into`` is the box's layout in the target's memory, by default a contiguous tensor of the box's sizes. An empty
@@ -374,7 +365,7 @@ def copies_and_computed(
     if into.sizes != box.sizes:
         raise ValueError(f"{into} does not have the sizes of {box}")
     copied: list[Copy] = []
-    computed: list[ComputedRegion] = []
+    computed: list[tuple[Computed, Region]] = []
     if box.numel == 0:
         return copied, computed
     # The strided views of one leaf serve the next if it has an equal layout, as stacked experts have. Only the
@@ -390,7 +381,7 @@ def copies_and_computed(
             copied.append(Copy(leaf, source, Strided(region.target, target.sizes, target.strides)))
         else:
             assert isinstance(leaf, Computed)
-            computed.append(ComputedRegion(leaf, region))
+            computed.append((leaf, region))
     return copied, computed
 
 
@@ -402,7 +393,7 @@ def copies(expression: Expression, box: Box, into: Strided | None = None) -> lis
     """
     copied, computed = copies_and_computed(expression, box, into)
     if computed:
-        raise ValueError(f"{computed[0].leaf} is computed, not copied")
+        raise ValueError(f"{computed[0][0]} is computed, not copied")
     return copied
 
 

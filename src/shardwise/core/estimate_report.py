@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter, methodcaller
 from typing import Any
 
-from shardwise.core.formatting import describe_trainable, in_bytes
+from shardwise.core.formatting import describe_trainable, in_bytes, table_lines
 from shardwise.core.reports import RankEstimate, Report, hidden, row
 
 _ROWS = 16
@@ -213,17 +213,13 @@ def _format_terms(terms: Mapping[str, int]) -> str:
 
 def _table(ranks: Sequence[RankEstimate]) -> list[str]:
     """Return a line for each rank. For many ranks, the minimum, the mean and the maximum."""
-    columns = [
-        [rank.shard_bytes for rank in ranks],
-        [rank.device_bytes for rank in ranks],
-        [rank.host_bytes for rank in ranks],
-        [rank.read_bytes for rank in ranks],
-    ]
-    rows = {str(rank.rank): [column[i] for column in columns] for i, rank in enumerate(ranks)}
+    head = ("rank", "holds", "on device", "on host", "reads")
+    values: dict[str, Sequence[int]] = {}
+    for rank in ranks:
+        values[str(rank.rank)] = (rank.shard_bytes, rank.device_bytes, rank.host_bytes, rank.read_bytes)
     if len(ranks) > _ROWS:
+        columns = list(zip(*values.values(), strict=True))
         means = [sum(column) // len(column) for column in columns]
-        rows = {"least": [*map(min, columns)], "mean": means, "most": [*map(max, columns)]}
-    lines = [f"  {'rank':>6}" + "".join(f"  {name:>12}" for name in ("holds", "on device", "on host", "reads"))]
-    return lines + [
-        f"  {name:>6}" + "".join(f"  {in_bytes(nbytes):>12}" for nbytes in values) for name, values in rows.items()
-    ]
+        values = {"least": [*map(min, columns)], "mean": means, "most": [*map(max, columns)]}
+    rows = [(name, *map(in_bytes, nbytes)) for name, nbytes in values.items()]
+    return [f"  {line}" for line in table_lines(head, rows, head)]

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Self
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PID_NAMESPACE = "/proc/self/ns/pid"
-_MOUNT_NAMESPACE = "/proc/self/ns/mnt"
-_CGROUP_NAMESPACE = "/proc/self/ns/cgroup"
+_NAMESPACES = Path("/proc/self/ns")
 OWN_GROUP = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
@@ -89,24 +87,10 @@ def process_memory() -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(_OWN_PAGES))
 
 
-def pid_namespace() -> str:
-    """Return an identifier of the kernel and the PID namespace (containers have their own)."""
-    return _namespace_id(_PID_NAMESPACE)
-
-
-def mount_namespace() -> str:
-    """Return an identifier of the kernel and the mount namespace, in which file paths are valid."""
-    return _namespace_id(_MOUNT_NAMESPACE)
-
-
-def cgroup_namespace() -> str:
-    """Return an identifier of the kernel and the namespace of control groups."""
-    return _namespace_id(_CGROUP_NAMESPACE)
-
-
-def _namespace_id(namespace: str) -> str:
+def namespace_id(kind: str) -> str:
+    """Return an identifier of the kernel and of a namespace: "pid", "cgroup", or "mnt" (where paths are valid)."""
     try:
-        return f"{boot_id()}/{os.stat(namespace).st_ino}"
+        return f"{boot_id()}/{os.stat(_NAMESPACES / kind).st_ino}"
     except OSError:
         return f"{boot_id()}/{socket.gethostname()}"
 
@@ -153,7 +137,7 @@ class ProcessId:
         host: name of the machine or container.
         pid: of the process.
         start_time: of the process, from :func:`process_start_time`.
-        pid_namespace: where the id is valid, from :func:`pid_namespace`.
+        pid_namespace: where the id is valid, from :func:`namespace_id`.
     """
 
     host: str
@@ -164,12 +148,12 @@ class ProcessId:
     @classmethod
     def here(cls) -> Self:
         process = os.getpid()
-        return cls(socket.gethostname(), process, process_start_time(process), pid_namespace())
+        return cls(socket.gethostname(), process, process_start_time(process), namespace_id("pid"))
 
     @property
     def is_visible(self) -> bool:
         """Return True if the process id has the same meaning here."""
-        return self.pid_namespace == pid_namespace()
+        return self.pid_namespace == namespace_id("pid")
 
     def has_ended(self) -> bool:
         """Return True if the process has certainly ended: it would be visible, and does not exist."""

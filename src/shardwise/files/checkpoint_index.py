@@ -37,11 +37,15 @@ LISTED = 20
 
 @dataclass
 class FormatFaults:
-    """Faults of a checkpoint by kind, collected so that one error reports all of them."""
+    """Faults of a checkpoint by kind, collected so that one error reports all of them.
+
+    ``missing`` is the kind of files that do not exist.
+    """
 
     root: str
     by_kind: dict[str, list[str]] = field(default_factory=partial(defaultdict, list))
     unread: list[str] = field(default_factory=list)
+    missing: str = "missing files"
 
     def add(self, kind: str, fault: str) -> None:
         self.by_kind[kind].append(fault)
@@ -52,7 +56,7 @@ class FormatFaults:
             if not isinstance(error.__cause__, FileNotFoundError):
                 self.unread.append(str(error))
                 return
-            kind = "missing files"
+            kind = self.missing
         self.add(kind, str(error))
 
     def raise_if_any(self) -> None:

@@ -105,21 +105,18 @@ class Dequantize:
         return min(_MAX_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // per_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        result = values[0].new_empty(0).float().new_empty(block.outputs[_OUT].sizes)  # on the inputs' device
-        self.evaluate_into(block, values, {_OUT: result})
-        return {_OUT: result}
-
-    def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
-        """Write the values of a block to ``outputs``, cast to their dtypes.
+        """Evaluate a block.
 
         Raises:
             BadValues: scales are not finite, or the scale of the whole tensor is 0.
         """
-        checks = self._write(block.outputs[_OUT], values, outputs[_OUT], _STRIP_ELEMENTS)
+        result = values[0].new_empty(0).float().new_empty(block.outputs[_OUT].sizes)  # on the inputs' device
+        checks = self._write(block.outputs[_OUT], values, result, _STRIP_ELEMENTS)
         for is_usable, source, fault in checks:
             if not is_usable:
                 shown = fault.format(float(values[source].view(-1)[0]))
                 raise BadValues(f"{shown}. Download or write the checkpoint again", source)
+        return {_OUT: result}
 
     def evaluate_on_device(
         self, block: ComputedBlock, values: Sequence[Any], most_bytes: int

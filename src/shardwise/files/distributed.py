@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Final, NoReturn
 
-from shardwise.core.errors import FormatError, StorageError
+from shardwise.core.errors import FormatError
 from shardwise.core.tensors import Box, ByteRange, DType
 from shardwise.files import checkpoint_index, join_entries
 from shardwise.files.checkpoint_index import (
@@ -80,13 +80,12 @@ def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadat
 
 def _add_chosen(
     reader: StorageReader,
-    folder: str,
     metadata: DistributedMetadata,
     choice: WrapperChoice,
     index: IndexSoFar,
     faults: FormatFaults,
 ) -> None:
-    """Add the chosen tensors of ``folder`` (empty, or ending in a slash). Reads the zip directory of every chunk.
+    """Add the chosen tensors. Reads the zip directory of every chunk.
 
     Raises:
         FormatError: the metadata and the files contradict each other, or a chunk holds objects that are not data.
@@ -94,7 +93,8 @@ def _add_chosen(
     """
     chosen = {path: tensor for path, tensor in metadata.tensors.items() if choice.model_key(path) is not None}
     # Sizes first: a chunk beyond the end of its file is a fault, whatever the chunk holds.
-    index.files.update(_sizes(reader, chosen.values(), f"{shown(folder + METADATA)} in {reader.root}"))
+    index.files.update(_sizes(reader, chosen.values(), faults))
+    faults.raise_if_any()
     # Chunks of one shape have equal pickles, which are parsed once.
     cache: dict[bytes, object] = {}
 
@@ -128,39 +128,23 @@ def parse_metadata(content: bytes, folder: str, *, what: str) -> DistributedMeta
     return _Parser(folder, what).parse(read_pickle(content, what=what))
 
 
-def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> dict[str, int]:
-    """Return the sizes of the chunks' files by name, and check that every chunk ends within its file."""
+def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], faults: FormatFaults) -> dict[str, int]:
+    """Return the sizes of the chunks' files by name. Missing and truncated ones are added to ``faults``."""
     # The last byte that the metadata needs of each file.
     ends: dict[str, int] = {}
     for tensor in tensors:
         for _, place in tensor.chunks:
             ends[place.file] = max(ends.get(place.file, 0), place.bytes.stop)
-    files = sorted(ends)
-
-    def size(file: str) -> int | StorageError:
-        try:
-            return reader.size(file)
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return error
-            raise
-
-    # All missing files in one error. Any other failure is raised at once.
-    sizes_or_errors = dict(zip(files, checkpoint_index.each(reader, size, files), strict=True))
-    missing = [file for file, nbytes in sizes_or_errors.items() if isinstance(nbytes, StorageError)]
-    if missing:
-        raise FormatError(
-            f"{what}: {len(missing)} of {len(files)} files are missing: "
-            f"{checkpoint_index.listed(map(shown, missing))}. "
-            "Every machine wrote its own: copy them all into one folder"
-        )
-    sizes = {file: nbytes for file, nbytes in sizes_or_errors.items() if isinstance(nbytes, int)}
+    faults.missing = "missing files (every machine wrote its own: copy them all into one folder)"
+    sizes = dict(join_entries.read_each(reader, sorted(ends), _read_size, faults))
     for file, nbytes in sizes.items():
         if ends[file] > nbytes:
-            raise FormatError(
-                f"{what}: {shown(file)} has {nbytes} bytes, and a chunk ends at {ends[file]}. Copy it again"
-            )
+            faults.add("damaged files", f"{shown(file)}: it has {nbytes} bytes, and a chunk ends at {ends[file]}")
     return sizes
+
+
+def _read_size(reader: StorageReader, file: str) -> tuple[str, int]:
+    return file, reader.size(file)
 
 
 class _Parser:
@@ -197,9 +181,10 @@ class _Parser:
                 others.append((path, "bytes"))
                 if key in self.objects:
                     objects[path] = self.objects[key]
+            levels[path] = path
             # ``str`` of an item that is nested would not come to an end.
-            is_plain = isinstance(recorded, tuple) and all(type(level) in (str, int) for level in recorded)
-            levels[path] = recorded if is_plain and tuple(map(str, recorded)) == path else path
+            if isinstance(recorded, tuple) and all(type(level) in (str, int) for level in recorded):
+                levels[path] = recorded if tuple(map(str, recorded)) == path else path
         return DistributedMetadata(tensors, tuple(others), objects, levels)
 
     def refuse(self, cause: str) -> NoReturn:
@@ -372,7 +357,7 @@ class _DistributedFolders(CheckpointFormat):
         if choice is None:
             raise join_entries.no_model(reader, f"{selection.folder}{METADATA}")
         join_entries.add_ignored(metadata.others, choice, index)
-        _add_chosen(reader, selection.folder, metadata, choice, index, faults)
+        _add_chosen(reader, metadata, choice, index, faults)
 
 
 FORMAT: Final[CheckpointFormat] = _DistributedFolders()
@@ -393,7 +378,7 @@ def open_state(
         join_entries.add_tensors(saved.tensors, everything, index, faults)
     else:
         metadata = read_metadata(reader) if metadata is None else metadata
-        _add_chosen(reader, "", metadata, everything, index, faults)
+        _add_chosen(reader, metadata, everything, index, faults)
         # Files of values that are not tensors have to be removed and compared with the others.
         for place in metadata.objects.values():
             index.files.setdefault(place.file, reader.size(place.file))

@@ -108,10 +108,13 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
         )
     # All invalid fields are reported together.
     faults: list[str] = []
-    for name, (is_sound, expected) in _FIELDS.items():
-        is_default = name not in content or (content[name] is None and name in _OPTIONAL)
-        if not is_default and not is_sound(content[name]):
-            faults.append(f"{name} is {shown(repr(content[name]))}, not {expected}")
+    for name, (check, expected) in _FIELDS.items():
+        if name not in content or (content[name] is None and name in _OPTIONAL):
+            continue
+        value = content[name]
+        is_sound = isinstance(value, check) if isinstance(check, type) else check(value)
+        if not is_sound:
+            faults.append(f"{name} is {shown(repr(value))}, not {expected}")
     if faults:
         raise FormatError(f"{what}: {'; '.join(faults)}. Save the adapter again")
     fields: dict[str, Any] = {name: content.pop(name) for name in _FIELDS if content.get(name) is not None}
@@ -150,18 +153,6 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max
 
 
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
 def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -180,7 +171,7 @@ _OPTIONAL: Final = (
 )
 """Fields that may be null."""
 
-_FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
+_FIELDS: Final[dict[str, tuple[type | Callable[[object], bool], str]]] = {
     "r": (_is_rank, f"a rank from 1 to {_MAX_RANK}"),
     "lora_alpha": (_is_number, "a number"),
     "rank_pattern": (partial(_is_by_pattern, is_sound=_is_rank), "ranks by regular expression"),
@@ -188,12 +179,12 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "modules_to_save": (_are_names, "a list of names"),
     "target_parameters": (_are_names, "a list of names"),
     "bias": (("none", "all", "lora_only").__contains__, "one of none, all and lora_only"),
-    "peft_version": (_is_text, "a version"),
-    "task_type": (_is_text, "a task"),
-    "auto_mapping": (_is_object, "an object"),
-    **dict.fromkeys(("use_rslora", "use_dora", "ensure_weight_tying"), (_is_flag, "true or false")),
+    "peft_version": (str, "a version"),
+    "task_type": (str, "a task"),
+    "auto_mapping": (dict, "an object"),
+    **dict.fromkeys(("use_rslora", "use_dora", "ensure_weight_tying"), (bool, "true or false")),
 }
-"""The check of each field that is used, and its description for messages."""
+"""The type or the check of each field that is used, and its description for messages."""
 
 
 def read_peft_version(config: Path) -> str | None:

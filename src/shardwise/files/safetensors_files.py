@@ -271,8 +271,6 @@ def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
     Raises :class:`FormatError` for the first fault. In the result every entry lies in the file, has the size of its
     dtype and shape, and no two overlap.
     """
-    # Again, for callers that have read the header themselves.
-    _check_header_length(file, file_nbytes, len(header))
     fields = checkpoint_index.parse_object(header, what=f"{shown(file)}: header")
     data_start = _LENGTH_BYTES + len(header)
     try:

@@ -38,7 +38,7 @@ def compare_plans(
         ShardingError: a rank has too little memory. The message has the rank, its need, and its free memory.
     """
     # The same text on ranks that one control group limits. The namespace has the machine's boot ID in it.
-    container = machine.cgroup_namespace() + machine.read_text(machine.OWN_GROUP)
+    container = machine.namespace_id("cgroup") + machine.read_text(machine.OWN_GROUP)
     local = (plan.digest, repr_digest(settings)), container, estimate, available
     result = world.all_reduce_object(local, partial(_check_plans, world, check_memory=check_memory))
     if isinstance(result, int):

@@ -20,7 +20,7 @@ from shardwise.core.errors import KeyMismatchError, RankMismatchError
 from shardwise.core.expression import Expression
 from shardwise.core.formatting import collapse, format_ranks
 from shardwise.core.layout import TensorKind
-from shardwise.core.machine import pid_namespace
+from shardwise.core.machine import namespace_id
 from shardwise.core.tensors import Box, DType, numel
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.storage import FilePlaces, StorageReader
@@ -126,7 +126,7 @@ def are_equal(
         box = Box((), ())
         if first.shape:
             box = Box((start, *[0] * (len(first.shape) - 1)), (min(step, rows - start), *first.shape[1:]))
-        one, other = (executor.read_box(item, box, to_torch(dtype)) for item in (first, second))
+        one, other = executor.read_values([(item, box, to_torch(dtype)) for item in (first, second)])
         if not torch.equal(raw_bytes(one), raw_bytes(other)):
             return False
     return True
@@ -208,7 +208,7 @@ def content_identity(reader: StorageReader, file: str) -> str:
         return reader.place(file)
     if reader.policy.is_remote:
         return f"at {reader.root}"
-    return f"in process {os.getpid()} of {pid_namespace()}"
+    return f"in process {os.getpid()} of {namespace_id('pid')}"
 
 
 def _file_identity(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:

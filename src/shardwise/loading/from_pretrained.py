@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.core.errors import ConfigError, FormatError, RankMismatchError, StorageError
-from shardwise.core.machine import mount_namespace
+from shardwise.core.machine import namespace_id
 from shardwise.core.reports import LoadReport
 from shardwise.files.checkpoint_index import CheckpointIndex, without_wrappers
 from shardwise.files.join_entries import merge_indexes
@@ -203,7 +203,7 @@ def open_model(
     if files.code and world.size > 1:
         # transformers copies the code of the config and the model into a cache and imports it there. Two processes
         # must not write it at once, so one rank is the first of all that see the same files.
-        is_first = world.is_first_at(mount_namespace())
+        is_first = world.is_first_at(namespace_id("mnt"))
         with world.collective("download the checkpoint's code"):
             if is_first:
                 meta_model.get_model_class(directory, meta_model.load_config(directory, keywords), keywords)

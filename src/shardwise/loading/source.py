@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 
 from shardwise.core.errors import StorageError
 from shardwise.core.formatting import format_ranks
-from shardwise.core.machine import mount_namespace
+from shardwise.core.machine import namespace_id
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.local_reader import OpenStorage, open_storage
 from shardwise.files.open_checkpoint import dequantize_index, open_checkpoint
@@ -140,7 +140,7 @@ def resolve_everywhere(
     commit: str = exchange.result
     pinned = replace(hub, revision=commit)
     # One rank of each cache: the caches of two machines may be one folder of a network file system, or two.
-    downloads = world.is_first_at(f"{mount_namespace()} {get_cache_folder(hub)}")
+    downloads = world.is_first_at(f"{namespace_id('mnt')} {get_cache_folder(hub)}")
     downloaded = None
     with world.collective("download"):
         if downloads:

@@ -102,7 +102,7 @@ def plan_reads(
         for piece in item.boxes:
             copies, regions = copies_and_computed(item.expression, piece.box, piece.local)
             copied[item.device] += ((number, copy) for copy in copies)
-            computed += ((number, region.leaf, region.region) for region in regions)
+            computed += ((number, leaf, region) for leaf, region in regions)
     # One batch for each device: requests of one batch share staging buffers of one kind.
     batches: list[tuple[torch.device, tuple[FileRequest, ...]]] = []
     for device, device_copies in copied.items():
@@ -211,10 +211,6 @@ class ReadExecutor:
         finally:  # also after an error: copies in progress use memory that is freed next
             for buffer in buffers:
                 buffer.finish()
-
-    def read_box(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """Return a box of an expression as a new contiguous CPU tensor."""
-        return self.read_values([(expression, box, dtype)])[0]
 
     def read_values(self, boxes: Sequence[ExpressionBox], budget_bytes: int | None = None) -> list[torch.Tensor]:
         """Return boxes of expressions as new contiguous CPU tensors, read together."""
@@ -325,11 +321,13 @@ class ReadExecutor:
             for buffer in outputs:
                 buffer.finish()
 
+    @torch.no_grad()
     def _compute_alone(self, task: ComputeTask, budget_bytes: int) -> Mapping[str, torch.Tensor]:
         values = self.read_values(get_inputs(task), budget_bytes)
         self._last = None  # read_values() has set it, if the inputs were computed from a block
-        return evaluate(task, values)
+        return task.evaluate(values)
 
+    @torch.no_grad()
     def _compute_block(
         self,
         targets: TargetTensors,
@@ -347,7 +345,7 @@ class ReadExecutor:
         inputs_bytes = ComputingShare.from_budget(budget_bytes, self.reader.policy.concurrency).staging_bytes
         for inner in plan.computed:
             self._compute_block(inputs, inputs_bytes, inner, buffers)
-        self._copy_outputs(task, evaluate(task, values), targets, buffers[1])
+        self._copy_outputs(task, task.evaluate(values), targets, buffers[1])
 
     def _compute_on_device(
         self,
@@ -408,6 +406,7 @@ class ReadExecutor:
         with buffer.queued():
             is_bad[number].copy_(self._queue_block(task, targets, share, buffer))
 
+    @torch.no_grad()
     def _queue_block(
         self,
         task: ComputeTask,
@@ -424,7 +423,8 @@ class ReadExecutor:
         inner = ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
         # Inputs that are themselves computed come first, on the same stream.
         inner_bad = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
-        outputs, is_bad = evaluate_on_device(task, values, share.most_bytes)
+        operation = cast(DeviceOperation, task.operation)
+        outputs, is_bad = operation.evaluate_on_device(task.block, values, share.most_bytes)
         for move in task.moves:
             computed = strided_view(outputs[move.output].contiguous(), move.source)
             strided_view(targets.tensors[move.target], move.place).copy_(computed)
@@ -443,21 +443,6 @@ class ReadExecutor:
         with self._lock:
             for move in task.moves:
                 self.count(targets.names[move.target], move.place.numel)
-
-
-@torch.no_grad()
-def evaluate_on_device(
-    task: ComputeTask, values: Sequence[torch.Tensor], most_bytes: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the outputs of a block, and whether the CPU has to evaluate it. Waits for nothing."""
-    outputs, is_bad = cast(DeviceOperation, task.operation).evaluate_on_device(task.block, values, most_bytes)
-    return dict(outputs), is_bad
-
-
-@torch.no_grad()
-def evaluate(task: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return the values of a block in new memory."""
-    return task.evaluate(values)
 
 
 def get_inputs(task: ComputeTask) -> list[ExpressionBox]:
