@@ -18,7 +18,7 @@ def simulated_ranks(size: int) -> Iterator[LocalRanks]:
     given = environment(devices=size, delay_us=DELAY_US)
     with mock.patch.dict(os.environ, given), mock.patch.object(sys, "path", [str(PLUGIN), *sys.path]):
         ranks = LocalRanks(size)
-    with ranks, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ranks:  # which end before their store goes
         ranks.run(_join, str(Path(folder) / "store"))
         yield ranks
 
