@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from tests import zoo
 from tests.saving.adapters import adapted_by_peft, change, merged_by_peft, save_adapter, tensors_of, ulps_apart
 from tests.small_checkpoints import SMALL
@@ -168,6 +168,34 @@ def test_a_lora_on_a_tied_module_unties_it(case: str, bases: dict[str, Path], tm
     torch.testing.assert_close(found(**inputs).logits, truth(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["T5", "SwitchTransformers"])
+def test_an_encoder_decoder_that_is_untied_scales_its_output_as_before(name: str, tmp_path: Path) -> None:
+    """These models scale what the decoder gives to a head if the config says that it is tied."""
+    config_class, model_class = (
+        getattr(transformers, name + suffix) for suffix in ("Config", "ForConditionalGeneration")
+    )
+    torch.manual_seed(0)
+    config = config_class(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
+    with zoo.silenced():
+        model_class(config).save_pretrained(tmp_path / "base")
+    # As on the hub: both are given by the class.
+    file = tmp_path / "base" / "config.json"
+    fields = json.loads(file.read_text())
+    for field in ("tie_word_embeddings", "scale_decoder_outputs"):
+        fields.pop(field, None)
+    file.write_text(json.dumps(fields))
+    lora = LoraConfig(r=2, target_modules=["q", "lm_head"], task_type="SEQ_2_SEQ_LM", init_lora_weights=False)
+    with zoo.silenced():
+        truth = get_peft_model(model_class.from_pretrained(tmp_path / "base"), lora).eval()
+        truth.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    with zoo.silenced():
+        merged = model_class.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(1, 9)[None]
+    logits, expected = (model(input_ids=ids, decoder_input_ids=ids).logits for model in (merged, truth))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "task"),
     [
@@ -221,6 +249,10 @@ def test_it_loads_and_computes_as_the_adapted_model_does(bases: dict[str, Path],
 def test_code_that_a_config_refers_to_is_copied(file: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
     assert "own.py" not in read_companions(tmp_path)
+    parts = {"source.spm", "bpe.codes", "normalizer.json", "vocab-src.json", "qwen.tiktoken"}
+    for part in parts:
+        (tmp_path / part).touch()
+    assert parts <= read_companions(tmp_path).keys()
     (tmp_path / file).write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
     assert "own.py" in read_companions(tmp_path)
     (adapter := tmp_path / "adapter").mkdir()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from shardwise.cli.launch import run_ranks
 from shardwise.cli.progress import importing
 from shardwise.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.serve.run import ServeOptions
 
 _PACKAGES = ("peft", "prometheus_client", "starlette", "tinker", "uvicorn", "yaml", "zstandard")
 
@@ -75,11 +79,21 @@ def serve_command(
     if model is None:
         raise ConfigError("MODEL: is missing. Pass a folder, or a name on the hub")
     with importing("torch and transformers"):
-        from shardwise.serve.run import ServeOptions, serve
+        from shardwise.serve.run import ServeOptions
         from shardwise.serve.service import Settings
 
     # A path on this machine tells clients nothing, so they see the name of the folder.
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
     settings = Settings(name, tokenizer or name, max_tokens_per_turn, fuse_wait, session_timeout)
     options = ServeOptions(model, settings, host, port, keys, state, max_tokens_per_pass, dtype, vllm, log_requests)
-    run_ranks(nproc_per_node, serve, options, libraries=None)
+    run_ranks(nproc_per_node, serve_on_rank, options, libraries=None)
+
+
+def serve_on_rank(options: ServeOptions) -> None:
+    """Serve on one rank. Collective: yes."""
+    from shardwise.ranks.processes import keep_freed_blocks
+    from shardwise.serve.run import serve
+
+    # First, because it applies to blocks that are allocated afterwards.
+    keep_freed_blocks(os.environ)
+    serve(options)

@@ -324,8 +324,8 @@ def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     return store, rank, size
 
 
-_MMAP_THRESHOLD = -3
-"""``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
 
 
 def return_freed_blocks(environment: Mapping[str, str]) -> None:
@@ -334,6 +334,19 @@ def return_freed_blocks(environment: Mapping[str, str]) -> None:
     By default it keeps blocks below 32 MiB once one was freed. torch asks for aligned blocks, and none of the freed
     ones fits a block of its own size, so that a training holds its peak twice. A threshold of the user's stays.
     """
+    _set_malloc({_MMAP_THRESHOLD: 1 << 20}, environment)
+
+
+def keep_freed_blocks(environment: Mapping[str, str]) -> None:
+    """Have glibc keep freed blocks of less than 1 GiB for later ones, if this rank computes on the CPU.
+
+    By default blocks of 32 MiB and more are mapped anew, and the system clears their pages: a sixth of the time of
+    a pass of 8,192 tokens through a model of 36 million parameters. A threshold of the user's stays.
+    """
+    _set_malloc({_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: 1 << 30}, environment)
+
+
+def _set_malloc(values: Mapping[int, int], environment: Mapping[str, str]) -> None:
     from shardwise.fsdp.torch_private import accelerator
 
     is_set = "MALLOC_MMAP_THRESHOLD_" in environment or "mmap_threshold" in environment.get("GLIBC_TUNABLES", "")
@@ -341,7 +354,8 @@ def return_freed_blocks(environment: Mapping[str, str]) -> None:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        library.mallopt(_MMAP_THRESHOLD, 1 << 20)
+        for option, value in values.items():
+            library.mallopt(option, value)
 
 
 def get_rank_and_size() -> tuple[int, int]:

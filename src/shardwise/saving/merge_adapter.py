@@ -429,10 +429,13 @@ class _PlannedEdits:
     def config_content(self, folder: Path, dtype: object) -> bytes:
         """Return the output's ``config.json``, made of the base's in ``folder``."""
         dtype_name = None if dtype == "auto" else str(dtype).removeprefix("torch.")
+        # T5 and its kin scale the decoder's output if the config is tied, so the field stays. transformers unties
+        # names that are stored with separate values.
+        is_encoder_decoder = pretrained.is_encoder_decoder(self.source.built.model)
         return config_content(
             folder,
             dtype=dtype_name,
-            untied=bool(self.source.untied),
+            untied=bool(self.source.untied) and not is_encoder_decoder,
             vocab_size=self.vocab_size,
             fields=self.fields,
         )

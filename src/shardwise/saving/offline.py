@@ -237,7 +237,12 @@ _TOKENIZER: Final = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    "vocab-*.json",
+    "normalizer.json",
     "*.model",
+    "*.spm",
+    "*.codes",
+    "*.tiktoken",
     "chat_template.*",
 )
 
