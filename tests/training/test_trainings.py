@@ -367,10 +367,20 @@ def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
 
 
 def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(folder: Path) -> None:
-    """A stream of 8 rows is in its second pass after the signal."""
+    """A stream of 8 rows in 4 files is in its second pass after the signal. 4 rows in 2 files are evaluated."""
     values = keys(folder, max_steps=5, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
-    rows = tiny.write_chats(folder / "few.jsonl", 8)
-    values |= {"dataset_name": str(rows), "dataset_streaming": True, "output_dir": str(folder / "stopped")}
+    rows = tiny.write_chats(folder / "few.jsonl", 8).read_text().splitlines()
+    (folder / "few").mkdir()
+    for split, sizes in {"train": (5, 1, 1, 1), "test": (3, 1)}.items():
+        for number, size in enumerate(sizes):
+            start = sum(sizes[:number])
+            tiny.write_rows(folder / "few" / f"{split}-{number}.jsonl", *rows[start : start + size])
+    values |= {
+        "dataset_name": str(folder / "few"),
+        "dataset_streaming": True,
+        "output_dir": str(folder / "stopped"),
+    }
+    values |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1}
     stopped = run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 3)
     assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 3)}
     assert not list((folder / "stopped").glob("*.safetensors"))

@@ -47,6 +47,7 @@ from shardwise.integrations import accelerate_compat
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
+from shardwise.integrations.streamed_rows import split_by_row
 from shardwise.integrations.trainer_marks import (
     bind_arguments,
     double_sharding_error,
@@ -194,6 +195,9 @@ class ShardwiseTrainer(_Trainer):
         """Evaluate a batch like the Trainer, by all ranks together."""
         with busy_with(""):
             return super().prediction_step(*positional, **keywords)
+
+    def _get_dataloader(self, dataset: Any, *positional: Any, **keywords: Any) -> Any:
+        return super()._get_dataloader(split_by_row(dataset), *positional, **keywords)
 
     @property
     def _cp_size(self) -> int:
