@@ -394,6 +394,32 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
 
 
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [
+        ({"eval_strategy": "steps", "save_strategy": "steps", "save_total_limit": 1}, 4),
+        ({"eval_strategy": "epoch", "save_strategy": "best"}, 3),
+    ],
+)
+def test_a_signal_saves_without_an_evaluation_and_keeps_the_checkpoint(
+    folder: Path, kind: dict[str, Any], stop: int
+) -> None:
+    """The loss falls, so that the first evaluation is the best."""
+    output = folder / f"signaled-{kind['save_strategy']}"
+    values = keys(folder, **kind, output_dir=str(output), max_steps=6, test_split_size=0.2)
+    values |= {"eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
+    values |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    for outcome in run_world(2, train_until, values, stop):
+        assert outcome.has_stopped
+        evaluated = [entry["step"] for entry in outcome.history if "eval_loss" in entry]
+        assert evaluated == ([2] if kind["eval_strategy"] == "steps" else [])
+    assert (output / f"checkpoint-{stop}" / "shardwise.trainer.json").exists()
+    [(outcome, _), _] = run_world(2, train, values)
+    assert (outcome.has_stopped, outcome.steps) == (False, 6)
+    if "save_total_limit" in kind:
+        assert [place.name for place in output.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 DIFFERING = {
     "per_device_train_batch_size": 3,
     "gradient_accumulation_steps": 3,

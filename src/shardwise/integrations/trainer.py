@@ -129,6 +129,12 @@ class ShardwiseTrainer(_Trainer):
         self._events = AgreedEvents(self.callback_handler.call_event, world, self)
         # On the instance, over the handler's method: on_step_end and all others go through it.
         vars(self.callback_handler)["call_event"] = self._events
+        self.is_stop_requested = False
+        """Whether the training ends after this step to be resumed, without an evaluation or loading the best model.
+
+        A callback that sets it on one rank in ``on_step_end``, with ``control.should_training_stop`` and
+        ``control.should_save``, sets it on all.
+        """
         self._saved_step: int | None = None
         self._header: TrainerHeader | None = None
         """Header of the checkpoint that a training resumes from."""
@@ -256,7 +262,7 @@ class ShardwiseTrainer(_Trainer):
                 with world.broadcast("remove what a stopped save left"):
                     if world.rank == 0:
                         folders.remove_left(run)
-        self._saved_step, self._on_other_base = None, on_other_base
+        self._saved_step, self._on_other_base, self.is_stop_requested = None, on_other_base, False
         # Not entered: it lasts as long as the training.
         steps = World.current(call="the Trainer's steps")
         # translate_collective_errors needs ranks that have met over the control channel.
@@ -432,6 +438,11 @@ class ShardwiseTrainer(_Trainer):
             keywords |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": skipped}
         super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
 
+    def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
+        if self.is_stop_requested:  # a scheduler may kill this process before an evaluation ends
+            self.control.should_evaluate = False
+        super()._maybe_log_save_evaluate(*positional, **keywords)  # type: ignore[no-untyped-call]
+
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
         limit, run = self.args.save_total_limit, Path(self._get_output_dir(trial=trial))
         # With a limit of 1 the Trainer would remove all checkpoints but the best, their files in any order.
@@ -440,7 +451,7 @@ class ShardwiseTrainer(_Trainer):
             output = super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
         finally:
             self.args.save_total_limit = limit
-        if limit == 1:
+        if limit == 1 and not self.is_stop_requested:
             with World.current(call="Trainer.train") as world, world.broadcast("keep the best checkpoint"):
                 # None if the best is in another folder, of the run that was resumed.
                 best = folders.step_in(run, self.state.best_model_checkpoint)
@@ -524,6 +535,8 @@ class ShardwiseTrainer(_Trainer):
             self._generators = None
 
     def _load_best_model(self) -> None:
+        if self.is_stop_requested:
+            return
         best = self.state.best_model_checkpoint
         assert best is not None
         load_trainer_checkpoint(self._trained, best, adapter=self._adapter() or "default")
