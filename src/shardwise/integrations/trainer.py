@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import Mock
 
+import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
@@ -148,6 +149,8 @@ class ShardwiseTrainer(_Trainer):
         for other in [*frozen, *rewards]:
             if isinstance(other, FSDPModule):
                 other.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
+        self._sampler: Any = None
+        """Sampler of the rows to train on. None of a stream."""
         self._on_other_base: OnFault = "error"
         self._generators: dict[str, Any] | None = None
         """States of random generators, to be set once the position in the data is restored."""
@@ -204,6 +207,10 @@ class ShardwiseTrainer(_Trainer):
 
     def _get_dataloader(self, dataset: Any, *positional: Any, **keywords: Any) -> Any:
         return super()._get_dataloader(split_by_row(dataset), *positional, **keywords)
+
+    def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
+        self._sampler = super()._get_train_sampler(*positional, **keywords)
+        return self._sampler
 
     @property
     def _cp_size(self) -> int:
@@ -436,6 +443,12 @@ class ShardwiseTrainer(_Trainer):
             batches = math.ceil(round(steps * self.args.gradient_accumulation_steps, 3))
             skipped = 0 if self.args.ignore_data_skip else batches
             keywords |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": skipped}
+        # Without a seed for each epoch, an epoch that is resumed would have another order.
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(keywords["epoch"])
+        elif hasattr(self._sampler, "generator"):
+            self._sampler.generator = self._sampler.generator or torch.Generator()
+            self._sampler.generator.manual_seed(self.args.seed + keywords["epoch"])
         super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
 
     def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
