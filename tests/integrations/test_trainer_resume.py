@@ -251,6 +251,11 @@ def test_a_rank_that_is_lost_is_named(folder: Path, tmp_path: Path) -> None:
 def test_a_request_of_one_rank_applies_to_all(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     stopped = two.run(train, saving(folder, tmp_path / "run").but(dies_at=3, on_rank=0, end="stop"))
     assert [outcome.last_step for outcome in stopped] == [3, 3]
+    # The loss falls, so that the first evaluation is the best.
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True}
+    run = saving(folder, tmp_path / "best", **best, eval_strategy="steps", eval_steps=1, max_steps=3)
+    two.run(train, run.but(dies_at=3, on_rank=0, end="save"))
+    assert kinds(tmp_path / "best") == ["checkpoint-1", "checkpoint-3"]
 
 
 @pytest.mark.slow

@@ -454,7 +454,12 @@ class ShardwiseTrainer(_Trainer):
     def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
         if self.is_stop_requested:  # a scheduler may kill this process before an evaluation ends
             self.control.should_evaluate = False
-        super()._maybe_log_save_evaluate(*positional, **keywords)  # type: ignore[no-untyped-call]
+        super()._maybe_log_save_evaluate(*positional, **keywords)
+
+    def _determine_best_metric(self, *positional: Any, **keywords: Any) -> bool:
+        """Determine it like the Trainer. With ``save_strategy="best"`` a save that a callback requested stays."""
+        is_best = super()._determine_best_metric(*positional, **keywords)
+        return bool(is_best or self.control.should_save)
 
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
         limit, run = self.args.save_total_limit, Path(self._get_output_dir(trial=trial))
