@@ -240,6 +240,7 @@ def agreements() -> list[int]:
     class OfTwo:
         size = 2
         is_in_train = True
+        is_stop_requested = False
 
     events = AgreedEvents(lambda *_args, **_others: TrainerControl(), OfTwo(), OfTwo())  # type: ignore[arg-type]
     with simulated.counting() as counted:

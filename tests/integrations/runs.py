@@ -48,7 +48,7 @@ class Run:
         resume: as of ``train``.
         dies_at: the step whose event raises, or kills this process.
         event: which one; or "in F", "in F before": when it saves, after or before the step F of that.
-        end: "raise", "kill", "stop".
+        end: "raise", "kill", "stop", "save".
         on_rank: whose.
         asks_for: "generation" or "save", after the training.
         tells: a file for the first rank's error.
@@ -275,6 +275,9 @@ def _ending(run: Run) -> Any:
             return
         if run.end == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if run.end == "save":
+            control.should_save = True
+            return
         if run.end == "stop":
             control.should_training_stop = True
             return

@@ -67,6 +67,30 @@ def test_continues_from_a_checkpoint_on_other_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "further"),
+    [
+        ("trainer", {"train_sampling_strategy": "group_by_length"}),
+        ("trainer", {"train_sampling_strategy": "batch_rebalance"}),
+        ("grpo", {"gradient_accumulation_steps": 4}),
+    ],
+)
+def test_the_order_of_an_epoch_is_the_same_after_a_resume(
+    two: LocalRanks, folder: Path, tmp_path: Path, trainer: str, further: dict[str, Any]
+) -> None:
+    """An epoch has three steps. Checkpoints are in the first epoch and in the second."""
+    given = {"per_device_train_batch_size": 4, "max_steps": 5, **further}
+    run = saving(folder, tmp_path / "run", **given).but(trainer=trainer)
+    whole = two.run(train, run)
+    for step in (2, 4):
+        resumed = saving(folder, tmp_path / f"from-{step}", **given)
+        source = str(tmp_path / "run" / f"checkpoint-{step}")
+        for outcome in two.run(train, resumed.but(trainer=trainer, resume=source)):
+            assert outcome.steps == whole[0].steps
+            require_equal(outcome.weights, whole[0].weights)
+
+
+@pytest.mark.slow
 def test_another_base_is_refused_unless_it_is_allowed(one: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """The files of the base are replaced between two trainings; a model stored whole resumes."""
     models = shutil.copytree(folder, tmp_path / "models")
@@ -225,6 +249,11 @@ def test_a_rank_that_is_lost_is_named(folder: Path, tmp_path: Path) -> None:
 def test_a_request_of_one_rank_applies_to_all(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     stopped = two.run(train, saving(folder, tmp_path / "run").but(dies_at=3, on_rank=0, end="stop"))
     assert [outcome.last_step for outcome in stopped] == [3, 3]
+    # The loss falls, so that the first evaluation is the best.
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True}
+    run = saving(folder, tmp_path / "best", **best, eval_strategy="steps", eval_steps=1, max_steps=3)
+    two.run(train, run.but(dies_at=3, on_rank=0, end="save"))
+    assert kinds(tmp_path / "best") == ["checkpoint-1", "checkpoint-3"]
 
 
 @pytest.mark.slow

@@ -367,10 +367,20 @@ def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
 
 
 def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(folder: Path) -> None:
-    """A stream of 8 rows is in its second pass after the signal."""
+    """A stream of 8 rows in 4 files is in its second pass after the signal. 4 rows in 2 files are evaluated."""
     values = keys(folder, max_steps=5, save_strategy="steps", save_steps=50, gradient_checkpointing=False)
-    rows = tiny.write_chats(folder / "few.jsonl", 8)
-    values |= {"dataset_name": str(rows), "dataset_streaming": True, "output_dir": str(folder / "stopped")}
+    rows = tiny.write_chats(folder / "few.jsonl", 8).read_text().splitlines()
+    (folder / "few").mkdir()
+    for split, sizes in {"train": (5, 1, 1, 1), "test": (3, 1)}.items():
+        for number, size in enumerate(sizes):
+            start = sum(sizes[:number])
+            tiny.write_rows(folder / "few" / f"{split}-{number}.jsonl", *rows[start : start + size])
+    values |= {
+        "dataset_name": str(folder / "few"),
+        "dataset_streaming": True,
+        "output_dir": str(folder / "stopped"),
+    }
+    values |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1}
     stopped = run_world(2, train_until, {**values, "per_device_train_batch_size": 2}, 3)
     assert {(outcome.has_stopped, outcome.steps) for outcome in stopped} == {(True, 3)}
     assert not list((folder / "stopped").glob("*.safetensors"))
@@ -382,6 +392,32 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
     assert told == pytest.approx(expected, abs=1e-5)
     ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("stopped", "whole"))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [
+        ({"eval_strategy": "steps", "save_strategy": "steps", "save_total_limit": 1}, 4),
+        ({"eval_strategy": "epoch", "save_strategy": "best"}, 3),
+    ],
+)
+def test_a_signal_saves_without_an_evaluation_and_keeps_the_checkpoint(
+    folder: Path, kind: dict[str, Any], stop: int
+) -> None:
+    """The loss falls, so that the first evaluation is the best."""
+    output = folder / f"signaled-{kind['save_strategy']}"
+    values = keys(folder, **kind, output_dir=str(output), max_steps=6, test_split_size=0.2)
+    values |= {"eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
+    values |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    for outcome in run_world(2, train_until, values, stop):
+        assert outcome.has_stopped
+        evaluated = [entry["step"] for entry in outcome.history if "eval_loss" in entry]
+        assert evaluated == ([2] if kind["eval_strategy"] == "steps" else [])
+    assert (output / f"checkpoint-{stop}" / "shardwise.trainer.json").exists()
+    [(outcome, _), _] = run_world(2, train, values)
+    assert (outcome.has_stopped, outcome.steps) == (False, 6)
+    if "save_total_limit" in kind:
+        assert [place.name for place in output.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 DIFFERING = {

@@ -69,9 +69,10 @@ class AgreedEvents:
                 state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
     def _synchronize(self, control: TrainerControl) -> None:
-        # Whether this rank has failed, and its flags, in the order of _FLAGS.
-        local = [self._failure is not None, *(getattr(control, flag) for flag in _FLAGS)]
-        is_failed, *flags = self._reduce_any(local)
+        # Whether this rank has failed, whether it is to stop, and its flags, in the order of _FLAGS.
+        flags = [getattr(control, flag) for flag in _FLAGS]
+        local = [self._failure is not None, self._trainer.is_stop_requested, *flags]
+        is_failed, self._trainer.is_stop_requested, *flags = self._reduce_any(local)
         for name, value in zip(_FLAGS, flags, strict=True):
             setattr(control, name, value)
         if is_failed:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import Mock
 
+import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
@@ -47,6 +48,7 @@ from shardwise.integrations import accelerate_compat
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
+from shardwise.integrations.streamed_rows import split_by_row
 from shardwise.integrations.trainer_marks import (
     bind_arguments,
     double_sharding_error,
@@ -128,6 +130,12 @@ class ShardwiseTrainer(_Trainer):
         self._events = AgreedEvents(self.callback_handler.call_event, world, self)
         # On the instance, over the handler's method: on_step_end and all others go through it.
         vars(self.callback_handler)["call_event"] = self._events
+        self.is_stop_requested = False
+        """Whether the training ends after this step to be resumed, without an evaluation or loading the best model.
+
+        A callback that sets it on one rank in ``on_step_end``, with ``control.should_training_stop`` and
+        ``control.should_save``, sets it on all.
+        """
         self._saved_step: int | None = None
         self._header: TrainerHeader | None = None
         """Header of the checkpoint that a training resumes from."""
@@ -141,6 +149,8 @@ class ShardwiseTrainer(_Trainer):
         for other in [*frozen, *rewards]:
             if isinstance(other, FSDPModule):
                 other.set_reshard_after_forward(True, recurse=False)  # no backward pass frees its root group
+        self._sampler: Any = None
+        """Sampler of the rows to train on. None of a stream."""
         self._on_other_base: OnFault = "error"
         self._generators: dict[str, Any] | None = None
         """States of random generators, to be set once the position in the data is restored."""
@@ -194,6 +204,13 @@ class ShardwiseTrainer(_Trainer):
         """Evaluate a batch like the Trainer, by all ranks together."""
         with busy_with(""):
             return super().prediction_step(*positional, **keywords)
+
+    def _get_dataloader(self, dataset: Any, *positional: Any, **keywords: Any) -> Any:
+        return super()._get_dataloader(split_by_row(dataset), *positional, **keywords)
+
+    def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
+        self._sampler = super()._get_train_sampler(*positional, **keywords)
+        return self._sampler
 
     @property
     def _cp_size(self) -> int:
@@ -252,7 +269,7 @@ class ShardwiseTrainer(_Trainer):
                 with world.broadcast("remove what a stopped save left"):
                     if world.rank == 0:
                         folders.remove_left(run)
-        self._saved_step, self._on_other_base = None, on_other_base
+        self._saved_step, self._on_other_base, self.is_stop_requested = None, on_other_base, False
         # Not entered: it lasts as long as the training.
         steps = World.current(call="the Trainer's steps")
         # translate_collective_errors needs ranks that have met over the control channel.
@@ -426,7 +443,23 @@ class ShardwiseTrainer(_Trainer):
             batches = math.ceil(round(steps * self.args.gradient_accumulation_steps, 3))
             skipped = 0 if self.args.ignore_data_skip else batches
             keywords |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": skipped}
+        # Without a seed for each epoch, an epoch that is resumed would have another order.
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(keywords["epoch"])
+        elif hasattr(self._sampler, "generator"):
+            self._sampler.generator = self._sampler.generator or torch.Generator()
+            self._sampler.generator.manual_seed(self.args.seed + keywords["epoch"])
         super()._run_epoch(**keywords)  # type: ignore[no-untyped-call]
+
+    def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
+        if self.is_stop_requested:  # a scheduler may kill this process before an evaluation ends
+            self.control.should_evaluate = False
+        super()._maybe_log_save_evaluate(*positional, **keywords)
+
+    def _determine_best_metric(self, *positional: Any, **keywords: Any) -> bool:
+        """Determine it like the Trainer. With ``save_strategy="best"`` a save that a callback requested stays."""
+        is_best = super()._determine_best_metric(*positional, **keywords)
+        return bool(is_best or self.control.should_save)
 
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
         limit, run = self.args.save_total_limit, Path(self._get_output_dir(trial=trial))
@@ -436,7 +469,7 @@ class ShardwiseTrainer(_Trainer):
             output = super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
         finally:
             self.args.save_total_limit = limit
-        if limit == 1:
+        if limit == 1 and not self.is_stop_requested:
             with World.current(call="Trainer.train") as world, world.broadcast("keep the best checkpoint"):
                 # None if the best is in another folder, of the run that was resumed.
                 best = folders.step_in(run, self.state.best_model_checkpoint)
@@ -520,6 +553,8 @@ class ShardwiseTrainer(_Trainer):
             self._generators = None
 
     def _load_best_model(self) -> None:
+        if self.is_stop_requested:
+            return
         best = self.state.best_model_checkpoint
         assert best is not None
         load_trainer_checkpoint(self._trained, best, adapter=self._adapter() or "default")

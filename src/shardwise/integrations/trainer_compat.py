@@ -51,8 +51,9 @@ def require_names() -> None:
     require_private("transformers:Trainer", "_load_scaler _load_best_model _save_checkpoint _save_rng_state _save")
     require_private("transformers:Trainer", "_save_optimizer_and_scheduler _save_scaler _get_output_dir")
     require_private("transformers:Trainer", "_sync_replicated_trainable_parameters get_batch_samples compute_loss")
-    require_private("transformers:Trainer", "get_total_train_batch_size _run_epoch")
-    require_private("transformers:Trainer", "_push_from_checkpoint _finalize_training")
+    require_private("transformers:Trainer", "get_total_train_batch_size _run_epoch _get_dataloader")
+    require_private("transformers:Trainer", "_push_from_checkpoint _finalize_training _maybe_log_save_evaluate")
+    require_private("transformers:Trainer", "_determine_best_metric _get_train_sampler")
     require_private("transformers:Trainer", "create_accelerator_and_postprocess")
 
 

@@ -76,14 +76,12 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         trainer.callback_handler.callbacks.insert(0, MemoryCallback(trackers))
         result = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         state = trainer.state
-        # A signal may have reached one rank only. Remaining steps are no sign of one: early stopping leaves some.
-        with World.current(call="train") as world:
-            is_signaled = world.all_reduce_object(request.is_made, any)
-        has_stopped = is_signaled and state.global_step < state.max_steps
+        has_stopped = trainer.is_stop_requested
         # A training that was stopped has a checkpoint, which it resumes from, and no model yet.
-        if not has_stopped:
-            with World.current(call="train") as world:
+        with World.current(call="train") as world:
+            if not has_stopped:
                 record.require_on_first_rank(world)
+        if not has_stopped:
             trainer.save_model(str(output), _internal_call=True)  # which is not uploaded yet
         estimated_bytes = _estimate_peak(config, world.size)
         if world.rank == 0:
@@ -181,7 +179,7 @@ class RunCallback(TrainerCallback):
     Args:
         request: of a signal to stop.
         record: of the training.
-        trainer: whose tokens are counted.
+        trainer: whose tokens are counted, and which is asked to stop.
     """
 
     def __init__(self, request: StopRequest, record: TrainingRecord, trainer: ShardwiseTrainer) -> None:
@@ -201,11 +199,14 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
         """Request a checkpoint and the end after a signal."""
+        state: TrainerState = positional[1]
         control: TrainerControl = positional[2]
         if self._request.is_made:
             control.should_save = True
             control.should_training_stop = True
-        if control.should_save and positional[1].is_world_process_zero:
+            # After the last step the training is complete.
+            self._trainer.is_stop_requested = state.global_step < state.max_steps
+        if control.should_save and state.is_world_process_zero:
             self._record.require()
         return control
 
