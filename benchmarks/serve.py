@@ -219,7 +219,7 @@ def _open_bank(folder: str) -> Any:
         bank = shardwise.AdapterBank(model)
         # The targets and settings of a model that a client creates.
         create = CreateModel("create", "model", RANK, 0, frozenset({"attn", "mlp", "unembed"}))
-        Engine(World.current(call="benchmark"), bank, model).run(Turn(others=(create,)))
+        Engine(World.current(call="benchmark"), bank, model).run(Turn((create,)))
         _banks[folder] = bank
     return _banks[folder]
 

@@ -298,7 +298,6 @@ def states_and_files(base: Path, folder: Path) -> dict[str, Any]:
         "adapters": {name: matrices_of(bank, name) for name in bank.names},
         "refusal": str(refusal.value),
         "first": next(iter(state["adapter"])),
-        "counts": bank.num_trainable_parameters(),
     }
 
 
@@ -323,7 +322,6 @@ def test_tensors_of_an_adapter_are_whole_and_the_same_on_all_ranks(saved, base):
     for each in (first, second):
         require_equal(each["adapters"]["twin"], first["adapters"]["cy"])
         require_equal(each["adapters"]["again"], stored)
-        assert each["counts"]["twin"] == sum(values.numel() for values in each["adapters"]["cy"].values())
 
 
 def test_an_incomplete_state_dict_is_refused_whole(saved, base, tmp_path):

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.bank.compose import PassPlan, Unit, compose_passes, pad_length
+from shardwise.bank.compose import LENGTH_MULTIPLE, PassPlan, Unit, compose_passes, pad_length
 
-MULTIPLE, LONGEST = 16, 250
+LONGEST = 250
 LENGTHS = st.one_of(st.integers(1, LONGEST), st.sampled_from([1, 16, 17, 250]))
 LENGTHS_OF_RANKS = st.lists(st.lists(LENGTHS, max_size=9), min_size=1, max_size=4)
 
 
 def compose(units: list[list[Unit]], most: int, overhead: int) -> list[PassPlan]:
-    return compose_passes(units, multiple=MULTIPLE, longest=LONGEST, max_tokens=most, overhead=overhead)
+    return compose_passes(units, longest=LONGEST, max_tokens=most, overhead=overhead)
 
 
 def rows_of(units: list[list[Unit]], plan: PassPlan) -> int:
@@ -34,7 +34,7 @@ def test_every_row_is_in_one_pass_that_is_long_enough_and_within_the_budget(leng
         rows = rows_of(units, plan)
         assert rows, "no pass is empty on all ranks"
         assert rows * plan.tokens <= most or rows == 1
-        assert plan.tokens == LONGEST or plan.tokens % MULTIPLE == 0
+        assert plan.tokens == LONGEST or plan.tokens % LENGTH_MULTIPLE == 0
 
 
 @given(LENGTHS_OF_RANKS, st.integers(1, 2000), st.integers(0, 300), st.data())
@@ -50,7 +50,7 @@ def test_no_pass_for_each_adapter_costs_less(lengths, most, overhead, data):
         ]
         if any(rows):
             longest = max(length for own in rows for length in own)
-            alone.append(max(map(len, rows)) * pad_length(longest, multiple=MULTIPLE, longest=LONGEST))
+            alone.append(max(map(len, rows)) * pad_length(longest, longest=LONGEST))
     cost = sum(rows_of(units, plan) * plan.tokens + overhead for plan in compose(units, most, overhead))
     if all(tokens <= most for tokens in alone):
         assert cost <= sum(alone) + overhead * len(alone)

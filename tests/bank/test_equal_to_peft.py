@@ -78,7 +78,6 @@ def test_adapters_come_and_go_unnoticed(base, begun, alone):
     train(bank, {"bob": members["bob"]}, 2 * STEPS)
     assert distance(matrices_of(bank, "bob"), alone["bob"], begun["bob"]) <= 1e-6
     assert pointers == [values.data_ptr() for values in bank._model.parameters()]
-    assert bank.num_trainable_parameters()["ada"] == sum(values.numel() for values in begun["ada"].values())
     for name in bank.names:
         bank.delete_adapter(name)
     assert not any(module._forward_hooks for module in bank._model.modules())

@@ -139,7 +139,7 @@ def test_a_pass_that_exceeds_the_memory_is_refused_before_it_runs(base: Path) ->
         if is_recomputed:
             prepare_blocks(bank._model, shardwise.Sharding(activation_checkpointing=True))
             bank._base.traced.clear()
-        needed.append(estimate_pass(bank._base, [adapter], 2, 48, 94, free=1))
+        needed.append(estimate_pass(bank._base, [adapter], 2, 48, 94, 1, free=1))
         for free in (needed[-1] - 1, needed[-1]):
             expected = nullcontext()
             if free < needed[-1]:
@@ -154,6 +154,21 @@ def test_a_pass_that_exceeds_the_memory_is_refused_before_it_runs(base: Path) ->
     logits = torch.zeros(4, 64, requires_grad=True)
     kept = passes._select_logprobs(logits, torch.zeros(4, 1, dtype=torch.int64), 0)
     assert max(values.untyped_storage().nbytes() for values in kept) <= 4 * 8
+
+
+def test_the_memory_of_several_targets_counts(base: Path) -> None:
+    """Those of all rows of a pass are padded to the row with the most."""
+    bank = bank_of(base, {})
+    ids = torch.arange(48)
+    rows = [{"input_ids": ids, "targets": ids}, {"input_ids": ids, "targets": ids.unsqueeze(1).expand(48, 60)}]
+    needed = estimate_pass(bank._base, [], 2, 48, 96, 60, free=None)
+    assert needed > estimate_pass(bank._base, [], 2, 48, 96, 1, free=None) + 4 * 96 * 60
+    for free in (needed - 1, needed):
+        expected = (
+            nullcontext() if free == needed else pytest.raises(TrainingError, match="the base has 96 positions")
+        )
+        with mock.patch.object(passes, "available_memory", return_value=Available(None, free)), expected:
+            bank.compute_logprobs([(None, rows)])
 
 
 def test_a_step_that_fails_on_one_rank(worlds: Any, base: Path) -> None:

@@ -98,10 +98,10 @@ def test_who_is_idle_stays_as_it_is(base):
 
 def test_counts_of_ranks_are_combined_and_a_mismatch_names_global_ranks():
     """The ranks of a group are 4 and 6 in the default group."""
-    first = RequestCounts("a", "", 1, ((7, 9),), ((6, 8),))
-    second = RequestCounts("a", "", 1, ((40,),), ((39,),))
+    first = RequestCounts("a", "", 1, ((7, 9),), ((6, 8),), (1,))
+    second = RequestCounts("a", "", 1, ((40,),), ((39,),), (4,))
     [combined] = combine_counts([[first], [second]], [4, 6])
-    assert combined == RequestCounts("a", "", 1, ((7, 9), (40,)), ((6, 8), (39,)))
+    assert combined == RequestCounts("a", "", 1, ((7, 9), (40,)), ((6, 8), (39,)), (1, 4))
     assert combined.num_supervised_tokens == 53
     with pytest.raises(RankMismatchError, match=r"rank 6 has rows of \['b'\], and rank 4 of \['a'\]"):
         combine_counts([[first], [replace(second, name="b")]], [4, 6])

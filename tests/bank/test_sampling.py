@@ -121,6 +121,12 @@ def test_temperature_top_k_and_top_p_choose_as_they_say(bank):
         assert tokens.count(int(ids[place])) / 1000 == pytest.approx(float(expected[place]), abs=0.06)
 
 
+def test_a_top_k_above_the_vocabulary_is_all_of_it(bank):
+    both = [samples(temperature=0.9, seed=5, top_k=top_k)[0] for top_k in (0, 10**400)]
+    first, second = bank.generate(both)
+    assert first.sequences[0].tokens == second.sequences[0].tokens
+
+
 def test_a_sequence_ends_with_what_stops_it(bank):
     [whole] = bank.generate(samples()[:1])
     tokens = whole.sequences[0].tokens

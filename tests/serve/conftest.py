@@ -88,6 +88,20 @@ def serving(
             assert not turns.is_alive()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_telemetry() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_TELEMETRY", "0")
+        yield
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "base"
+    make_base().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve for the whole session, with three rows a request."""

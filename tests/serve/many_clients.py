@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import httpx
-from tests.serve.test_bad_requests import make_message
+from tests.serve.users import make_message
 from tests.support.local_ranks import LIMIT_S
 
 RANKS = (1, 2, 4, 8)

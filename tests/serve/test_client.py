@@ -25,19 +25,9 @@ ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, we
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
-@pytest.fixture(autouse=True)
-def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-
-
 @pytest.fixture(scope="module")
 def clients(served: Served) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        clients = {
-            name: tinker.ServiceClient(base_url=served.url, api_key=key) for name, key in served.keys.items()
-        }
-    return clients
+    return {name: tinker.ServiceClient(base_url=served.url, api_key=key) for name, key in served.keys.items()}
 
 
 def make_rows(seed: int, lengths: Sequence[int], loss: str = "cross_entropy") -> list[dict[str, torch.Tensor]]:
@@ -71,7 +61,7 @@ def make_bank(ranks: dict[str, int], parts: frozenset[str]) -> AdapterBank:
     model = make_base()
     bank = AdapterBank(model)
     engine = Engine(World.current(call="test"), bank, model)
-    engine.run(Turn(others=tuple(CreateModel(name, name, rank, 7, parts) for name, rank in ranks.items())))
+    engine.run(Turn(tuple(CreateModel(name, name, rank, 7, parts) for name, rank in ranks.items())))
     return bank
 
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 import torch
 from tests.serve.conftest import Served
-from tests.serve.test_bad_requests import User, make_message
+from tests.serve.users import User, make_message
 from tests.support.local_ranks import LIMIT_S
 from tinker.proto import tinker_public_pb2 as protobuf
 
 from shardwise.bank import losses
+from shardwise.core.errors import StorageError
+from shardwise.files.local_writer import LocalWriter
 from shardwise.serve import app
+from shardwise.serve.operations import Pass, SaveModel
 
 STEP = {"adam_params": {"learning_rate": 1e-2}}
 
@@ -41,7 +44,7 @@ def one_turn(served: Served, dee: User) -> Iterator[None]:
     is_held, may_go = threading.Event(), threading.Event()
 
     def hold(turn: Any) -> Any:
-        if turn.passes:
+        if any(isinstance(operation, Pass) for operation in turn.operations):
             is_held.set()
             assert may_go.wait(LIMIT_S)
         return run(turn)
@@ -100,6 +103,32 @@ def test_a_loss_that_raises(served: Served, users: dict[str, User], monkeypatch:
     assert step["metrics"]["skipped:max"] == 0.0
 
 
+def test_two_steps_that_are_sent_at_once_are_both_taken(served: Served, users: dict[str, User]) -> None:
+    ada = users["ada"]
+    model = ada.create()
+    with one_turn(served, users["dee"]):
+        ada.send(make_message(model, 1))
+        steps = [ada.post("optim_step", model_id=model, seq_id=seq_id, **STEP) for seq_id in (2, 3)]
+    norms = [ada.retrieve(step)["metrics"]["grad_norm:mean"] for step in steps]
+    assert norms[0] > 0
+    assert norms[1] == 0.0, "without a pass"
+
+
+def test_a_request_without_an_outcome_has_failed(
+    served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = users["ada"]
+    model = ada.create()
+    with monkeypatch.context() as patch:
+        patch.setattr(served.engine, "run", lambda turn: {})
+        promises = [
+            ada.post("save_weights", model_id=model, seq_id=1, path="never"),
+            ada.post("optim_step", model_id=model, seq_id=2, **STEP),
+        ]
+        assert [ada.retrieve(promise).get("category") for promise in promises] == ["server"] * 2
+    assert ada.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"] == []
+
+
 def test_a_step_that_raises(served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of the step recovers by a checkpoint, and that of another user has stepped in the same turn."""
     step = torch.optim.AdamW.step
@@ -130,6 +159,12 @@ def test_a_step_that_raises(served: Served, users: dict[str, User], monkeypatch:
     assert loss_of(ada.retrieve(ada.send(make_message(models[0], 6)).json())) == before
     taken = ada.retrieve(ada.post("optim_step", model_id=models[0], seq_id=7, **STEP))
     assert taken["metrics"]["skipped:max"] == 0.0
+    # Another model of its name has not failed.
+    failing = ada.post("optim_step", model_id=models[0], seq_id=8, adam_params={"learning_rate": 0.125})
+    assert ada.retrieve(failing)["category"] == "server"
+    ada.post("unload_model", model_id=models[0])
+    ada.num_models = 0
+    assert loss_of(ada.retrieve(ada.send(make_message(ada.create(), 1)).json())) == before
 
 
 def test_a_checkpoint_that_cannot_be_acknowledged(
@@ -137,15 +172,15 @@ def test_a_checkpoint_that_cannot_be_acknowledged(
 ) -> None:
     """The disk is full when the weights are written already."""
     ada = users["ada"]
-    model, open_file = ada.create(), Path.open
+    model, replace_file = ada.create(), LocalWriter.replace
 
-    def fail(path: Path, *args: Any, **keywords: Any) -> Any:
-        if "meta.json" in path.name and (args or keywords):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return open_file(path, *args, **keywords)
+    def fail(writer: LocalWriter, file: str, content: bytes) -> None:
+        if file.endswith("meta.json"):
+            raise StorageError(f"{file} in {writer.root}: no space is left")
+        replace_file(writer, file, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", fail)
+        patch.setattr(LocalWriter, "replace", fail)
         failed = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=1, path="full"))
     assert failed["category"] == "server"
     assert "cannot write to its folder of checkpoints" in failed["error"], "and no path"
@@ -155,26 +190,23 @@ def test_a_checkpoint_that_cannot_be_acknowledged(
     assert [each["tinker_path"] for each in ada.http.get(runs).json()["checkpoints"]] == [saved["path"]]
 
 
-def test_results_that_nobody_retrieves(users: dict[str, User]) -> None:
+def test_results_that_nobody_retrieves(served: Served, users: dict[str, User]) -> None:
     """Eve may keep 6000 bytes: the oldest are gone, and the last one is there."""
     eve = users["eve"]
     model = eve.create()
     promises = [eve.send(make_message(model, seq_id)).json() for seq_id in range(1, 31)]
     eve.retrieve(promises[-1])
-    status = 200
-    while status == 200:  # until the server tidies, every 5 seconds
-        time.sleep(0.1)
-        status = eve.call("retrieve_future", **promises[0]).status_code
-    assert status == 410
+    # As the server does every 5 seconds.
+    asyncio.run_coroutine_threadsafe(served.server._service.tidy(), served.server._loop).result(LIMIT_S)
+    assert eve.call("retrieve_future", **promises[0]).status_code == 410
     assert isinstance(eve.retrieve(promises[-1]), bytes)
     gone = eve.retrieve(eve.send(make_message(model, 1)).json())
     assert "its result is gone" in gone["error"]
     assert isinstance(eve.retrieve(eve.send(make_message(model, 31)).json()), bytes)
 
 
-def test_a_model_that_finds_no_room_is_tried_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_finds_no_room_is_tried_again(served: Served) -> None:
     """The client tries on, and has its model as soon as there is room."""
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     first = User(served.url, served.keys["cy"])
     model = first.create(2)
     statuses = []
@@ -202,6 +234,19 @@ def test_a_model_that_finds_no_room_is_tried_again(served: Served, monkeypatch: 
     first.finish(served)
 
 
+def test_a_number_that_is_used_again_in_the_same_turn(served: Served, users: dict[str, User]) -> None:
+    ada = users["ada"]
+    other, model = ada.create(), ada.create()
+    body = {"session_id": ada.session, "model_seq_id": 2, "base_model": "base", "lora_config": {"rank": 2}}
+    with one_turn(served, users["dee"]):
+        ada.send(make_message(other, 1))
+        ada.post("unload_model", model_id=model)
+        promise = ada.post("create_model", **body)
+    assert ada.retrieve(promise)["model_id"] == model
+    assert ada.post("get_info", model_id=model)["lora_rank"] == 2
+    assert isinstance(ada.retrieve(ada.send(make_message(model, 1)).json()), bytes)
+
+
 def test_a_checkpoint_that_is_not_there_keeps_its_place(served: Served, users: dict[str, User]) -> None:
     """As all that is wrong once model and seq_id are known: the next request is answered."""
     ada, bo = users["ada"], users["bo"]
@@ -217,6 +262,71 @@ def test_a_checkpoint_that_is_not_there_keeps_its_place(served: Served, users: d
         refused = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=seq_id, **body))
         assert refused["category"] == "user", body
     assert isinstance(ada.retrieve(ada.send(make_message(model, 5)).json()), bytes)
+
+
+def test_an_optimizer_that_a_checkpoint_does_not_have(users: dict[str, User]) -> None:
+    """The load is refused, and the model is as before."""
+    ada = users["ada"]
+    model = ada.create()
+    saved = ada.retrieve(ada.post("save_weights_for_sampler", model_id=model, seq_id=1, path="to sample"))["path"]
+    ada.send(make_message(model, 2))
+    ada.retrieve(ada.post("optim_step", model_id=model, seq_id=3, **STEP))
+    before = loss_of(ada.retrieve(ada.send(make_message(model, 4)).json()))
+    refused = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=5, path=saved, optimizer=True))
+    assert "optimizer: a checkpoint to sample from has none" in refused["error"]
+    assert loss_of(ada.retrieve(ada.send(make_message(model, 6)).json())) == before
+    body = {"session_id": ada.session, "model_seq_id": 2, "path": saved}
+    assert "has none" in ada.retrieve(ada.post("load_weights", **body, optimizer=True))["error"]
+    assert ada.retrieve(ada.post("load_weights", **body, optimizer=False))["path"] == saved
+
+
+def test_saves_under_one_name_that_are_sent_at_once(served: Served, users: dict[str, User]) -> None:
+    """Neither replaces the other unless it says so."""
+    ada = users["ada"]
+    model = ada.create()
+    with one_turn(served, users["dee"]):
+        promises = [
+            ada.post("save_weights", model_id=model, seq_id=seq_id, path="one", overwrite=overwrite)
+            for seq_id, overwrite in ((1, False), (2, False), (3, True))
+        ]
+    first, second, third = (ada.retrieve(promise) for promise in promises)
+    assert first == third
+    assert second["error"] == "path 'one': exists already. Pass overwrite=True, or another name"
+    again = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=4, path="one"))
+    assert again["error"] == second["error"]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_saved_again(
+    served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is deleted after the save, and not under its hands."""
+    ada, run = users["ada"], served.engine.run
+    model = ada.create()
+    path = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=1, path="gone"))["path"]
+    is_saved, may_go = threading.Event(), threading.Event()
+
+    def hold(turn: Any) -> Any:
+        outcomes = run(turn)
+        if any(isinstance(operation, SaveModel) for operation in turn.operations):
+            is_saved.set()
+            assert may_go.wait(LIMIT_S)
+        return outcomes
+
+    monkeypatch.setattr(served.engine, "run", hold)
+    checkpoint = f"/api/v1/training_runs/{model}/checkpoints/weights/gone"
+    with ThreadPoolExecutor() as pool:
+        promise = ada.post("save_weights", model_id=model, seq_id=2, path="gone", overwrite=True)
+        assert is_saved.wait(LIMIT_S)
+        deleted = pool.submit(httpx.delete, served.url + checkpoint, headers=ada.http.headers, timeout=LIMIT_S)
+        try:
+            with pytest.raises(TimeoutError):
+                deleted.result(0.5)
+        finally:
+            may_go.set()
+        assert deleted.result(LIMIT_S).status_code == 204
+    assert ada.retrieve(promise)["path"] == path
+    assert ada.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"] == []
+    assert list(served.state.rglob("gone*")) == []
 
 
 def test_a_checkpoint_saved_again_when_its_time_is_over_stays(

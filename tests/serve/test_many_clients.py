@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 from tests.serve.conftest import Served, make_base, serving
-from tests.serve.test_bad_requests import User, make_message
+from tests.serve.users import User, make_message
 from tests.support.local_ranks import LIMIT_S
 
 from shardwise import AdapterBank
@@ -50,8 +50,7 @@ def num_bytes() -> int:
 
 def bytes_of_models(bank: AdapterBank) -> int:
     """Values, gradient and two moments of each number, in float32, and a count of steps for each adapter."""
-    numbers = bank.num_trainable_parameters()
-    return 16 * sum(numbers.values()) + 4 * len(numbers)
+    return sum(16 * adapter.flat.numel() + 4 for adapter in bank._adapters.values())
 
 
 def train_one(served: Served, name: str) -> None:
@@ -91,8 +90,8 @@ def replay(turns: list[bytes]) -> AdapterBank:
     bank = AdapterBank(model)
     engine = Engine(World.current(call="test"), bank, model)
     for turn in map(pickle.loads, turns):
-        others = tuple(each for each in turn.others if not isinstance(each, SaveModel))
-        engine.run(replace(turn, others=others))
+        operations = tuple(each for each in turn.operations if not isinstance(each, SaveModel))
+        engine.run(replace(turn, operations=operations))
     return bank
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,24 +15,11 @@ from typing import Any
 
 import pytest
 import tinker
-from tests.serve.conftest import make_base
 from tests.serve.test_client import ADAM, make_rows, to_data
 from tests.support.local_ranks import LIMIT_S
 from tinker import types
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "base"
-    make_base().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
 
 
 class Process:
@@ -145,10 +131,8 @@ def test_a_lost_rank_ends_the_server(base: Path, tmp_path: Path) -> None:
         children = subprocess.run(
             ["pgrep", "-P", str(server.process.pid), "-f", "spawn_main"], capture_output=True, text=True, check=True
         )
-        begin_s = time.monotonic()
         os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
         assert server.wait() == 2
-        assert time.monotonic() - begin_s < 60
         text = "".join(server.errors)
         assert "rank" in text
         assert "error:" in text

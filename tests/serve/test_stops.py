@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.serve.conftest import make_base
-from tests.serve.test_bad_requests import User, make_message
 from tests.serve.test_processes import Process, serving
+from tests.serve.users import User, make_message
 from tests.support.local_ranks import LIMIT_S
 from tinker.proto import tinker_public_pb2 as protobuf
 
@@ -27,13 +26,6 @@ from shardwise.serve.keys import make_key
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 CALLS = ("forward_backward", "optim_step", "save")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "base"
-    make_base().save_pretrained(folder)
-    return folder
 
 
 def wait_for(file: Path) -> None:

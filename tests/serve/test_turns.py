@@ -29,6 +29,7 @@ def test_a_turn_keeps_to_order_and_budget(queues: Queues, budget: int, quantum: 
     for costs in taken.values():
         stages = [cost.stage for cost in costs]
         assert stages == sorted(stages)
+        assert stages.count(Stage.STEP) <= 1
     tokens = [cost.tokens for costs in taken.values() for cost in costs if cost.tokens]
     assert sum(tokens) <= budget or len(tokens) == 1
     assert any(taken.values()) or not any(of for named in queues.values() for of in named.values())
@@ -41,7 +42,7 @@ def test_what_costs_nothing_runs_at_once(queues: Queues, budget: int, quantum: i
         queue = next(named[name] for named in queues.values() if name in named)
         rest = queue[len(costs) :]
         if rest and not rest[0].tokens:
-            assert costs[-1].stage > rest[0].stage
+            assert costs[-1].stage > rest[0].stage or (costs[-1].stage is rest[0].stage is Stage.STEP)
 
 
 @given(_QUEUES, st.integers(10, 200), st.integers(5, 100))
@@ -94,14 +95,10 @@ def test_a_request_above_the_budget_runs_alone() -> None:
 @given(_QUEUES)
 def test_steps_come_early_only_where_passes_would_not_wait_for_them(queues: Queues) -> None:
     steps = find_early_steps(queues)
-    all_queues = {name: of for named in queues.values() for name, of in named.items() if of}
-    heads = {name: of[0].stage for name, of in all_queues.items()}
-    assert steps.keys() == (
-        {name for name in heads if heads[name] is Stage.STEP} if Stage.PASS in heads.values() else set()
-    )
-    for name, num_steps in steps.items():
-        assert {cost.stage for cost in all_queues[name][:num_steps]} == {Stage.STEP}
-        assert all_queues[name][num_steps : num_steps + 1] != [Cost(Stage.STEP)]
+    heads = {name: of[0].stage for named in queues.values() for name, of in named.items() if of}
+    first_steps = {name for name in heads if heads[name] is Stage.STEP}
+    assert steps.keys() == (first_steps if Stage.PASS in heads.values() else set())
+    assert set(steps.values()) <= {1}
 
 
 def test_models_that_train_alike_come_into_one_turn() -> None:

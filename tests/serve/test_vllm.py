@@ -76,10 +76,7 @@ def vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stand
         server.shutdown()
 
 
-def test_snapshots_are_sampled_by_vllm(
-    served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> None:
     client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
     model = client.create_lora_training_client("base", rank=2).result()
     sampler = model.save_weights_and_get_sampling_client().result()
@@ -104,7 +101,6 @@ def test_snapshots_are_sampled_by_vllm(
 def test_an_error_of_vllm_is_one_of_the_request(
     served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setitem(FIELDS, "/v1/completions", {"model"})
     client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
     sampler = client.create_sampling_client(base_model="base").result()

@@ -116,10 +116,6 @@ class AdapterBank:
         """Maximum number of tokens in a row."""
         return self._base.max_length
 
-    def num_trainable_parameters(self) -> dict[str, int]:
-        """Return the number of trained elements by adapter."""
-        return {name: adapter.flat.numel() for name, adapter in self._adapters.items()}
-
     def add_adapter(self, name: str, config: LoraConfig, **keywords: Unpack[AdapterOptions]) -> None:
         """Add an adapter. Its matrices are initialized as PEFT's, depending on (seed, name of the matrix) alone.
 

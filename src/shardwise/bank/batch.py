@@ -37,6 +37,7 @@ class RequestCounts:
         group_size: rows that share a pass. None for all of a rank.
         lengths: by rank, tokens of each row.
         num_targets: by rank, positions of each row with a target that counts.
+        widths: by rank, targets of a position (K), the most of any row.
     """
 
     name: str | None
@@ -44,6 +45,7 @@ class RequestCounts:
     group_size: int | None
     lengths: tuple[tuple[int, ...], ...]
     num_targets: tuple[tuple[int, ...], ...]
+    widths: tuple[int, ...]
 
     @property
     def num_supervised_tokens(self) -> int:
@@ -306,11 +308,13 @@ def open_call(
     for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
         by_rank: list[list[tuple[int, int]]] = []  # (request, row) of each row of the pass
         num_targets: list[int] = []
+        widths: list[int] = []
         for rank, numbers in enumerate(plan.units):
             rows_of_rank = [row for number in numbers for row in members[rank][number]]
             by_rank.append(rows_of_rank)
             num_targets.append(sum(counts[request].num_targets[rank][row] for request, row in rows_of_rank))
-        _require_memory(base, plan, placed, by_rank, num_targets, free_bytes)
+            widths.append(max((counts[request].widths[rank] for request, _ in rows_of_rank), default=1))
+        _require_memory(base, plan, placed, by_rank, num_targets, widths, free_bytes)
         # As many as the rank with the most targets needs: FSDP2 may gather the output layer for each chunk.
         num_chunks = max(-(-max(num_targets) // base.chunk_positions), 1)
         passes.append(PlannedPass(plan.tokens, num_chunks, tuple(by_rank[base.world.rank])))
@@ -362,21 +366,14 @@ def _require_loss(request: Request, adapter: BankAdapter | None) -> dict[str, An
 def _parse_request(base: SharedBase, request: Request, adapter: BankAdapter | None) -> list[UnpaddedRow]:
     # Rows have weights and what a named loss needs. A loss of the caller's own gets whatever they have.
     who = describe_adapter(request.adapter)
-    needs = LOSSES[request.loss].needs if isinstance(request.loss, str) else ()
     rows = parse_rows(
         who,
         request.rows,
         vocab_size=base.vocab_size,
         longest=base.max_length,
         may_have_weights=adapter is None or adapter.options["reduction"] == "sum",
-        keys=("weights", *needs) if isinstance(request.loss, str) else None,
+        loss=request.loss if isinstance(request.loss, str) else None,
     )
-    for number, row in enumerate(rows):
-        if missing := [key for key in needs if key not in row.values]:
-            raise ConfigError(
-                f"{who}: row {number} has no {', '.join(missing)}, which {request.loss} needs. Pass them in a list "
-                "of rows"
-            )
     if request.group_size is not None and len(rows) % request.group_size:
         raise ConfigError(f"{who}: {len(rows)} rows are not groups of {request.group_size}. Pass whole groups")
     return rows
@@ -386,10 +383,11 @@ def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow])
     """Count the rows of a request on this rank. Raise ConfigError if a group does not fit into a pass."""
     lengths = tuple(len(row.input_ids) for row in rows)
     num_targets = tuple(len(row.positions) for row in rows)
+    width = max((row.targets[0].numel() for row in rows), default=1)
     # Ranks cannot compare functions, so a loss of the caller's own counts by its name.
     loss = request.loss if isinstance(request.loss, str) else getattr(request.loss, "__qualname__", "")
     settings = f"{loss} {sorted(request.loss_config.items())} {request.backward} {request.group_size}"
-    counts = RequestCounts(request.adapter, settings, request.group_size, (lengths,), (num_targets,))
+    counts = RequestCounts(request.adapter, settings, request.group_size, (lengths,), (num_targets,), (width,))
     # Here, before ranks meet, so that the error is raised on all. Rows that fit a pass alone may be in any.
     for unit in _make_units([counts], 0):
         tokens = pad_length(unit.length, longest=base.max_length)
@@ -465,7 +463,8 @@ def combine_counts(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequ
     for entries in zip(*counts, strict=True):
         lengths = tuple(entry.lengths[0] for entry in entries)
         num_targets = tuple(entry.num_targets[0] for entry in entries)
-        combined.append(replace(entries[0], lengths=lengths, num_targets=num_targets))
+        widths = tuple(entry.widths[0] for entry in entries)
+        combined.append(replace(entries[0], lengths=lengths, num_targets=num_targets, widths=widths))
     return combined
 
 
@@ -475,6 +474,7 @@ def _require_memory(
     requests: Sequence[PlacedRequest],
     by_rank: Sequence[Sequence[tuple[int, int]]],
     num_targets: Sequence[int],
+    widths: Sequence[int],
     free_bytes: Sequence[int | None],
 ) -> None:
     """Check that a pass fits into the free memory of each rank, as estimated by :func:`estimate_pass`.
@@ -490,7 +490,7 @@ def _require_memory(
     adapters = [each.adapter for each in trained if each.request.backward and each.adapter is not None]
     for rank, free in enumerate(free_bytes):
         rows = len(by_rank[rank])
-        needed = estimate_pass(base, adapters, rows, plan.tokens, num_targets[rank], free)
+        needed = estimate_pass(base, adapters, rows, plan.tokens, num_targets[rank], widths[rank], free)
         if free is not None and needed > free:
             of_rank = (requests[number].request.adapter for number, _ in by_rank[rank])
             names = ", ".join(dict.fromkeys(map(describe_adapter, of_rank)))

@@ -69,18 +69,13 @@ PASS_OVERHEAD: Final = 256
 """Cost of a pass, in tokens: gathers of the base, and kernels that are not full."""
 
 
-def pad_length(length: int, *, longest: int, multiple: int = LENGTH_MULTIPLE) -> int:
-    """Round the length of a row up to a multiple, but not above the longest row of the base."""
-    return min(-(-length // multiple) * multiple, longest)
+def pad_length(length: int, *, longest: int) -> int:
+    """Round the length of a row up to a multiple of LENGTH_MULTIPLE, but not above the longest row of the base."""
+    return min(-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, longest)
 
 
 def compose_passes(
-    units: Sequence[Sequence[Unit]],
-    *,
-    longest: int,
-    max_tokens: int,
-    multiple: int = LENGTH_MULTIPLE,
-    overhead: int = PASS_OVERHEAD,
+    units: Sequence[Sequence[Unit]], *, longest: int, max_tokens: int, overhead: int = PASS_OVERHEAD
 ) -> list[PassPlan]:
     """Compose passes with the smallest sum of padded tokens and overheads. See [Note: Composed passes].
 
@@ -92,11 +87,10 @@ def compose_passes(
         units: of each rank.
         longest: maximum number of tokens of a row, padding included.
         max_tokens: maximum number of padded tokens of a pass on a rank. A column that exceeds it is a pass alone.
-        multiple: lengths are rounded up to a multiple of it.
         overhead: cost of a pass, in tokens.
     """
     # A column counts with the most rows that any rank has in it: a pass is as large on each rank as on the largest.
-    columns = _align(units, multiple, longest)
+    columns = _align(units, longest)
     rows_before = [0, *accumulate(column.num_rows for column in columns)]
     # For each number of columns, the smallest cost of passes of these first columns, the number of passes, and the
     # column with which the last of them begins. Of plans with equal cost, the one with fewer passes is chosen.
@@ -125,7 +119,7 @@ def compose_passes(
     return plans[::-1]
 
 
-def _align(units: Sequence[Sequence[Unit]], multiple: int, longest: int) -> list[_Column]:
+def _align(units: Sequence[Sequence[Unit]], longest: int) -> list[_Column]:
     """Align the units of all ranks by length within each kind. Return the columns, the longest first."""
     columns = []
     for kind in sorted({unit.kind for of_rank in units for unit in of_rank}):
@@ -138,6 +132,6 @@ def _align(units: Sequence[Sequence[Unit]], multiple: int, longest: int) -> list
             # A rank with fewer units than others has none in the last columns.
             members = [numbers[place][1] if place < len(numbers) else None for numbers in of_kind]
             present = [of_rank[n] for of_rank, n in zip(units, members, strict=True) if n is not None]
-            tokens = pad_length(max(unit.length for unit in present), multiple=multiple, longest=longest)
+            tokens = pad_length(max(unit.length for unit in present), longest=longest)
             columns.append(_Column(tokens, max(unit.num_rows for unit in present), tuple(members)))
     return sorted(columns, key=lambda column: -column.tokens)

@@ -15,9 +15,15 @@ _TRACED_ABOVE: Final = 1 / 64
 
 
 def estimate_pass(
-    base: SharedBase, adapters: Sequence[BankAdapter], rows: int, tokens: int, targets: int, free: int | None
+    base: SharedBase,
+    adapters: Sequence[BankAdapter],
+    rows: int,
+    tokens: int,
+    targets: int,
+    width: int,
+    free: int | None,
 ) -> int:
-    """Return the bytes that a pass needs on a rank: logits of a chunk, and activations. Collective: no.
+    """Return the bytes that a pass needs on a rank: logits of a chunk, targets, and activations. Collective: no.
 
     Activations are traced on fake tensors if they may be more than the free memory. That takes some seconds for the
     first pass of a length. Otherwise they are a lower bound: 2 bytes for each hidden state of each layer.
@@ -27,19 +33,23 @@ def estimate_pass(
         adapters: those with a backward pass, of which the largest is traced. None for a pass without.
         rows: rows of the pass on the rank.
         tokens: their padded length.
-        targets: number of their targets.
+        targets: number of their positions with targets.
+        width: targets of a position (K), the most of any row, to which the others are padded.
         free: free bytes of the rank. None if unknown.
     """
     config = base.model.config.get_text_config()
-    layers, width = getattr(config, "num_hidden_layers", 1), getattr(config, "hidden_size", 0)
+    layers, hidden_size = getattr(config, "num_hidden_layers", 1), getattr(config, "hidden_size", 0)
     # Log-softmax in float32, and for the backward pass its gradient and that of the logits. Only then do the hidden
     # states of all layers stay in memory.
     bytes_per_logit, num_stored = (12, layers) if adapters else (6, 1)
     logits = min(targets, base.chunk_positions) * base.vocab_size * bytes_per_logit
-    needed = 2 * rows * tokens * width * num_stored
+    # About 40 bytes for each target: itself (int64), its log probability and gradient, and what a loss takes and
+    # computes (float32). Log probabilities are returned for each token.
+    selected = width * (40 * targets + 4 * rows * tokens)
+    needed = 2 * rows * tokens * hidden_size * num_stored
     if adapters and free is not None and needed > free * _TRACED_ABOVE:
         needed = max(needed, rows * _trace_row(base, max(adapters, key=lambda each: each.flat.numel()), tokens))
-    return logits + needed
+    return logits + selected + needed
 
 
 def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from shardwise.bank.losses import LOSSES
 from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.fsdp.named_tensors import canonical
 from shardwise.fsdp.torch_private import is_compiled_in_place, normalizes_over_rows, splitting_dim
@@ -92,7 +93,7 @@ def parse_rows(
     vocab_size: int,
     longest: int,
     may_have_weights: bool = True,
-    keys: Collection[str] | None = FLOAT_KEYS,
+    loss: str | None = "cross_entropy",
 ) -> list[UnpaddedRow]:
     """Return the rows of a request without padding.
 
@@ -102,12 +103,14 @@ def parse_rows(
         vocab_size: size of the vocabulary.
         longest: maximum number of tokens in a row.
         may_have_weights: whether the adapter's loss has weights.
-        keys: values that the loss takes. None for any.
+        loss: a name of ``bank/losses.py``. None for a loss of the caller's own, which takes any values.
 
     Raises:
         ConfigError: the rows are invalid. The message has the reason.
     """
     is_batch = not isinstance(rows, list | tuple)
+    needs = () if loss is None else LOSSES[loss].needs
+    keys = None if loss is None else ("weights", *needs)
     if is_batch:
         parsed, mappings, labels = _parse_batch(who, rows, longest), [rows], "labels"
     else:
@@ -128,6 +131,11 @@ def parse_rows(
         tensors = [row.values[key].flatten() for row in parsed if key in row.values]
         if tensors and not bool(torch.cat(tensors).isfinite().all()):
             raise ConfigError(f"{who}: {key} are not all finite")
+    for number, row in enumerate(parsed):
+        if missing := [key for key in needs if key not in row.values]:
+            raise ConfigError(
+                f"{who}: row {number} has no {', '.join(missing)}, which {loss} needs. Pass them in a list of rows"
+            )
     return parsed
 
 

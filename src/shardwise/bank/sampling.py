@@ -235,7 +235,7 @@ def _run_batch(base: SharedBase, rows: list[_Row], num_steps: int) -> None:
     ids, mask, numbers = (sent(each, base.device) for each in (ids, mask, numbers))
     # Of each row: temperature, top_k and top_p, as (3, rows, 1). A dummy row is greedy.
     most = base.vocab_size
-    choices = [(row.sample.temperature, row.sample.top_k or most, row.sample.top_p) for row in rows]
+    choices = [(row.sample.temperature, min(row.sample.top_k or most, most), row.sample.top_p) for row in rows]
     settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64).T.unsqueeze(2)
     settings = sent(settings.contiguous(), base.device)
     accepted = inspect.signature(base.model.forward).parameters

@@ -85,11 +85,11 @@ class App:
             ("POST", "/api/v1/unload_model", self._unload_model),
             ("POST", "/api/v1/get_info", self._get_info),
             ("POST", "/api/v1/forward_backward", self._forward_backward),
-            ("POST", "/api/v1/optim_step", self._optim_step),
+            ("POST", "/api/v1/optim_step", self._place),
             ("POST", "/api/v1/retrieve_future", self._retrieve),
-            ("POST", "/api/v1/save_weights", self._save_weights),
-            ("POST", "/api/v1/load_weights", self._load_weights),
-            ("POST", "/api/v1/save_weights_for_sampler", self._save_for_sampler),
+            ("POST", "/api/v1/save_weights", self._place),
+            ("POST", "/api/v1/load_weights", self._place),
+            ("POST", "/api/v1/save_weights_for_sampler", self._place),
             ("POST", "/api/v1/create_sampling_session", self._create_sampler),
             ("GET", "/api/v1/samplers/{sampler_id}", self._get_sampler),
             ("POST", "/api/v1/asample", self._sample),
@@ -233,20 +233,36 @@ class App:
                 )
         return _promise(queued.request_id)
 
-    async def _optim_step(self, request: Request, key: UserKey) -> Response:
+    async def _place(self, request: Request, key: UserKey) -> Response:
+        """Queue a JSON request in the order of a model. Its place comes before anything else is checked."""
         data, values = await _read_object(request)
-        model, seq_id = self._find_place(key, values)
-        with self._service.place(model, seq_id, data) as queued:
-            if queued.is_new:
-                queued.operation = read_step(queued.request_id, values)
-        return _promise(queued.request_id)
-
-    def _find_place(self, key: UserKey, values: Mapping[str, Any]) -> tuple[Model, int]:
-        """Return model and seq_id of a JSON request, which come before anything else is checked."""
+        call = request.url.path.rpartition("/")[2]
         model_id, seq_id = values.get("model_id"), values.get("seq_id")
+        if call == "load_weights" and model_id is None:
+            return self._load_new(key, values)
         if not isinstance(model_id, str) or type(seq_id) is not int:
             raise StatusError(400, "model_id or seq_id: is missing")
-        return self._service.get_model(key, model_id), seq_id
+        model = self._service.get_model(key, model_id)
+        with self._service.place(model, seq_id, data) as queued:
+            if queued.is_new:
+                match call:
+                    case "optim_step":
+                        queued.operation = read_step(queued.request_id, values)
+                    case "save_weights":
+                        save = parse(types.SaveWeightsRequest, values)
+                        name = save.path or f"step-{model.num_steps}-{seq_id}"
+                        self._set_save(queued, model, "weights", name, save)
+                        queued.may_replace = save.overwrite
+                    case "save_weights_for_sampler":
+                        self._set_save_for_sampler(queued, model, seq_id, values)
+                    case "load_weights":
+                        load = parse(types.LoadWeightsRequest, values)
+                        try:
+                            checkpoint, folder = self._find_checkpoint(key, load.path)
+                        except StatusError as error:  # without its place, the next request would wait forever
+                            raise ConfigError(str(error)) from error
+                        _set_load(queued, model_id, checkpoint, folder, load)
+        return _promise(queued.request_id)
 
     async def _retrieve(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.FutureRetrieveRequest)
@@ -266,45 +282,30 @@ class App:
 
     # Checkpoints
 
-    async def _save_weights(self, request: Request, key: UserKey) -> Response:
-        data, values = await _read_object(request)
-        model, seq_id = self._find_place(key, values)
-        with self._service.place(model, seq_id, data) as queued:
-            if queued.is_new:
-                body = parse(types.SaveWeightsRequest, values)
-                name = body.path or f"step-{model.num_steps}-{seq_id}"
-                checkpoint = self._set_save(queued, model, "weights", name, body)
-                store = self._service.store
-                if store is not None and not body.overwrite and store.find(key.folder, checkpoint.path):
-                    raise ConfigError(f"path {name!r}: exists already. Pass overwrite=True, or another name")
-        return _promise(queued.request_id)
-
-    async def _save_for_sampler(self, request: Request, key: UserKey) -> Response:
-        data, values = await _read_object(request)
-        model, seq_id = self._find_place(key, values)
+    def _set_save_for_sampler(
+        self, queued: QueuedRequest, model: Model, seq_id: int, values: Mapping[str, Any]
+    ) -> None:
+        """Set the operation of a request to a save, or to a copy in memory."""
+        body = parse(types.SaveWeightsForSamplerRequest, values)
         session_id = model.session.session_id
-        with self._service.place(model, seq_id, data) as queued:
-            if queued.is_new:
-                body = parse(types.SaveWeightsForSamplerRequest, values)
-                if body.sampling_session_seq_id is None:
-                    name = body.path or f"sample-{model.num_steps}-{seq_id}"
-                    self._set_save(queued, model, "sampler_weights", name, body)
-                elif self._service.vllm is None:
-                    copy = f"{model.model_id}/{seq_id}"
-                    queued.operation = CopyModel(queued.request_id, model.model_id, copy)
-                    queued.sampler = Sampler(key, session_id, copy)
-                else:  # vLLM loads the snapshot from a folder
-                    body = body.model_copy(update={"ttl_seconds": _TTL_S.start})
-                    name = f"snapshot-{seq_id}"
-                    self._set_save(queued, model, "sampler_weights", name, body)
-                    assert isinstance(queued.operation, SaveModel)
-                    queued.sampler = Sampler(key, session_id, name, queued.operation.folder)
-                if queued.sampler is not None:
-                    queued.answer = {"type": "save_weights_for_sampler", "path": None}
-        return _promise(queued.request_id)
+        if body.sampling_session_seq_id is None:
+            name = body.path or f"sample-{model.num_steps}-{seq_id}"
+            self._set_save(queued, model, "sampler_weights", name, body)
+        elif self._service.vllm is None:
+            copy = f"{model.model_id}/{seq_id}"
+            queued.operation = CopyModel(queued.request_id, model.model_id, copy)
+            queued.sampler = Sampler(model.key, session_id, copy)
+        else:  # vLLM loads the snapshot from a folder
+            body = body.model_copy(update={"ttl_seconds": _TTL_S.start})
+            name = f"snapshot-{seq_id}"
+            self._set_save(queued, model, "sampler_weights", name, body)
+            assert isinstance(queued.operation, SaveModel)
+            queued.sampler = Sampler(model.key, session_id, name, queued.operation.folder)
+        if queued.sampler is not None:
+            queued.answer = {"type": "save_weights_for_sampler", "path": None}
 
-    def _set_save(self, queued: QueuedRequest, model: Model, kind: str, name: str, body: Any) -> Checkpoint:
-        """Set the operation of a request to the save of a model. Return the checkpoint."""
+    def _set_save(self, queued: QueuedRequest, model: Model, kind: str, name: str, body: Any) -> None:
+        """Set the operation of a request to the save of a model."""
         if body.ttl_seconds is not None and body.ttl_seconds not in _TTL_S:
             raise ConfigError(f"ttl_seconds={body.ttl_seconds}: is not {_TTL_S.start} to {_TTL_S.stop - 1}")
         checkpoint = Checkpoint(
@@ -318,22 +319,9 @@ class App:
         )
         queued.operation = self._service.make_save(queued.request_id, model, checkpoint)
         queued.checkpoint, queued.answer = checkpoint, {"path": checkpoint.path}
-        return checkpoint
 
-    async def _load_weights(self, request: Request, key: UserKey) -> Response:
-        data, values = await _read_object(request)
-        if values.get("model_id") is not None:
-            model, seq_id = self._find_place(key, values)
-            with self._service.place(model, seq_id, data) as queued:
-                if queued.is_new:
-                    body = parse(types.LoadWeightsRequest, values)
-                    try:
-                        _, folder = self._find_checkpoint(key, body.path)
-                    except StatusError as error:  # without its place, the client's next request would wait forever
-                        raise ConfigError(str(error)) from error
-                    queued.operation = LoadModel(queued.request_id, model.model_id, folder, body.optimizer)
-                    queued.answer = _loaded(model.model_id, body.path)
-            return _promise(queued.request_id)
+    def _load_new(self, key: UserKey, values: Mapping[str, Any]) -> Response:
+        """Create a model from a checkpoint."""
         body = parse(types.LoadWeightsRequest, values)
         if body.session_id is None or body.model_seq_id is None:
             raise StatusError(400, "session_id and model_seq_id, or model_id and seq_id: are missing")
@@ -344,9 +332,7 @@ class App:
         with self._service.open_model(session, number, rank, parts, body.user_metadata) as queued:
             if queued.is_new:
                 self._check_model(key, body.base_model, optimizer, rank, parts)
-                model_id = name_model(session, number)
-                queued.operation = LoadModel(queued.request_id, model_id, folder, body.optimizer)
-                queued.answer = _loaded(model_id, body.path)
+                _set_load(queued, name_model(session, number), checkpoint, folder, body)
         return _promise(queued.request_id)
 
     def _find_checkpoint(self, key: UserKey, path: str) -> tuple[Checkpoint, str]:
@@ -409,8 +395,7 @@ class App:
         place = request.path_params
         path = f"tinker://{place['model_id']}/{place['kind']}/{place['name']}"
         checkpoint, _ = self._find_checkpoint(key, path)
-        assert self._service.store is not None
-        self._service.store.delete(key.folder, checkpoint)
+        await self._service.delete_checkpoint(key, checkpoint)
         return Response(status_code=204)
 
     # Samples
@@ -453,7 +438,7 @@ class App:
         if type(seq_id) is int and seq_id in sampler.seen:
             digest, request_id = sampler.seen[seq_id]
             if digest != digest_of(data):
-                request_id = self._service.refuse(key, f"seq_id={seq_id}: had another body before")
+                request_id = self._service.answer(key, Refusal(f"seq_id={seq_id}: had another body before"))
             return _promise(request_id, number)
         with self._service.admit(key, f"samples of {key.name}") as queued:
             read_sample(queued, sampler, values, self._base, has_vllm=self._service.vllm is not None)
@@ -500,8 +485,12 @@ class App:
         return HTMLResponse(write_page(self._service, key))
 
 
-def _loaded(model_id: str, path: str) -> dict[str, str]:
-    return {"type": "load_weights", "model_id": model_id, "path": path}
+def _set_load(queued: QueuedRequest, model_id: str, checkpoint: Checkpoint, folder: str, body: Any) -> None:
+    """Set the operation of a request to the load of a model."""
+    if body.optimizer and checkpoint.kind != "weights":
+        raise ConfigError("optimizer: a checkpoint to sample from has none. Load the weights alone")
+    queued.operation = LoadModel(queued.request_id, model_id, folder, body.optimizer)
+    queued.answer = {"type": "load_weights", "model_id": model_id, "path": body.path}
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -7,7 +7,6 @@ committed: a checkpoint without one has not been acknowledged.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from urllib.parse import quote, unquote
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.formatting import folder_name
+from shardwise.files.local_writer import LocalWriter
 
 KINDS: Final = {"weights": "training", "sampler_weights": "sampler"}
 """Kinds of checkpoints in paths, and what the protocol calls them in lists."""
@@ -73,19 +73,14 @@ class CheckpointStore:
         return self._root / folder_name(user) / folder_name(checkpoint.model) / checkpoint.kind / folder_name(name)
 
     def record(self, folder: str, checkpoint: Checkpoint) -> None:
-        """Acknowledge a checkpoint whose folder has been committed. Durable when it returns."""
+        """Acknowledge a checkpoint whose folder has been committed. Durable when it returns.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         file = _metadata_file(Path(folder))
-        new = file.with_name(file.name + ".new")
-        with new.open("w") as stream:
-            json.dump(asdict(replace(checkpoint, time_s=time.time())), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        new.replace(file)
-        directory = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        content = json.dumps(asdict(replace(checkpoint, time_s=time.time())))
+        LocalWriter(file.parent).replace(file.name, content.encode())
 
     def find(self, user: str, path: str) -> Checkpoint | None:
         """Return a user's checkpoint, or None. Raise ConfigError if the path is invalid."""

@@ -7,12 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from shardwise.bank.adapter_bank import AdapterBank
-from shardwise.bank.losses import LOSSES
-from shardwise.bank.rows import IGNORED, Request
+from shardwise.bank.rows import Request
 from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError
 from shardwise.ranks.world import World
@@ -35,6 +33,11 @@ from shardwise.serve.operations import (
 LORA_ALPHA: Final = 32
 """Of all models: the protocol has no key for it."""
 
+_GONE: Final = Refusal(
+    "the model or snapshot is gone, or its last step failed. Load a checkpoint, or save it again"
+)
+"""A call of the bank with one model that it does not take would be refused as a whole."""
+
 _log = logging.getLogger(__name__)
 
 Outcomes = dict[str, Any]
@@ -50,6 +53,9 @@ class Engine:
         self._parts = find_parts(model)
         self._failed: set[str] = set()
         """Models whose step failed. The bank refuses them until they are loaded again."""
+        self._incomplete: dict[str | None, int] = {}
+        """By model, the seq_id of a pass that failed since its last step. A step must not be taken on a part of a
+        batch. Ranks have the same outcomes, so they have the same entries."""
 
     def run(self, turn: Turn) -> Outcomes:
         """Carry out a turn. The outcomes on the first rank count. Collective: yes.
@@ -58,28 +64,29 @@ class Engine:
             RankLostError: a rank is lost. The server has ended.
         """
         outcomes: Outcomes = {}
-        # A call of the bank with one model that it does not take is refused as a whole, so such models come first.
-        operations: list[Pass | OptimStep] = [*turn.passes, *turn.steps]
-        for each in operations:
-            if each.model is not None and (each.model not in self._bank.names or each.model in self._failed):
-                outcomes[each.request_id] = Refusal(
-                    "the model or snapshot is gone, or its last step failed. Load a checkpoint, or save it again"
-                )
+        passes: list[Pass] = []
+        steps: list[OptimStep] = []
+        later: list[LaterOperation] = []
+        generates: list[Generate] = []
+        for operation in turn.operations:
+            match operation:
+                case Pass() | OptimStep() if not self._has(operation.model):
+                    outcomes[operation.request_id] = _GONE
+                case Pass():
+                    passes.append(operation)
+                case OptimStep():
+                    steps.append(operation)
+                case Generate():
+                    generates.append(operation)
+                case _:
+                    later.append(operation)
         # Passes, then steps, then the rest: as within the queue of a model (Stage).
-        if passes := [one for one in turn.passes if one.request_id not in outcomes]:
-            self._run_passes(passes, outcomes)
-        # A step must not be taken on a part of a batch. Ranks decide it alike: the outcomes are the same on all.
-        failed = {
-            one.model: one.seq_id
-            for one in turn.passes
-            if one.backward and isinstance(outcomes[one.request_id], Refusal)
-        }
-        self._run_steps([one for one in turn.steps if one.request_id not in outcomes], failed, outcomes)
-        generates = []
-        for operation in turn.others:
-            if isinstance(operation, Generate):
-                generates.append(operation)
-                continue
+        self._run_passes([each for each in passes if not each.is_refused], outcomes)
+        for each in passes:
+            if each.backward and not isinstance(outcomes.get(each.request_id), PassOutcome):
+                self._incomplete[each.model] = each.seq_id
+        self._run_steps(steps, outcomes)
+        for operation in later:
             try:
                 outcomes[operation.request_id] = self._run_other(operation)
             except RankLostError:
@@ -90,8 +97,13 @@ class Engine:
         self._run_generates(generates, outcomes)
         return outcomes
 
+    def _has(self, model: str | None) -> bool:
+        return model is None or (model in self._bank.names and model not in self._failed)
+
     def _run_passes(self, passes: Sequence[Pass], outcomes: Outcomes) -> None:
         """Run the rows of all models in one call of the bank."""
+        if not passes:
+            return
         # All ranks have all rows, and compute the same shares. shares[request][rank] are numbers of rows.
         size, rank = self._world.size, self._world.rank
         shares = deal_rows([[len(row["input_ids"]) for row in each.rows] for each in passes], size)
@@ -117,8 +129,7 @@ class Engine:
             logprobs = [
                 row for _, row in sorted(zip(order, result.logprobs, strict=False), key=lambda pair: pair[0])
             ]
-            loss = result.loss if each.backward or not logprobs else sum_loss(each, logprobs)
-            outcomes[each.request_id] = PassOutcome(loss, logprobs)
+            outcomes[each.request_id] = PassOutcome(result.loss, logprobs)
 
     def _refuse_all(self, passes: Sequence[Pass], error: ShardwiseError, outcomes: Outcomes) -> None:
         """Refuse all passes of a turn. The error may name models of other users, so it is in the log alone."""
@@ -126,11 +137,11 @@ class Engine:
         text = "the pass failed on the server, whose log has the reason. Send fewer or shorter rows at once"
         outcomes |= {each.request_id: Refusal(text, is_users=False) for each in passes}
 
-    def _run_steps(self, steps: Sequence[OptimStep], failed: dict[str | None, int], outcomes: Outcomes) -> None:
-        """Take the steps that are due. One whose window lacks a pass that failed is not taken."""
+    def _run_steps(self, steps: Sequence[OptimStep], outcomes: Outcomes) -> None:
+        """Take the steps that are due, at most one of each model. One whose batch lacks a pass is not taken."""
         due: dict[str, OptimStep] = {}
         for step in steps:
-            seq_id = step.failed_seq_id or failed.get(step.model)
+            seq_id = self._incomplete.pop(step.model, None)
             if seq_id is None:
                 due[step.model] = step
                 continue
@@ -169,7 +180,9 @@ class Engine:
                     operation.model, self._make_config(operation), reduction="sum", seed=operation.seed
                 )
             case LoadModel():
-                self._load(operation)
+                training_state = operation.training_state
+                bank.load(operation.model, operation.folder, training_state=training_state, reduction="sum")
+                self._forget_failures(operation.model)
             case SaveModel():
                 bank.save(operation.model, operation.folder, training_state=operation.training_state)
             case CopyModel():
@@ -178,20 +191,16 @@ class Engine:
                 for name in operation.names:
                     if name in bank.names:
                         bank.delete_adapter(name)
+                    self._forget_failures(name)
             case OffloadModels():
                 for name in operation.names:
                     if name in bank.names:
                         bank.offload(name)
         return None
 
-    def _load(self, load: LoadModel) -> None:
-        is_new = load.model not in self._bank.names
-        start = self._bank.load(load.model, load.folder, training_state=load.training_state, reduction="sum")
-        self._failed.discard(load.model)
-        if load.training_state and start.reason:
-            if is_new:
-                self._bank.delete_adapter(load.model)
-            raise ConfigError(f"optimizer: cannot be loaded, {start.reason}. Load the weights alone")
+    def _forget_failures(self, model: str) -> None:
+        self._failed.discard(model)
+        self._incomplete.pop(model, None)
 
     def _make_config(self, create: CreateModel) -> Any:
         from peft import LoraConfig
@@ -267,38 +276,23 @@ def refuse(error: ShardwiseError, folder: str | None) -> Refusal:
     return Refusal(f"{type(error).__name__} on the server, whose log has the reason", is_users=False)
 
 
-def sum_loss(each: Pass, logprobs: Sequence[torch.Tensor]) -> float:
-    """Return the loss of a pass without a backward pass, of whole rows."""
-    loss, total = LOSSES[each.loss], 0.0
-    for row, p in zip(each.rows, logprobs, strict=True):
-        counts = row["targets"] != IGNORED
-        values = {key: row[key][counts] for key in ("weights", *loss.needs) if key in row}
-        values.setdefault("weights", torch.ones(int(counts.sum())))
-        values["rows"] = torch.zeros(int(counts.sum()), dtype=torch.int64)
-        total += float(loss.function(p[counts], values, each.config).sum())
-    return total
-
-
 def deal_rows(lengths: Sequence[Sequence[int]], num_ranks: int) -> list[list[list[int]]]:
-    """Deal rows to ranks by tokens: the longest first, each to the rank with the fewest.
+    """Deal rows to ranks in turn, the longest first.
+
+    The k-th longest rows of all ranks are padded to the longest of them ([Note: Composed passes] in
+    ``bank/compose.py``). So they differ least.
 
     Args:
         lengths: of the rows of each request, in tokens.
         num_ranks: number of ranks.
 
     Returns:
-        For each request, by rank, the numbers of its rows, ascending.
+        For each request, by rank, the numbers of its rows.
     """
-    tokens = [0] * num_ranks
     shares: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in lengths]
-    rows = [(length, request, row) for request, of in enumerate(lengths) for row, length in enumerate(of)]
-    for length, request, row in sorted(rows, key=lambda each: (-each[0], each[1], each[2])):
-        rank = tokens.index(min(tokens))
-        tokens[rank] += length
-        shares[request][rank].append(row)
-    for share in shares:
-        for of_rank in share:
-            of_rank.sort()
+    rows = [(-length, request, row) for request, of in enumerate(lengths) for row, length in enumerate(of)]
+    for place, (_, request, row) in enumerate(sorted(rows)):
+        shares[request][place % num_ranks].append(row)
     return shares
 
 

@@ -34,6 +34,10 @@ MAX_BODY_BYTES: Final = 2 * MAX_CHUNK_BYTES
 MAX_DENSE_BYTES: Final = 8 * MAX_BODY_BYTES
 """Bytes of all sparse tensors of a request, when they are dense. The empty parts of sparse ones are not sent."""
 
+MAX_TARGETS: Final = 1024
+"""Targets of a token. Those of a pass are padded to the row with the most, whosever the others are. It is ten times
+as many as a sample returns (``topk_prompt_logprobs``), and all of a small vocabulary."""
+
 PROTOBUF: Final = "application/x-protobuf"
 
 _DTYPES: Final = {protobuf.DTYPE_FLOAT32: torch.float32, protobuf.DTYPE_INT64: torch.int64}
@@ -102,11 +106,7 @@ def read_pass(request_id: str, message: Any, *, vocab_size: int, longest: int) -
     rows = tuple(_read_datum(number, datum) for number, datum in enumerate(message.data))
     if not rows:
         raise ConfigError("data: has no rows. Send at least one")
-    keys = ("weights", *LOSSES[message.loss_fn].needs)
-    parsed = parse_rows("data", rows, vocab_size=vocab_size, longest=longest, keys=keys)
-    for number, row in enumerate(parsed):
-        if missing := [key for key in keys[1:] if key not in row.values]:
-            raise ConfigError(f"data: row {number} has no {', '.join(missing)}, which {message.loss_fn} needs")
+    parse_rows("data", rows, vocab_size=vocab_size, longest=longest, loss=message.loss_fn)
     model, backward = message.model_id, not message.forward_only
     return Pass(request_id, model, rows, message.seq_id, message.loss_fn, complete, backward)
 
@@ -141,6 +141,8 @@ def _read_tensor(what: str, tensor: Any, missing: int) -> torch.Tensor:
     dtype, shape = _DTYPES.get(tensor.dtype), list(tensor.shape)
     if dtype is None or len(shape) > 2 or any(size < 0 for size in shape) or math.prod(shape) > MAX_BODY_BYTES:
         raise ConfigError(f"{what}: is not a tensor of float32 or int64 with 1 or 2 dimensions")
+    if len(shape) == 2 and shape[1] > MAX_TARGETS:
+        raise ConfigError(f"{what}: has {shape[1]} values for each token. Send at most {MAX_TARGETS}")
     is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
     data = tensor.sparse_csr.values if is_sparse else tensor.dense
     if len(data) % dtype.itemsize:

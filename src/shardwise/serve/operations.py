@@ -13,7 +13,10 @@ from shardwise.bank.rows import RowTensors
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Rows of a model, with a loss, or to be scored. ``model`` is an adapter's name, or None for the base."""
+    """Rows of a model, with a loss, or to be scored. ``model`` is an adapter's name, or None for the base.
+
+    One that ``is_refused`` has no rows: ranks note that the batch of its model lacks a part.
+    """
 
     request_id: str
     model: str | None
@@ -22,16 +25,16 @@ class Pass:
     loss: str = "cross_entropy"
     config: Mapping[str, float] = field(default_factory=dict)
     backward: bool = False
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """An optimizer step. ``failed_seq_id`` is a pass of an earlier turn that failed since the last step."""
+    """An optimizer step."""
 
     request_id: str
     model: str
     settings: Mapping[str, Any]
-    failed_seq_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +105,15 @@ class Generate:
     """Arguments of a bank's ``Sample``."""
 
 
-LaterOperation: TypeAlias = (
-    CreateModel | LoadModel | SaveModel | CopyModel | ForgetModels | OffloadModels | Generate
-)
-TurnOperation: TypeAlias = Pass | OptimStep | LaterOperation
+LaterOperation: TypeAlias = CreateModel | LoadModel | SaveModel | CopyModel | ForgetModels | OffloadModels
+TurnOperation: TypeAlias = Pass | OptimStep | LaterOperation | Generate
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Operations by part. A turn without any keeps ranks from waiting too long."""
+    """Operations in the order of their parts. A turn without any keeps ranks from waiting too long."""
 
-    passes: tuple[Pass, ...] = ()
-    steps: tuple[OptimStep, ...] = ()
-    others: tuple[LaterOperation, ...] = ()
+    operations: tuple[TurnOperation, ...] = ()
     is_last: bool = False
 
 

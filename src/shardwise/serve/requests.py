@@ -92,7 +92,7 @@ def read_sample(
         "n": body.num_samples,
         "max_tokens": max_tokens,
         "temperature": params.temperature,
-        "top_k": max(params.top_k, 0),
+        "top_k": min(max(params.top_k, 0), base.vocab_size),
         "top_p": params.top_p,
         "stop": None if stop is None else [each for each in stop if not isinstance(each, str)],
         "seed": None if params.seed is None else params.seed % (1 << 62),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -164,18 +164,13 @@ class Server:
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     def take_turn(self) -> tuple[Turn, list[QueuedRequest]]:
-        """Return the next turn. It may be empty. After a stop request, the last one is that with an empty queue."""
+        """Return the next turn, which may be empty. After a stop request, there is a last one."""
         assert self._thread is not None
-        taking = asyncio.run_coroutine_threadsafe(self._take_turn(), self._loop)
+        taking = asyncio.run_coroutine_threadsafe(self._service.take_turn(_IDLE_TURN_S), self._loop)
         while not wait([taking], timeout=0.25).done:  # in short steps, between which signals are handled
             if not self._thread.is_alive():
                 raise TrainingError("the thread with the connections has ended. Its messages are above")
         return taking.result()
-
-    async def _take_turn(self) -> tuple[Turn, list[QueuedRequest]]:
-        turn, requests = await self._service.take_turn(0.05 if self._service.is_stopping else _IDLE_TURN_S)
-        # In one step of the event loop, so that no save of a stop is queued in between.
-        return replace(turn, is_last=self._service.is_stopping and not requests), requests
 
     def finish_turn(self, requests: list[QueuedRequest], outcomes: dict[str, Any], duration_s: float) -> None:
         """Give the outcomes of a turn to those who wait for them."""

@@ -1,7 +1,7 @@
 """State of a server: sessions, models, queues and futures. All of it belongs to one event loop.
 
 [Note: A request] A call of a client opens a request in a ``with`` block, whose body sets the operation. When the
-block ends, the request is in its queue; if the body raised ConfigError, its future has failed instead::
+block ends, the request is in its queue; if the body raised ConfigError, it has failed instead::
 
     with service.place(model, seq_id, body) as request:
         if request.is_new:
@@ -19,13 +19,13 @@ import hashlib
 import logging
 import secrets
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.serve import messages
 from shardwise.serve.checkpoints import Checkpoint, CheckpointStore
 from shardwise.serve.keys import UserKey
@@ -69,6 +69,14 @@ _NUM_SAMPLERS: Final = 1024
 _EXPIRY_S: Final = 60.0
 """Seconds between two looks at the checkpoints whose time may be over."""
 
+_STOPPING_TURN_S: Final = 0.05
+"""Seconds after which there is a turn without operations while the server stops."""
+
+_OWN: Final = UserKey(name="")
+"""The key of the server's own requests, whose results nobody retrieves. No user has this name."""
+
+_NOT_CARRIED_OUT: Final = Refusal("the server has not carried out the request. Send it again", is_users=False)
+
 _log = logging.getLogger(__name__)
 
 
@@ -96,48 +104,42 @@ class Settings:
     max_rows: int = 1024
 
 
-@dataclass
-class Future:
-    """The result of a request: bytes of protobuf, a JSON object, or a refusal."""
+@dataclass(slots=True)
+class QueuedRequest:
+    """A request, from its submission until its result is forgotten. See [Note: A request].
+
+    Attributes:
+        request_id: clients retrieve the result by it.
+        key: the user.
+        is_new: False for one that was sent before. Only its id is used.
+        operation: what ranks carry out. None at the end.
+        answer: what the result needs beside the operation's outcome, or all of the result.
+        checkpoint: is recorded when the operation is done.
+        may_replace: whether the checkpoint may replace one of its name.
+        sampler: is opened when the operation is done.
+        reason: why it waits.
+        result: bytes of protobuf, a JSON object, or a refusal, which there may be before its turn.
+        submitted_s: when it was queued.
+    """
 
     request_id: str
-    key: UserKey
+    key: UserKey = _OWN
+    is_new: bool = True
+    operation: TurnOperation | None = None
+    answer: Mapping[str, Any] | SampleAnswer = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    may_replace: bool = True
+    sampler: Sampler | None = None
     reason: str = ""
     result: bytes | Mapping[str, Any] | Refusal | None = None
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
+    submitted_s: float = field(default_factory=time.monotonic)
     retrieved_s: float | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes in memory, of the objects around a result, too, which have more than most results."""
         return _FUTURE_BYTES + (len(self.result) if isinstance(self.result, bytes) else 0)
-
-
-@dataclass(slots=True)
-class QueuedRequest:
-    """A request, from its submission to its result. See [Note: A request].
-
-    Attributes:
-        request_id: of its future. The server's own requests have none.
-        key: the user, None for the server's own requests.
-        is_new: False for one that was sent before. It has its future, and the rest is not used.
-        operation: what ranks carry out.
-        answer: what the result needs beside the operation's outcome, or all of the result.
-        checkpoint: is recorded when the operation is done.
-        sampler: is opened when the operation is done.
-        refusal: why it has failed before it runs.
-        submitted_s: when it was queued.
-    """
-
-    request_id: str
-    key: UserKey | None = None
-    is_new: bool = True
-    operation: TurnOperation | None = None
-    answer: Mapping[str, Any] | SampleAnswer = field(default_factory=dict)
-    checkpoint: Checkpoint | None = None
-    sampler: Sampler | None = None
-    refusal: Refusal | None = None
-    submitted_s: float = field(default_factory=time.monotonic)
 
     @property
     def cost(self) -> Cost:
@@ -168,7 +170,6 @@ class Model:
         next_seq_id: that of the request that runs next.
         early: requests that wait for an earlier one, by seq_id.
         seen: digest and future of each request, by seq_id, so that a repeated one is answered again.
-        failed_seq_id: a pass that failed since the last step.
         snapshots: copies to sample from, the oldest first.
         losses: loss per token of the last passes.
     """
@@ -182,7 +183,6 @@ class Model:
     next_seq_id: int = 1
     early: dict[int, QueuedRequest] = field(default_factory=dict)
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
-    failed_seq_id: int | None = None
     snapshots: list[str] = field(default_factory=list)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=200))
     request_s: float = field(default_factory=time.monotonic)
@@ -207,15 +207,18 @@ class Sampler:
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
 
 
+_Owned = TypeVar("_Owned", Session, Model, Sampler)
+
+
 @dataclass
 class Counters:
     """Sums for metrics."""
 
     turns: int = 0
-    tokens: dict[str, int] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=dict)
+    tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    failures: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     adapters: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
-    waits_s: dict[str, float] = field(default_factory=dict)
+    waits_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Service:
@@ -238,20 +241,24 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
-        self.futures: dict[str, Future] = {}
+        self.futures: dict[str, QueuedRequest] = {}
         self.counters = Counters()
         self.is_stopping = False
         self.lost_models: list[str] = []
         """Models that could not be saved when the server stopped."""
         self._gone: deque[str] = deque(maxlen=_NUM_GONE)
-        self._queues: dict[str, dict[str, deque[QueuedRequest]]] = {}
-        """By key and name: a model, the samples of a key, or a request of the server itself, whose key is ""."""
+        self._queues: dict[str, dict[str, deque[QueuedRequest]]] = {_OWN.name: {}}
+        """By key and name: a model, the samples of a key, or a request of the server itself. These come first, so
+        that a model is removed before another one of its name is created."""
         self._waiting: dict[str, dict[str, int]] = {}
         """Tokens of the requests that wait, by key and id."""
         self._credits: dict[str, int] = {}
         self._order: tuple[str, ...] = ()
         self._has_work = asyncio.Event()
         self._has_arrived = asyncio.Event()
+        self._are_saves_done = asyncio.Event()
+        """Whether no turn with saves is running."""
+        self._are_saves_done.set()
         self._last_turn_s = 0.0
         """Of the last turn with a pass."""
         self._had_early_steps = False
@@ -273,32 +280,27 @@ class Service:
         return session
 
     def get_session(self, key: UserKey, session_id: str) -> Session:
-        session = self.sessions.get(session_id)
-        if session is None:
-            raise self._missing("session", session_id)
-        _require_own(key, session.key, "session")
-        return session
+        return self._find(self.sessions, key, "session", session_id)
 
     def get_model(self, key: UserKey, model_id: str) -> Model:
-        model = self.models.get(model_id)
-        if model is None:
-            raise self._missing("model", model_id)
-        _require_own(key, model.key, "model")
+        model = self._find(self.models, key, "model", model_id)
         model.request_s = time.monotonic()
         model.session.heartbeat_s = model.request_s
         return model
 
     def get_sampler(self, key: UserKey, sampler_id: str) -> Sampler:
-        sampler = self.samplers.get(sampler_id)
-        if sampler is None:
-            raise self._missing("sampling session", sampler_id)
-        _require_own(key, sampler.key, "sampling session")
-        return sampler
+        return self._find(self.samplers, key, "sampling session", sampler_id)
 
-    def _missing(self, kind: str, name: str) -> StatusError:
-        if name in self._gone:
-            return StatusError(410, f"{kind} {name!r}: is gone")
-        return StatusError(404, f"{kind} {name!r}: does not exist")
+    def _find(self, table: Mapping[str, _Owned], key: UserKey, kind: str, name: str) -> _Owned:
+        """Return an entry of a table. Raise StatusError 403 if another key has it, 404 or 410 if there is none."""
+        entry = table.get(name)
+        if entry is None and name in self._gone:
+            raise StatusError(410, f"{kind} {name!r}: is gone")
+        if entry is None:
+            raise StatusError(404, f"{kind} {name!r}: does not exist")
+        if entry.key is not key:
+            raise StatusError(403, f"this {kind} is that of another key")
+        return entry
 
     def open_sampler(self, sampler: Sampler) -> str:
         """Return the id of a sampling session. A user has the newest _NUM_SAMPLERS of them."""
@@ -310,7 +312,7 @@ class Service:
         return sampler_id
 
     def remove_model(self, model: Model) -> None:
-        """Remove a model at the end of the next turn, with its snapshots and requests."""
+        """Remove a model in the next turn, with its snapshots and requests."""
         self._drop_model(model, "the model was removed")
         self._gone.append(model.model_id)
         self._put_own(ForgetModels(new_id(), (model.model_id, *model.snapshots)))
@@ -318,7 +320,8 @@ class Service:
     def _drop_model(self, model: Model, text: str) -> None:
         del self.models[model.model_id]
         for request in [*self._queues.get(model.key.name, {}).pop(model.model_id, ()), *model.early.values()]:
-            self._finish(request, Refusal(text))
+            if request.key is not _OWN:  # its save at a stop is not needed
+                self._finish(request, Refusal(text))
         model.early.clear()
 
     def close_session(self, session: Session, name: str) -> None:
@@ -327,7 +330,7 @@ class Service:
         self._gone.append(session.session_id)
         for model in [model for model in self.models.values() if model.session is session]:
             if self.store is not None and model.is_ready:
-                self._put_save(model, name, "", new_id())  # before its removal in the same turn
+                self._put_save(model, name, _OWN, new_id())  # before its removal in the same turn
             self.remove_model(model)
         for sampler_id in [key for key, each in self.samplers.items() if each.session_id == session.session_id]:
             del self.samplers[sampler_id]
@@ -361,7 +364,7 @@ class Service:
             num_models = sum(model.key is session.key for model in self.models.values())
             if num_models >= session.key.max_models:
                 raise StatusError(429, f"max_models: you have {num_models} models. Unload one")
-        if request.refusal is None:
+        if request.result is None:
             self.models[model_id] = Model(model_id, session, request.request_id, rank, parts, user_metadata)
 
     @contextmanager
@@ -390,8 +393,10 @@ class Service:
             return
         with self._open_request(model.key) as request:
             yield request
-        if request.refusal is not None:  # it keeps its place, also because a step after it must not be taken
-            request.operation = Pass(request.request_id, model.model_id, (), seq_id, backward=is_backward)
+        if request.result is not None:  # it keeps its place, also because a step after it must not be taken
+            request.operation = Pass(
+                request.request_id, model.model_id, (), seq_id, backward=is_backward, is_refused=True
+            )
         model.seen[seq_id] = digest, request.request_id
         model.early[seq_id] = request
         # With next_seq_id 3 and requests 4 and 5 early, request 3 queues all of them. Request 6 would wait.
@@ -400,8 +405,7 @@ class Service:
             queue.append(ready)
             model.next_seq_id += 1
         for early in model.early.values():
-            if early.refusal is None:  # the result of one that was refused may be gone
-                self.futures[early.request_id].reason = f"waiting for seq_id {model.next_seq_id}"
+            early.reason = f"waiting for seq_id {model.next_seq_id}"
         self._note_arrival(model.key, request)
 
     def _find_again(self, model: Model, seq_id: int, digest: str) -> str:
@@ -410,14 +414,14 @@ class Service:
         if known == digest:
             return request_id
         text = "had another body before" if known else "was answered before, and its result is gone"
-        return self.refuse(model.key, f"seq_id={seq_id}: {text}")
+        return self.answer(model.key, Refusal(f"seq_id={seq_id}: {text}"))
 
     @contextmanager
     def admit(self, key: UserKey, queue: str) -> Iterator[QueuedRequest]:
         """Queue a request that has no place in the order of a model. Otherwise as :meth:`place`."""
         with self._open_request(key) as request:
             yield request
-        if request.refusal is not None:
+        if request.result is not None:
             return
         if self.vllm is not None and isinstance(request.operation, Generate):
             task = asyncio.get_running_loop().create_task(self._sample_by_vllm(request))
@@ -429,18 +433,17 @@ class Service:
 
     @contextmanager
     def _open_request(self, key: UserKey) -> Iterator[QueuedRequest]:
-        """Open a request and its future. If the block raises ConfigError it has failed; otherwise it never was."""
+        """Open a request. If the block raises ConfigError it has failed; after any other error it never was."""
         self.require_open()
-        future = self._open_future(key)
-        request = QueuedRequest(future.request_id, key)
+        request = QueuedRequest(new_id(), key)
+        self.futures[request.request_id] = request
         try:
             yield request
             self._require_room(key, request.cost.tokens)
         except ConfigError as error:
-            request.refusal = Refusal(str(error))
-            self._set_result(future, request.refusal)
+            self._set_result(request, Refusal(str(error)))
         except BaseException:
-            del self.futures[future.request_id]
+            del self.futures[request.request_id]
             raise
 
     async def _sample_by_vllm(self, request: QueuedRequest) -> None:
@@ -472,8 +475,7 @@ class Service:
 
     def _put_own(self, operation: TurnOperation) -> None:
         """Queue an operation of the server itself, whose outcome nobody waits for."""
-        request = QueuedRequest(operation.request_id, operation=operation)
-        self._queues.setdefault("", {}).setdefault(operation.request_id, deque()).append(request)
+        self._get_queue(_OWN, operation.request_id).append(QueuedRequest(operation.request_id, operation=operation))
         self._has_work.set()
 
     def make_save(self, request_id: str, model: Model, checkpoint: Checkpoint) -> SaveModel:
@@ -485,41 +487,33 @@ class Service:
 
     # Results
 
-    def refuse(self, key: UserKey, text: str) -> str:
-        """Return the id of a future that has failed by the user's fault."""
-        return self.answer(key, Refusal(text))
-
     def answer(self, key: UserKey, result: Mapping[str, Any] | Refusal) -> str:
         """Return the id of a future that is done."""
-        future = self._open_future(key)
-        self._set_result(future, result)
-        return future.request_id
+        request = QueuedRequest(new_id(), key)
+        self.futures[request.request_id] = request
+        self._set_result(request, result)
+        return request.request_id
 
-    def _open_future(self, key: UserKey) -> Future:
-        future = Future(new_id(), key)
-        self.futures[future.request_id] = future
-        return future
-
-    async def retrieve(self, key: UserKey, request_id: str) -> Future:
+    async def retrieve(self, key: UserKey, request_id: str) -> QueuedRequest:
         """Wait for a result. Errors: StatusError 403, 404; 408 if it is not ready in time."""
-        future = self.futures.get(request_id)
-        if future is None:
+        request = self.futures.get(request_id)
+        if request is None:
             raise StatusError(404 if len(request_id) != len(new_id()) else 410, "the result is gone, or never was")
-        _require_own(key, future.key, "future")
-        if future.result is None:
+        if request.key is not key:
+            raise StatusError(403, "this future is that of another key")
+        if request.result is None:
             try:
-                await asyncio.wait_for(future.is_done.wait(), self.settings.retrieval_s)
+                await asyncio.wait_for(request.is_done.wait(), self.settings.retrieval_s)
             except TimeoutError:
-                raise StatusError(408, future.reason or f"{self.num_waiting} requests are in the queue") from None
-        future.retrieved_s = time.monotonic()
-        return future
+                raise StatusError(408, request.reason or f"{self.num_waiting} requests are in the queue") from None
+        request.retrieved_s = time.monotonic()
+        return request
 
-    def _set_result(self, future: Future, result: bytes | Mapping[str, Any] | Refusal) -> None:
-        future.result = result
-        future.is_done.set()
+    def _set_result(self, request: QueuedRequest, result: bytes | Mapping[str, Any] | Refusal) -> None:
+        request.result = result
+        request.is_done.set()
         if isinstance(result, Refusal):
-            name = future.key.name
-            self.counters.failures[name] = self.counters.failures.get(name, 0) + 1
+            self.counters.failures[request.key.name] += 1
 
     def _finish(self, request: QueuedRequest, outcome: object) -> None:
         """Set the result of a request."""
@@ -528,25 +522,23 @@ class Service:
         else:
             try:
                 result = self._make_result(request, outcome)  # also of own saves, which are recorded here
-            except OSError as error:
+            except StorageError as error:
                 _log.error("the checkpoint of a save cannot be recorded: %s", error)
                 result = Refusal("the server cannot write to its folder of checkpoints", is_users=False)
             except Exception:  # of a tokenizer, for example: no request ends the server for all users
                 _log.exception("a result cannot be written")
                 result = Refusal("the result failed on the server, whose log has the reason", is_users=False)
-        if request.key is None:
+        if request.key is _OWN:
             if isinstance(result, Refusal):
                 _log.error("an operation of the server failed: %s", result.text)
                 if self.is_stopping and isinstance(request.operation, SaveModel):
                     self.lost_models.append(request.operation.model)
             return
-        name = request.key.name
-        del self._waiting[name][request.request_id]
-        waits_s = self.counters.waits_s
-        waits_s[name] = waits_s.get(name, 0.0) + time.monotonic() - request.submitted_s
-        future = self.futures.get(request.request_id)
-        if future is not None and future.result is None:  # one that failed before it was queued has a result
-            self._set_result(future, result)
+        del self._waiting[request.key.name][request.request_id]
+        self.counters.waits_s[request.key.name] += time.monotonic() - request.submitted_s
+        if request.result is None:  # one that failed before its turn has a result
+            self._set_result(request, result)
+        request.operation = None
 
     def _make_result(self, request: QueuedRequest, outcome: Any) -> bytes | Mapping[str, Any]:
         operation, answer = request.operation, request.answer
@@ -582,11 +574,13 @@ class Service:
     # Turns
 
     async def take_turn(self, timeout_s: float) -> tuple[Turn, list[QueuedRequest]]:
-        """Return the next turn, and its requests by part. After ``timeout_s`` it may be empty."""
+        """Return the next turn and its requests. It may be empty after ``timeout_s``, or soon during a stop."""
+        if self.is_stopping:
+            timeout_s = _STOPPING_TURN_S
         try:
             await asyncio.wait_for(self._has_work.wait(), timeout_s)
         except TimeoutError:
-            return Turn(), []
+            return self._make_turn([]), []
         # Models that train at the same pace come a few milliseconds apart, and cost less in one pass.
         await self._wait_for_others()
         costs = {
@@ -610,10 +604,39 @@ class Service:
         # No await since the queues were read, so nothing has come in between that the event would miss.
         if not any(any(queues.values()) for queues in self._queues.values()):
             self._has_work.clear()
-        self._queues = {key: queues for key, queues in self._queues.items() if queues}
-        # Passes come first: a step of the same turn has seen their failures.
+        self._queues = {name: queues for name, queues in self._queues.items() if queues or name == _OWN.name}
         requests.sort(key=lambda request: request.cost.stage)
+        self._refuse_existing(requests)
         return self._make_turn(requests), requests
+
+    def _refuse_existing(self, requests: Sequence[QueuedRequest]) -> None:
+        """Refuse saves under names that are taken. Saves that were sent before, also of this turn, take names."""
+        saved: set[str] = set()
+        for request in requests:
+            save, checkpoint = request.operation, request.checkpoint
+            if not isinstance(save, SaveModel) or checkpoint is None or self.store is None:
+                continue
+            is_taken = save.folder in saved or self.store.find(request.key.folder, checkpoint.path) is not None
+            if is_taken and not request.may_replace:
+                text = f"path {checkpoint.name!r}: exists already. Pass overwrite=True, or another name"
+                self._set_result(request, Refusal(text))
+                request.operation = Pass(request.request_id, save.model, (), is_refused=True)
+            saved.add(save.folder)
+
+    def _make_turn(self, requests: Sequence[QueuedRequest]) -> Turn:
+        operations = tuple(request.operation for request in requests if request.operation is not None)
+        if any(isinstance(operation, SaveModel) for operation in operations):
+            self._are_saves_done.clear()
+        # There may be work in spite of a timeout: a stop that began at the end of the wait has queued saves.
+        is_last = self.is_stopping and not (requests or self._has_work.is_set() or self._sampling)
+        return Turn(operations, is_last)
+
+    async def delete_checkpoint(self, key: UserKey, checkpoint: Checkpoint) -> None:
+        """Delete a checkpoint, after the saves that run: they may be of its name."""
+        assert self.store is not None
+        while not self._are_saves_done.is_set():
+            await self._are_saves_done.wait()
+        self.store.delete(key.folder, checkpoint)
 
     async def _wait_for_others(self) -> None:
         """Wait for models that stepped within the last two turns and are about to send their next request.
@@ -635,32 +658,6 @@ class Service:
             except TimeoutError:
                 return
 
-    def _make_turn(self, requests: Sequence[QueuedRequest]) -> Turn:
-        passes: list[Pass] = []
-        steps: list[OptimStep] = []
-        others: list[Any] = []
-        for request in requests:
-            operation = request.operation
-            model = self._model_of(operation)
-            if request.refusal is not None:
-                assert isinstance(operation, Pass)
-                if model is not None and operation.backward:
-                    model.failed_seq_id = operation.seq_id
-            elif isinstance(operation, Pass):
-                passes.append(operation)
-            elif isinstance(operation, OptimStep):
-                assert model is not None  # requests of a model are refused when it is removed
-                # A pass that failed in an earlier turn, or as bad input above. Ranks know those of this turn.
-                request.operation = replace(operation, failed_seq_id=model.failed_seq_id)
-                model.failed_seq_id = None
-                steps.append(request.operation)
-            else:
-                others.append(operation)
-        return Turn(tuple(passes), tuple(steps), tuple(others))
-
-    def _model_of(self, operation: TurnOperation | None) -> Model | None:
-        return self.models.get(getattr(operation, "model", None) or "")
-
     async def finish_turn(
         self, requests: Sequence[QueuedRequest], outcomes: Mapping[str, Any], duration_s: float
     ) -> None:
@@ -672,26 +669,22 @@ class Service:
         trained = set()
         for request in requests:
             operation = request.operation
-            outcome = request.refusal or outcomes.get(request.request_id)
-            model = self._model_of(operation)
-            if request.key is not None:
-                name = request.key.name
-                counters.tokens[name] = counters.tokens.get(name, 0) + request.cost.tokens
+            outcome = request.result or outcomes.get(request.request_id, _NOT_CARRIED_OUT)
+            model = self.models.get(getattr(operation, "model", None) or "")
+            if request.key is not _OWN:
+                counters.tokens[request.key.name] += request.cost.tokens
             if model is not None:
                 model.is_offloaded = False  # its values may be back on the device
             if model is not None and isinstance(operation, Pass) and operation.backward:
                 trained.add(model.model_id)
                 if isinstance(outcome, PassOutcome):
                     model.losses.append(outcome.loss / max(request.cost.tokens, 1))
-                else:
-                    model.failed_seq_id = operation.seq_id
             elif model is not None and isinstance(operation, OptimStep):
-                model.failed_seq_id = None
                 model.stepped_turn = counters.turns
                 model.num_steps += 1
             elif model is not None and isinstance(operation, CreateModel | LoadModel):
                 if not isinstance(outcome, Refusal):
-                    model.is_ready, model.failed_seq_id = True, None  # with the window that was saved
+                    model.is_ready = True
                 elif not model.is_ready:
                     self._drop_model(model, "the model was not created")
             elif isinstance(operation, Generate) and operation.folder is not None:
@@ -699,15 +692,15 @@ class Service:
             self._finish(request, outcome)
         if trained:
             counters.adapters.append(len(trained))
+        self._are_saves_done.set()
         # Here no rank writes, and what this turn saved is recorded: else a checkpoint that is saved again under the
         # name of one whose time is over would lose its files.
         if self.store is not None and time.monotonic() - self._expired_s > _EXPIRY_S:
             self._expired_s = time.monotonic()
             self._delete_expired(self.store)
 
-    def _note_loaded(self, key: UserKey | None, name: str | None) -> None:
+    def _note_loaded(self, key: UserKey, name: str | None) -> None:
         """Note the use of a checkpoint that was loaded to sample from. A user has the last ``max_snapshots``."""
-        assert key is not None
         assert name is not None
         self._loaded.pop(name, None)
         self._loaded[name] = key, time.monotonic()
@@ -749,14 +742,14 @@ class Service:
 
     def _tidy_results(self, now_s: float) -> None:
         num_bytes: dict[str, int] = {}  # of results, by user
-        for future in reversed(list(self.futures.values())):  # the newest first, so that the oldest go
-            if future.result is None:
+        for request in reversed(list(self.futures.values())):  # the newest first, so that the oldest go
+            if request.result is None:
                 continue
-            user = future.key.name
-            num_bytes[user] = num_bytes.get(user, 0) + future.num_bytes
-            is_old = future.retrieved_s is not None and now_s - future.retrieved_s > _KEPT_S
-            if is_old or num_bytes[user] > future.key.max_result_bytes:
-                del self.futures[future.request_id]
+            user = request.key.name
+            num_bytes[user] = num_bytes.get(user, 0) + request.num_bytes
+            is_old = request.retrieved_s is not None and now_s - request.retrieved_s > _KEPT_S
+            if is_old or num_bytes[user] > request.key.max_result_bytes:
+                del self.futures[request.request_id]
         # Places whose result is gone. A request that is sent again there is refused, since its place is taken.
         for seen in [*(m.seen for m in self.models.values()), *(s.seen for s in self.samplers.values())]:
             for seq_id in [seq_id for seq_id, (_, request_id) in seen.items() if request_id not in self.futures]:
@@ -771,15 +764,15 @@ class Service:
                 self._finish(request, Refusal("the server is stopping", is_users=False))
             model.early.clear()
             if self.store is not None and model.is_ready:
-                self._put_save(model, "shutdown", model.key.name, model.model_id)  # after what the model has queued
+                self._put_save(model, "shutdown", model.key, model.model_id)  # after what the model has queued
         self._has_work.set()
 
-    def _put_save(self, model: Model, name: str, key_name: str, queue: str) -> None:
+    def _put_save(self, model: Model, name: str, key: UserKey, queue: str) -> None:
         """Queue a save of a model that its user has not asked for."""
         checkpoint = Checkpoint(model.model_id, "weights", name, rank=model.rank, parts=sorted(model.parts))
         request = QueuedRequest(new_id(), checkpoint=checkpoint)
         request.operation = self.make_save(request.request_id, model, checkpoint)
-        self._queues.setdefault(key_name, {}).setdefault(queue, deque()).append(request)
+        self._get_queue(key, queue).append(request)
         self._has_work.set()
 
 
@@ -795,8 +788,3 @@ def digest_of(body: bytes) -> str:
 def new_id() -> str:
     """Return an id of 128 random bits."""
     return secrets.token_hex(16)
-
-
-def _require_own(key: UserKey, owner: UserKey, what: str) -> None:
-    if key is not owner:
-        raise StatusError(403, f"this {what} is that of another key")

@@ -10,11 +10,10 @@ queue waits for at most ceil(t / quantum) * A turns.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import takewhile
 
 
 class Stage(IntEnum):
-    """Part of a turn. Within a turn no request of a queue runs in an earlier part than the one before it."""
+    """Part of a turn. Requests of a queue run in the order of their parts, and at most one of them is a step."""
 
     PASS = 0
     STEP = 1
@@ -45,21 +44,16 @@ class TurnPlan:
 
 
 def find_early_steps(queues: Mapping[str, Mapping[str, Sequence[Cost]]]) -> dict[str, int]:
-    """Return the number of steps at the head of each queue, if other queues begin with a pass.
+    """Return 1 for each queue that begins with a step, if other queues begin with a pass.
 
     A turn of these alone is short, and their models' next passes are then in one turn with those of the others.
     Otherwise a model whose step came when a turn had just begun would have its passes in every second turn, and the
     others theirs in the turns between.
     """
-    steps: dict[str, int] = {}
-    has_pass = False
-    for of_key in queues.values():
-        for name, requests in of_key.items():
-            has_pass |= bool(requests) and requests[0].stage is Stage.PASS
-            num_steps = len(list(takewhile(lambda cost: cost.stage is Stage.STEP, requests)))
-            if num_steps:
-                steps[name] = num_steps
-    return steps if has_pass else {}
+    heads = {name: of[0].stage for of_key in queues.values() for name, of in of_key.items() if of}
+    if Stage.PASS not in heads.values():
+        return {}
+    return {name: 1 for name, stage in heads.items() if stage is Stage.STEP}
 
 
 def next_turn(
@@ -112,7 +106,8 @@ def next_turn(
                     left[key] -= cost.tokens
                     used += cost.tokens
                     taken[name] = place + 1
-                    stages[name] = cost.stage
+                    # The steps of a turn are one call, with one step of each model.
+                    stages[name] = Stage.OTHER if cost.stage is Stage.STEP else cost.stage
                     has_taken = True
         if not lacks_credit:
             break

@@ -13,7 +13,7 @@ import torch
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer import sft_trainer
 
-from shardwise.bank.compose import LENGTH_MULTIPLE, pad_length
+from shardwise.bank.compose import pad_length
 from shardwise.bank.rows import IGNORED, RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects as trl_setup
@@ -121,7 +121,7 @@ def require_rows_fit(rows: TokenizedRows, longest: int, tokens_per_pass: int) ->
         ConfigError: it does not.
     """
     # The two rows of a pair are padded to one length, and share a pass.
-    padded = rows.size * pad_length(rows.longest, multiple=LENGTH_MULTIPLE, longest=longest)
+    padded = rows.size * pad_length(rows.longest, longest=longest)
     if rows.longest > longest or padded > tokens_per_pass:
         raise ConfigError(
             f"a row has {rows.longest} tokens ({padded} with padding{', in a pair' * (rows.size - 1)}), more than "
