@@ -119,7 +119,7 @@ def test_bodies_that_are_too_large_or_none(ada: User) -> None:
     bomb = zstandard.compress(bytes(50 * messages.MAX_BODY_BYTES))
     assert len(bomb) < 100_000
     assert ada.send(bomb, **{"content-encoding": "zstd"}).status_code == 413
-    assert ada.send(bytes(messages.MAX_BODY_BYTES + 1)).status_code == 413
+    assert ada.send(bytes(messages.MAX_READ_BYTES + 1)).status_code == 413
     assert ada.send(b"nonsense", **{"content-encoding": "zstd"}).status_code == 400
     assert ada.send(b"nonsense", **{"content-encoding": "br"}).status_code == 400
     assert ada.send(b"\xff\xff\xff").status_code == 400
@@ -290,7 +290,7 @@ def test_limits_of_sessions_samplers_and_json(served: Served, monkeypatch: pytes
     samplers = [first.post("create_sampling_session", sampling_session_seq_id=n, **body) for n in range(3)]
     statuses = [first.http.get(f"/api/v1/samplers/{each['sampling_session_id']}").status_code for each in samplers]
     assert statuses == [404, 200, 200]
-    assert first.call("optim_step", user_metadata={"note": "x" * (1 << 16)}).status_code == 413
+    assert first.call("session_heartbeat", session_id="x" * (1 << 16)).status_code == 413
     for user in (first, second):
         user.http.close()
 

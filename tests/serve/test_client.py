@@ -234,6 +234,10 @@ def test_samples_and_scores(clients: dict[str, Any]) -> None:
     assert list(stopped.sequences[0].tokens) == tokens[: tokens.index(tokens[2]) + 1]
     top = sampler.sample(prompt, 1, greedy, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
     assert top.topk_prompt_logprobs_np.logprobs.shape == (9, 2)
+    assert top.topk_prompt_logprobs[0] is None
+    options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_logprobs_last_n": 3}
+    last = sampler.sample(prompt, 1, greedy, **options).result()
+    assert last.topk_prompt_logprobs == [None] * 6 + top.topk_prompt_logprobs[6:]
     named = model.save_weights_for_sampler("for sampling").result().path
     again = clients["ada"].create_sampling_client(model_path=named).result().sample(prompt, 1, greedy).result()
     assert list(again.sequences[0].tokens) == list(output.sequences[0].tokens)
@@ -247,6 +251,22 @@ def test_samples_and_scores(clients: dict[str, Any]) -> None:
     assert latest[1:] != pytest.approx(scores[1:], abs=1e-3)
     base = clients["ada"].create_sampling_client(base_model="base").result()
     assert base.compute_logprobs(prompt).result()[1:] != pytest.approx(scores[1:], abs=1e-3)
+
+
+def test_refused_requests_have_their_places(clients: dict[str, Any]) -> None:
+    model = clients["ada"].create_lora_training_client("base", rank=2).result()
+    with pytest.raises(tinker.RequestFailedError, match="save_weights_external: is not served"):
+        model.save_weights_external("x").result()
+    with pytest.raises(tinker.RequestFailedError, match="Send at most 65536"):
+        model.save_state("x", user_metadata={"note": "x" * (1 << 16)}).result()
+    model.optim_step(ADAM).result(timeout=30)
+    rows = make_rows(0, [100])
+    rows[0] |= {"targets": torch.ones((100, 9000), dtype=torch.int64), "weights": torch.ones((100, 9000))}
+    with pytest.raises(tinker.RequestFailedError, match="Send at most 10000000"):
+        model.forward_backward(to_data(rows), "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="failed since the last step"):
+        model.optim_step(ADAM).result(timeout=30)
+    model.optim_step(ADAM).result(timeout=30)
 
 
 def test_limits_of_a_key(clients: dict[str, Any]) -> None:

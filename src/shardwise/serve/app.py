@@ -90,6 +90,7 @@ class App:
             ("POST", "/api/v1/save_weights", self._place),
             ("POST", "/api/v1/load_weights", self._place),
             ("POST", "/api/v1/save_weights_for_sampler", self._place),
+            ("POST", "/api/v1/save_weights_external", self._place),
             ("POST", "/api/v1/create_sampling_session", self._create_sampler),
             ("GET", "/api/v1/samplers/{sampler_id}", self._get_sampler),
             ("POST", "/api/v1/asample", self._sample),
@@ -223,11 +224,12 @@ class App:
     # Training
 
     async def _forward_backward(self, request: Request, key: UserKey) -> Response:
-        data = await _read_bytes(request)
+        data = await _read_bytes(request, messages.MAX_READ_BYTES)
         message = messages.parse_pass(data)
         model = self._service.get_model(key, message.model_id)
         with self._service.place(model, message.seq_id, data, is_backward=not message.forward_only) as queued:
             if queued.is_new:
+                _require_size(data, messages.MAX_BODY_BYTES)
                 queued.operation = messages.read_pass(
                     queued.request_id, message, vocab_size=self._base.vocab_size, longest=self._base.max_length
                 )
@@ -235,16 +237,18 @@ class App:
 
     async def _place(self, request: Request, key: UserKey) -> Response:
         """Queue a JSON request in the order of a model. Its place comes before anything else is checked."""
-        data, values = await _read_object(request)
+        data, values = await _read_object(request, messages.MAX_BODY_BYTES)
         call = request.url.path.rpartition("/")[2]
         model_id, seq_id = values.get("model_id"), values.get("seq_id")
         if call == "load_weights" and model_id is None:
+            _require_size(data, _MAX_JSON_BYTES)
             return self._load_new(key, values)
         if not isinstance(model_id, str) or type(seq_id) is not int:
             raise StatusError(400, "model_id or seq_id: is missing")
         model = self._service.get_model(key, model_id)
         with self._service.place(model, seq_id, data) as queued:
             if queued.is_new:
+                _require_size(data, _MAX_JSON_BYTES)
                 match call:
                     case "optim_step":
                         queued.operation = read_step(queued.request_id, values)
@@ -262,6 +266,10 @@ class App:
                         except StatusError as error:  # without its place, the next request would wait forever
                             raise ConfigError(str(error)) from error
                         _set_load(queued, model_id, checkpoint, folder, load)
+                    case _:
+                        raise ConfigError(
+                            f"{call}: is not served. Use save_state, whose folder is an adapter of PEFT"
+                        )
         return _promise(queued.request_id)
 
     async def _retrieve(self, request: Request, key: UserKey) -> Response:
@@ -524,6 +532,11 @@ async def _read_bytes(request: Request, max_bytes: int = messages.MAX_BODY_BYTES
             raise StatusError(413, f"the body has more than {max_bytes} bytes. Send less at once")
         parts.append(part)
     return messages.decompress(b"".join(parts), request.headers.get("content-encoding", ""), max_bytes)
+
+
+def _require_size(data: bytes, max_bytes: int) -> None:
+    if len(data) > max_bytes:
+        raise ConfigError(f"the request has {len(data)} bytes. Send at most {max_bytes}")
 
 
 async def _read_object(request: Request, max_bytes: int = _MAX_JSON_BYTES) -> tuple[bytes, dict[str, Any]]:

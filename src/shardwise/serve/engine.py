@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 from shardwise.bank.adapter_bank import AdapterBank
+from shardwise.bank.experts import unsupported_experts_reason
 from shardwise.bank.rows import Request
 from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError
@@ -298,37 +299,53 @@ def deal_rows(lengths: Sequence[Sequence[int]], num_ranks: int) -> list[list[lis
 
 _ATTENTION = re.compile(r"(attn|attention|mixer)")
 _LAYER = re.compile(r"\.\d+\.")
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
+_LEFT_OUT = {"gate", "router", "shared_expert_gate", "indexer"}
+"""Routers of experts, and indexers of sparse attention, which run without gradients."""
+_FORMER_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names of layers of single experts in transformers 4. PEFT takes them for those of fused experts."""
+_MAMBA_TYPES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Models whose out_proj PEFT refuses, since kernels use its weight alone."""
 
 
 def find_parts(model: nn.Module) -> dict[str, tuple[list[str], list[str]]]:
     """Return what ``train_attn``, ``train_mlp`` and ``train_unembed`` mean for a model, as PEFT's targets.
 
-    Attention is what a layer calls attn, attention or mixer. The other matrices of layers are its MLP, without
-    routers of experts. Fused experts are parameters (experts, out, in).
+    Attention is what a layer calls attn, attention or mixer. The other matrices of layers are its MLP. What cannot
+    have adapters is left out. Fused experts are parameters (experts, out, in). So are the weights of shared experts
+    and dense layers beside them: in ``target_modules``, PEFT would replace their names by those of the experts.
 
     Returns:
         By part ("attn", "mlp", "unembed"), target_modules and target_parameters. Modules are named by their last
         word if it is that of no other module.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    names: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
-    parameters: list[str] = []
+    all_names = [name for name, _ in model.named_modules()]
+    has_experts = any(name.endswith(".experts") for name in all_names)
+    config: Any = model.config
+    is_mamba = config.model_type in _MAMBA_TYPES
+    modules: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
+    parameters: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
     for name, module in model.named_modules():
         match = _LAYER.search(name)
+        place = name[match.end() :] if match else ""
         last = name.rpartition(".")[2]
         if module is head:
-            names["unembed"].append(name)
-        elif isinstance(module, nn.Linear) and match and last not in _ROUTERS:
-            names["attn" if _ATTENTION.search(name[match.end() :]) else "mlp"].append(name)
-        elif match and last == "experts":
-            parameters += [
-                f"experts.{key}" for key, value in module.named_parameters(recurse=False) if value.ndim == 3
+            modules["unembed"].append(name)
+        elif not place or not _LEFT_OUT.isdisjoint(place.split(".")) or (is_mamba and last == "out_proj"):
+            continue
+        elif isinstance(module, nn.Linear):
+            part = "attn" if _ATTENTION.search(place) else "mlp"
+            if has_experts and last in _FORMER_EXPERTS:
+                parameters[part].append(f"{name}.weight")
+            else:
+                modules[part].append(name)
+        elif last == "experts":
+            keys = [key for key, value in module.named_parameters(recurse=False) if value.ndim == 3]
+            parameters["mlp"] += [
+                f"{name}.{key}" for key in keys if not unsupported_experts_reason(name, module, key)
             ]
-    words = {part: {name.rpartition(".")[2] for name in of} for part, of in names.items()}
-    targets: dict[str, tuple[list[str], list[str]]] = {}
-    for part, of in names.items():
-        others = set[str]().union(*(words[each] for each in words if each != part))
-        targets[part] = (of if words[part] & others else sorted(words[part]), [])
-    targets["mlp"] = (targets["mlp"][0], sorted(set(parameters)))
-    return targets
+    for part, of in modules.items():
+        words = {name.rpartition(".")[2] for name in of}
+        if words.isdisjoint(name.rpartition(".")[2] for name in set(all_names).difference(of)):
+            modules[part] = sorted(words)
+    return {part: (modules[part], parameters[part]) for part in modules}

@@ -6,6 +6,7 @@ JSON bodies are checked by the client package's own classes (``tinker.types``).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -15,6 +16,7 @@ import zstandard
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from packaging.specifiers import SpecifierSet
 from tinker.proto import tinker_public_pb2 as protobuf
+from tinker.types.topk_logprobs import MASK_LOGPROB
 
 from shardwise.bank.losses import LOSSES, complete_config
 from shardwise.bank.rows import FLOAT_KEYS, IGNORED, RowTensors, parse_rows
@@ -30,6 +32,9 @@ MAX_CHUNK_BYTES: Final = 5_000_000
 
 MAX_BODY_BYTES: Final = 2 * MAX_CHUNK_BYTES
 """Bytes of a body, after decompression."""
+
+MAX_READ_BYTES: Final = 8 * MAX_BODY_BYTES
+"""Bytes of a pass that are read. One above the limit is refused in its place in the order of a model."""
 
 MAX_DENSE_BYTES: Final = 8 * MAX_BODY_BYTES
 """Bytes of all sparse tensors of a request, when they are dense. The empty parts of sparse ones are not sent."""
@@ -205,7 +210,7 @@ def write_score(outcome: PassOutcome, answer: SampleAnswer) -> bytes:
 
 
 def write_sample(output: SampleOutput, answer: SampleAnswer) -> bytes:
-    """Return a ``SampleResponse``. The first token of a prompt has no log probability: NaN."""
+    """Return a ``SampleResponse``. The first token of a prompt has no log probability."""
     message = protobuf.SampleResponse()
     for sequence in output.sequences:
         message.sequences.add(
@@ -225,8 +230,11 @@ def write_sample(output: SampleOutput, answer: SampleAnswer) -> bytes:
         ids, logprobs = (each.cpu() for each in output.top_prompt_logprobs)  # (tokens - 1, k)
         top, k = message.topk_prompt_logprobs, ids.shape[1]
         top.k, top.length = k, len(ids) + 1
-        top.token_ids = _to_bytes(torch.cat([torch.zeros((1, k), dtype=torch.int32), ids.int()]))
-        top.logprobs = _to_bytes(torch.cat([torch.full((1, k), math.nan), logprobs.float()]))
+        num_unscored = 1 if answer.last_n is None else top.length - answer.last_n
+        ids, logprobs = (each[num_unscored - 1 :] for each in (ids.int(), logprobs.float()))
+        unscored = torch.zeros((num_unscored, k), dtype=torch.int32)
+        top.token_ids = _to_bytes(torch.cat([unscored, ids]))
+        top.logprobs = _to_bytes(torch.cat([unscored + MASK_LOGPROB, logprobs]))
     data: bytes = message.SerializeToString()
     return data
 
@@ -234,14 +242,25 @@ def write_sample(output: SampleOutput, answer: SampleAnswer) -> bytes:
 def cut_at_stops(tokenizer: Any, output: SampleOutput, stops: Sequence[str]) -> SampleOutput:
     """End each sequence with the first token that completes one of the texts ``stops``."""
     for sequence in output.sequences if stops else ():
-        text = tokenizer.decode(sequence.tokens)
-        if not any(stop in text for stop in stops):
+        tokens = sequence.tokens
+        if not _has_any(tokenizer.decode(tokens), stops):
             continue
-        length = next(
-            end
-            for end in range(1, len(sequence.tokens) + 1)
-            if any(stop in tokenizer.decode(sequence.tokens[:end]) for stop in stops)
+        # A text that is there stays there, so that the first length with it is searched for by halves.
+        shorter = range(1, len(tokens))
+        length = 1 + bisect_left(
+            shorter, True, key=lambda length: _has_any(tokenizer.decode(tokens[:length]), stops)
         )
-        del sequence.tokens[length:], sequence.logprobs[length:]
+        # Only before an incomplete character, decoders of single bytes replace whole characters by U+FFFD, too.
+        for earlier in range(length - 1, 0, -1):
+            text = tokenizer.decode(tokens[:earlier])
+            if _has_any(text, stops):
+                length = earlier
+            elif not text.endswith("\ufffd"):
+                break
+        del tokens[length:], sequence.logprobs[length:]
         sequence.stop_reason = "stop"
     return output
+
+
+def _has_any(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text for stop in stops)

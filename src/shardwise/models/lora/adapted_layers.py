@@ -184,6 +184,9 @@ def _make_site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite
             return ExpertsSite(module, lora_A, lora_B, r, scaling, layer.parameter_name, layer.num_experts)
         if isinstance(layer, Embedding):  # PEFT applies no dropout to these
             return EmbeddingSite(module, lora_A, lora_B, r, scaling)
+        # A matrix in ``target_parameters`` has the product of the linear layer.
+        if isinstance(layer, ParamWrapper) and isinstance(base, nn.Linear) and layer.parameter_name == "weight":
+            return LinearSite(module, lora_A, lora_B, r, scaling, 0.0)
         if isinstance(layer, Linear) and isinstance(base, nn.Linear | Conv1D):
             dropout = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
             return LinearSite(module, lora_A, lora_B, r, scaling, float(dropout))
