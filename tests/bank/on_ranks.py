@@ -139,6 +139,18 @@ def other_groups(base: Path, kind: str) -> dict[str, Any]:
     }
 
 
+def outputs_in_16_bits(base: Path) -> dict[str, list[torch.Tensor]]:
+    """Log probabilities by a base whose output FSDP2 casts, and by one whose it does not."""
+    ada, results = recipes()["ada"], {}
+    for dtype in (None, torch.bfloat16):
+        sharding = shardwise.Sharding(mp_policy=MixedPrecisionPolicy(output_dtype=dtype))
+        bank = bank_of(base, {"ada": ada}, sharding=sharding)
+        [losses] = bank.forward_backward([("ada", rows_for("ada", ada, here()["rank"]))]).adapters.values()
+        [logprobs] = bank.compute_logprobs([("ada", rows_for("ada", ada, 1))])
+        results[str(dtype)] = [*losses.logprobs, *logprobs]
+    return results
+
+
 def faults(base: Path) -> dict[str, Any]:
     """What is wrong on one rank, or differs, is one error on both; and then all goes on."""
     members = {name: recipes()[name] for name in ("ada", "dee", "bob")}

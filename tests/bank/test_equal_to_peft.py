@@ -222,6 +222,30 @@ def test_a_layer_that_returns_no_tensor_is_named(base):
         bank.forward_backward([("ada", rows_for("ada", recipes()["ada"], 0))])
 
 
+def test_a_layer_that_cannot_be_trained_is_not_felt_by_others(base):
+    """One that the backward pass does not reach, and one that returns a tuple: of an adapter without requests."""
+    targets = ["model.layers.0.self_attn.v_proj", "model.layers.0.self_attn.q_proj"]
+    bad = {
+        name: Recipe({"r": 4, "target_modules": [target, "lm_head"]})
+        for name, target in zip("xy", targets, strict=True)
+    }
+    bob = Recipe({"r": 4, "target_modules": ["lm_head", "o_proj"]})
+    gradients = []
+    for others in ({}, bad):
+        bank = bank_of(base, {"bob": bob, **others})
+        attention = bank._model.model.layers[0].self_attn
+        attention.v_proj.register_forward_hook(lambda module, args, output: output.detach())
+        own_forward = attention.q_proj.forward
+        attention.q_proj.forward = lambda x, own_forward=own_forward: (own_forward(x),)
+        attention.q_proj.register_forward_hook(lambda module, args, output: output[0])
+        bank.forward_backward([("bob", rows_for("bob", bob, 0))])
+        gradients.append(bank._adapters["bob"].gradient.clone())
+        for name, error in zip(others, ("has not reached .*v_proj", "q_proj returns a tuple"), strict=False):
+            with pytest.raises(TrainingError, match=error):
+                bank.forward_backward([(name, rows_for(name, bad[name], 0))])
+    assert gradients[0].equal(gradients[1])
+
+
 # ── dropout, and going on ─────────────────────────────────────────────────────────────────────────
 
 
@@ -320,12 +344,15 @@ SMALL: dict[str, Any] = {"vocab_size": 64, "bos_token_id": None, "eos_token_id":
         (GPT2Config(**SMALL, n_embd=32, n_layer=2, n_head=2, n_positions=64), ["c_attn", "c_proj", "wte"]),
         (
             Gemma3TextConfig(
-                **{**banking.SIZES, **SMALL}, query_pre_attn_scalar=16, sliding_window=8, tie_word_embeddings=True
+                **{**banking.SIZES, **SMALL, "pad_token_id": 3},
+                query_pre_attn_scalar=16,
+                sliding_window=8,
+                tie_word_embeddings=True,
             ),
             ["embed_tokens", "k_proj"],
         ),
     ],
-    ids=["transposed weights", "scaled embeddings"],
+    ids=["transposed weights", "scaled embeddings with a token of padding"],
 )
 def test_layers_of_other_models(tmp_path, config, targets):
     torch.manual_seed(1)

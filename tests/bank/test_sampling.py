@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import shardwise
 from shardwise.bank.losses import LOSSES, complete_config
-from shardwise.bank.sampling import Sample, cut_batch
+from shardwise.bank.sampling import Sample, cut_batch, split_by_prompt
 from shardwise.core.errors import ConfigError
 
 CLOSE = 1e-4
@@ -180,7 +180,11 @@ def on_ranks(base: Path) -> Any:
     """All of them on rank 1, and one on rank 0."""
     bank = trained(base)
     own = samples(prompt_logprobs=True) if here()["rank"] else samples(max_tokens=3)[:1]
-    return [(each.sequences[0].tokens, each.prompt_logprobs) for each in bank.generate(own)]
+    told = [(each.sequences[0].tokens, each.prompt_logprobs) for each in bank.generate(own)]
+    assert bank._base.padding_ignored == [True]
+    bank._base.padding_ignored[:] = [False]  # rank 1 has four lengths of prompts, and rank 0 has one
+    assert [each.sequences[0].tokens for each in bank.generate(own)] == [tokens for tokens, _ in told]
+    return told
 
 
 def test_ranks_sample_their_own(worlds, base, bank):
@@ -211,6 +215,20 @@ def test_a_sequence_that_has_ended_needs_no_positions(tmp_path):
     assert [len(each.sequences[0].tokens) for each in together] == [2, 30]
 
 
+@pytest.mark.parametrize(("name", "ignores"), [("bart", False), ("rwkv", False), ("llama", True)])
+def test_prompts_of_other_lengths_are_not_felt(name, ignores):
+    """Also by models that read the padding of a prompt. Those that do not have one batch for all."""
+    [specimen] = [each for each in zoo.causal_lm_specimens() if each.name == name]
+    bank = shardwise.AdapterBank(zoo.build(specimen))
+    own = [Sample(None, prompt, max_tokens=4, temperature=0.0, stop=[]) for prompt in prompts()]
+    together = bank.generate(own)
+    assert bank._base.padding_ignored == [ignores]
+    for sample, output in zip(own, together, strict=True):
+        [expected] = bank.generate([sample])[0].sequences
+        assert output.sequences[0].tokens == expected.tokens
+        assert output.sequences[0].logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_the_model_is_left_as_it_was(bank):
     bank.generate(samples(prompt_logprobs=True))
     assert not any(
@@ -236,6 +254,13 @@ def test_batches_fit_with_their_padding(lengths, max_tokens):
         for rank, of_rank in enumerate(batch):
             width = max((lengths[rank][unit][0] for unit in of_rank), default=0) + num_steps
             assert len(of_rank) <= 1 or len(of_rank) * width <= max_tokens
+
+    for batch in split_by_prompt(units, lengths):
+        assert any(batch)
+        for rank, of_rank in enumerate(batch):
+            assert len({lengths[rank][unit][0] for unit in of_rank}) <= 1
+    for rank, of_rank in enumerate(units):
+        assert sorted(unit for batch in split_by_prompt(units, lengths) for unit in batch[rank]) == of_rank
 
 
 def test_a_batch_of_long_prompts_and_long_continuations_is_cut():

@@ -1,6 +1,7 @@
 """Each adapter of a bank on two ranks trains as it would alone in one process."""
 
 import pytest
+import torch
 from tests.bank import banking, on_ranks
 from tests.bank.banking import STEPS, distance, recipes
 from tests.support.world import require_words
@@ -59,6 +60,14 @@ def test_gradients_do_not_depend_on_the_groups(worlds, base):
     assert half["losses"] == other["losses"] != first["losses"]
     assert half["losses"] == pytest.approx(first["losses"], rel=0.03)
     require_equal(half["adapters"]["cy"], other["adapters"]["cy"])
+
+
+def test_log_probabilities_are_not_cast_with_the_output(worlds, base):
+    for each in worlds(2).run(on_ranks.outputs_in_16_bits, base):
+        for values, expected in zip(each["torch.bfloat16"], each["None"], strict=True):
+            assert values.dtype == torch.float32
+            assert not values.equal(values.bfloat16().float())
+            torch.testing.assert_close(values, expected, rtol=0.03, atol=0.03)  # hidden states are cast
 
 
 def test_a_fault_of_one_rank_is_raised_on_all(worlds, base):

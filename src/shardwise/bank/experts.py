@@ -47,9 +47,12 @@ def compute_experts(
 
     Returns: (rows * tokens, width).
     """
-    route.require_rows(name, hidden_states)
     inputs = hidden_states, top_k_index, top_k_weights
     stacks = [f"{name}.{parameter}" for parameter in (*UP, "down_proj")]
+    if not any(map(route.is_target, stacks)):
+        result: Tensor = own_forward(*inputs)
+        return result
+    route.require_rows(name, hidden_states)
     members: list[AdapterRows] = []
     for member in route.members:
         has_matrices = any(stack in member.adapter.pairs for stack in stacks)
@@ -63,8 +66,10 @@ def compute_experts(
         if len(others):
             # Rows without matrices on the experts keep the bits of the base's own forward function.
             result = torch.cat([result, own_forward(*(each[others] for each in inputs))])[order]
+    is_trained = any(member.keys is not None for member in members)
     # No segments: it attaches the anchor, so that the result requires a gradient on ranks without rows, too.
-    return route.record_site(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))
+    anchored = adapt(route.anchor, result.detach(), result, [], SegmentLoop())
+    return route.record_site(name, anchored, is_trained=is_trained)
 
 
 def _split_tokens(

@@ -73,7 +73,8 @@ class SiteHooks:
             if not isinstance(site, EmbeddingSite):
                 return route.add_adapters(site.module, inputs, output)
             # A scaled embedding (Gemma) multiplies its output, and so the delta of an adapter.
-            backend = EmbeddingLoop(float(getattr(layer, "embed_scale", 1.0)))
+            factor, padding_idx = getattr(layer, "embed_scale", 1.0), getattr(layer, "padding_idx", None)
+            backend = EmbeddingLoop(float(factor), padding_idx)
             return route.add_adapters(site.module, inputs.unsqueeze(-1), output, backend)
 
         # If the layer is a group of FSDP2, the hook runs before FSDP2's.

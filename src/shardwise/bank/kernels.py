@@ -210,10 +210,15 @@ class GroupedProducts(SegmentLoop):
 
 
 class EmbeddingLoop(SegmentLoop):
-    """Computes adapters of an embedding: ``x`` is (rows, 1), token ids. ``factor`` is the scale of the layer."""
+    """Computes adapters of an embedding: ``x`` is (rows, 1), token ids.
 
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
+    Args:
+        factor: the scale of the layer.
+        padding_idx: a token without a gradient, as in ``nn.Embedding``.
+    """
+
+    def __init__(self, factor: float, padding_idx: int | None = None) -> None:
+        self._factor, self._padding_idx = factor, padding_idx
 
     def forward_rows(self, segments: Segments, x: Tensor, out: Tensor) -> list[Tensor]:
         """Add the adapters to ``out``."""
@@ -240,10 +245,13 @@ class EmbeddingLoop(SegmentLoop):
             weights, ids = segment.weights, x[segment.start : segment.stop, 0]
             scaled = g[segment.start : segment.stop].float() * self._factor * weights.scaling  # (rows, out)
             weights.b_grad.add_(scaled.T @ F.embedding(ids, weights.A.T))  # (out, r)
+            gradient = scaled @ weights.B  # (rows, r)
+            if self._padding_idx is not None:
+                gradient.masked_fill_((ids == self._padding_idx).unsqueeze(1), 0)
             if ids.device.type == "cpu":
-                weights.a_grad.T.index_add_(0, ids, scaled @ weights.B)
+                weights.a_grad.T.index_add_(0, ids, gradient)
             else:  # on CUDA index_put_ is deterministic, and index_add_ is not
-                weights.a_grad.T.index_put_((ids,), scaled @ weights.B, accumulate=True)
+                weights.a_grad.T.index_put_((ids,), gradient, accumulate=True)
 
 
 def group_into_runs(segments: Segments) -> list[list[RoutedSegment]]:

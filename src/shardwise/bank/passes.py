@@ -54,6 +54,7 @@ class SharedBase:
     Attributes:
         max_tokens_per_pass: maximum number of padded tokens of a pass on a rank.
         traced: bytes of activations of a row, by config of its adapter and length.
+        padding_ignored: whether it ignores padding on the left, in a list. Empty until a call has to know.
     """
 
     world: World
@@ -63,6 +64,7 @@ class SharedBase:
     backend: BackendChoice
     max_tokens_per_pass: int
     traced: dict[tuple[str, int], int] = field(default_factory=dict, compare=False)
+    padding_ignored: list[bool] = field(default_factory=list, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -210,7 +212,8 @@ class FusedPass:
         members = group_rows(adapters, [placed_row.key for placed_row in self.rows], self.device)
         # A new one for each pass: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.route = BatchRouting(*shape, members, base.backend, anchor, is_training)
+        in_call = [placed.adapter for placed in requests if placed.adapter is not None]
+        self.route = BatchRouting(*shape, members, in_call, base.backend, anchor, is_training)
         self.logprobs: torch.Tensor | None = None
         """Log probabilities of the targets, float32 (positions, K), with a graph from forward to backward pass."""
         self._gradient: torch.Tensor | None = None
@@ -254,12 +257,11 @@ class FusedPass:
     def forward(self, model: PreTrainedModel, switch: ActiveRouting) -> None:
         """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""
         with switch.on(self.route), self._hook_output(model, switch):
-            output: Any = model(
+            model(
                 input_ids=sent(self.input_ids, self.device),
                 attention_mask=sent(self.attention_mask, self.device),
                 use_cache=False,
             )
-        self.logprobs = output.logits
 
     @contextmanager
     def _hook_output(self, model: PreTrainedModel, switch: ActiveRouting) -> Iterator[None]:
@@ -276,11 +278,13 @@ class FusedPass:
 
         def replace_logits(_module: nn.Module, _args: Any, output: Any) -> Any:
             if outputs and output.logits.shape[:2] == (1, 1):
-                output["logits"] = self._compute_in_chunks(model, *outputs[0], switch)
+                self.logprobs = self._compute_in_chunks(model, *outputs[0], switch)
             else:  # a model whose logits are of something else than its decoder's last hidden states
                 logits = output.logits.flatten(0, 1)[self._flat]
-                output["logits"], *top = _select_logprobs(logits, self._targets, self._num_top)
+                self.logprobs, *top = _select_logprobs(logits, self._targets, self._num_top)
                 self._top.append((top[0], top[1]))
+            # Not read from the output after the forward pass: FSDP2 casts that to ``output_dtype``.
+            output["logits"] = self.logprobs
             return output
 
         # Before the hook of FSDP2 on the model, which sees what has a gradient, and reshards the output layer.
@@ -329,7 +333,7 @@ class FusedPass:
             Errors of losses that raised, by request.
         """
         assert self.logprobs is not None
-        self.values = self.logprobs.detach().float()
+        self.values = self.logprobs.detach()
         self._gradient = torch.zeros_like(self.values)
         if not is_training:
             self.logprobs = None

@@ -9,7 +9,7 @@ computes as if there were no bank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -75,12 +75,13 @@ class BatchRouting:
         rows: number of rows.
         tokens: tokens of a row, with padding.
         members: rows of each adapter, in order. Rows without an adapter come last.
+        adapters: all of the call, on any rank. Layers that none of them targets compute as without a route.
         choice: how adapters are computed.
         anchor: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         is_training: False without a backward pass.
         grouped: batched products of this micro-batch.
         backends: how adapters were computed, with the number of layers.
-        forward_sites: sites that the forward pass has reached.
+        forward_sites: sites that the forward pass has reached with rows that are trained.
         backward_sites: sites that the backward pass has reached.
         is_cut: True after the decoder, when the model goes on with one position alone, whose output is not used.
     """
@@ -88,6 +89,7 @@ class BatchRouting:
     rows: int
     tokens: int
     members: tuple[AdapterRows, ...]
+    adapters: Collection[BankAdapter]
     choice: BackendChoice
     anchor: torch.Tensor
     is_training: bool = True
@@ -96,6 +98,10 @@ class BatchRouting:
     forward_sites: set[str] = field(default_factory=set)
     backward_sites: set[str] = field(default_factory=set)
     is_cut: bool = False
+
+    def is_target(self, site: str) -> bool:
+        """Return whether an adapter of the call has matrices at a site. Equal on all ranks."""
+        return any(site in adapter.pairs for adapter in self.adapters)
 
     def segments(self, site: str, step: int) -> list[RoutedSegment]:
         """Return the rows with an adapter at a site, whose input has ``step`` rows (tokens) for each batch row.
@@ -141,7 +147,7 @@ class BatchRouting:
         """
         # The output of the one position that the model goes on with is replaced, see [Note: Logits in chunks] in
         # ``bank/passes.py``.
-        if self.is_cut and x.shape[:2] == (1, 1):
+        if not self.is_target(site) or (self.is_cut and x.shape[:2] == (1, 1)):
             return y
         self.require_rows(site, x)
         if not isinstance(y, torch.Tensor):  # a router may be a linear layer that returns experts and weights
@@ -151,11 +157,12 @@ class BatchRouting:
         if backend is None:
             backend, reason = select_backend(self.choice, segments, x, y, self.grouped)
             self.backends[reason] += 1
-        return self.record_site(site, adapt(self.anchor, x, y, segments, backend))
+        is_trained = any(segment.is_trained for segment in segments)
+        return self.record_site(site, adapt(self.anchor, x, y, segments, backend), is_trained=is_trained)
 
-    def record_site(self, site: str, y: torch.Tensor) -> torch.Tensor:
-        """Record that the forward pass has reached a site, and when the backward pass does."""
-        if self.is_training:
+    def record_site(self, site: str, y: torch.Tensor, *, is_trained: bool) -> torch.Tensor:
+        """Record that the forward pass has reached a site with trained rows, and when the backward pass does."""
+        if self.is_training and is_trained:
             self.forward_sites.add(site)
         if y.requires_grad:
             # Called in the backward pass. It returns None, so the gradient is not replaced.

@@ -3,6 +3,10 @@
 Sequences are cut into batches by their full lengths, as rows are cut into passes (``bank/compose.py``). On a
 sharded base all ranks take the same number of steps, each with its own sequences, because FSDP2 gathers in each.
 There is no continuous batching: a batch ends with its longest sequence.
+
+[Note: Padding that is read] Some models compute a prompt in another way with padding on its left: recurrent ones
+without a mask, those that count positions from the padding, and sparse attention that may choose it. The first call
+with prompts of unequal lengths finds out. On such a base the prompts of a batch on a rank have one length.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ import inspect
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from shardwise.bank.adapter import BankAdapter
 from shardwise.bank.batch import describe_adapter, evaluating, get_adapter, open_call, passing
@@ -27,6 +33,9 @@ from shardwise.fsdp.torch_private import sent
 
 _CHECKED_STEPS: Final = 16
 """After as many steps, ranks tell each other whether all sequences have ended."""
+
+_LARGEST_ROUNDING: Final = 0.05
+"""Of log probabilities, relative to their spread, in 16 bits too. Padding that is read changes them by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +132,20 @@ def sample_tokens(
         scored = [each for each in samples if each.prompt_logprobs or each.top_prompt_logprobs]
         names = [each.adapter for each in scored]
         top = max((each.top_prompt_logprobs for each in scored), default=0)
-        exchange.local = [(len(row.sample.prompt), row.sample.max_tokens) for row in rows], names, top
-    by_rank, all_names, all_top = zip(*exchange.result, strict=True)
+        sampled = {row.sample.adapter for row in rows}
+        exchange.local = [(len(row.sample.prompt), row.sample.max_tokens) for row in rows], sampled, names, top
+    by_rank, all_sampled, all_names, all_top = zip(*exchange.result, strict=True)
+    in_call = [adapters[name] for name in set().union(*all_sampled) if name is not None]
     # Rows are filled with tokens in place, batch by batch. Ranks have nothing to tell each other at the end.
     with passing(base, "sample", [row.sample.adapter for row in rows], list) as exchange, evaluating(base.model):
         units = [[Unit(prompt + length) for prompt, length in of_rank] for of_rank in by_rank]
+        may_pad = _may_pad(base, by_rank)
         for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
-            for batch in cut_batch(plan.units, by_rank, base.max_tokens_per_pass):
-                own_rows = [rows[unit] for unit in batch[base.world.rank]]
-                _run_batch(base, own_rows, _count_steps(batch, by_rank))
+            of_one_length = [plan.units] if may_pad else split_by_prompt(plan.units, by_rank)
+            for part in of_one_length:
+                for batch in cut_batch(part, by_rank, base.max_tokens_per_pass):
+                    own_rows = [rows[unit] for unit in batch[base.world.rank]]
+                    _run_batch(base, own_rows, in_call, _count_steps(batch, by_rank))
         exchange.local = None
     scores = _score(base, samples, adapters, [name for names in all_names for name in names], max(all_top))
     # Rows are in the order of the samples: those of a sample follow those of the one before.
@@ -171,6 +185,21 @@ def cut_batch(units: Sequence[Sequence[int]], lengths: Lengths, max_tokens: int)
     middle = (num_rows + 1) // 2
     halves = [of_rank[:middle] for of_rank in ordered], [of_rank[middle:] for of_rank in ordered]
     return [batch for half in halves for batch in cut_batch(half, lengths, max_tokens)]
+
+
+def split_by_prompt(units: Sequence[Sequence[int]], lengths: Lengths) -> list[list[list[int]]]:
+    """Split a batch into batches in which the prompts of each rank have one length. All ranks split alike.
+
+    Example: prompts of 3, 5 and 3 tokens on rank 0, and of 7 on rank 1, are two batches. The second has none of
+    rank 1.
+    """
+    by_rank: list[list[list[int]]] = []
+    for rank, of_rank in enumerate(units):
+        by_prompt: dict[int, list[int]] = {}
+        for unit in of_rank:
+            by_prompt.setdefault(lengths[rank][unit][0], []).append(unit)
+        by_rank.append([by_prompt[prompt] for prompt in sorted(by_prompt)])
+    return [list(batch) for batch in zip_longest(*by_rank, fillvalue=[])]
 
 
 def _count_steps(units: Sequence[Sequence[int]], lengths: Lengths) -> int:
@@ -216,7 +245,83 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
     return rows
 
 
-def _run_batch(base: SharedBase, rows: list[_Row], num_steps: int) -> None:
+class _Sequences:
+    """Sequences that a base goes on with: first whole prompts, then one token of each, the rest being in the cache.
+
+    Args:
+        base: the base.
+        ids: (rows, tokens), padded on the left.
+        mask: of the same shape, 0 for padding.
+    """
+
+    def __init__(self, base: SharedBase, ids: torch.Tensor, mask: torch.Tensor) -> None:
+        self._base = base
+        self._cache: Any = None
+        self.ids, self._mask = sent(ids, base.device), sent(mask, base.device)
+        # Positions count from the first token of the prompt: of [pad, pad, a, b] they are [0, 0, 0, 1].
+        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        self._accepted = inspect.signature(base.model.forward).parameters
+
+    def compute_logits(self) -> torch.Tensor:
+        """Return the logits after the last token of each row, float32 (rows, vocabulary).
+
+        Collective: as the base is.
+        """
+        kwargs: dict[str, Any] = {"position_ids": self._positions, "logits_to_keep": 1}
+        output: Any = self._base.model(
+            input_ids=self.ids,
+            attention_mask=self._mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            **{key: value for key, value in kwargs.items() if key in self._accepted},
+        )
+        self._cache = getattr(output, "past_key_values", None)
+        # The last position of each row: padding is on the left, so this is its last token.
+        logits: torch.Tensor = output.logits[:, -1].float()
+        return logits
+
+    def append(self, tokens: torch.Tensor) -> None:
+        """Append a token (rows,) to each row."""
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
+        # A sequence that has ended goes on with the others, but no further than the model has positions.
+        chosen, following = tokens.unsqueeze(1), (self._positions[:, -1:] + 1).clamp(max=self._base.max_length - 1)
+        if self._cache is None:  # a model without a cache computes all tokens again
+            self.ids, self._positions = torch.cat([self.ids, chosen], 1), torch.cat([self._positions, following], 1)
+        else:
+            self.ids, self._positions = chosen, following
+
+
+def _may_pad(base: SharedBase, lengths: Lengths) -> bool:
+    """Return whether prompts of unequal lengths may share a batch, equal on all ranks. Collective: yes.
+
+    See [Note: Padding that is read].
+    """
+    if all(len({prompt for prompt, _ in of_rank}) < 2 for of_rank in lengths):
+        return True
+    # A batch is no wider than this. Sparse attention takes as many tokens as index_topk, or all if there are fewer.
+    pairs = [pair for of_rank in lengths for pair in of_rank]
+    widest = max(prompt for prompt, _ in pairs) + max(length for _, length in pairs)
+    if widest > getattr(base.model.config.get_text_config(), "index_topk", widest):
+        return False
+    if not base.padding_ignored:
+        prompts = torch.arange(40).view(8, 5) % base.vocab_size
+        results = []
+        for padding in (0, 7):
+            ids, mask = F.pad(prompts, (padding, 0)), F.pad(torch.ones_like(prompts), (padding, 0))
+            sequences = _Sequences(base, ids, mask)
+            logits = [sequences.compute_logits()]
+            sequences.append(sequences.ids[:, -1])
+            logits.append(sequences.compute_logits())
+            results.append(torch.cat(logits).log_softmax(1))  # (16, vocabulary)
+        base.wait_for_device()
+        is_possible = results[0] > -1e3  # tokens that the model does not rule out
+        alone, padded = (each[is_possible] for each in results)
+        distance = (padded - alone).norm() / (alone - alone.mean()).norm()
+        base.padding_ignored.append(base.world.all_reduce_object(float(distance) <= _LARGEST_ROUNDING, all))
+    return base.padding_ignored[0]
+
+
+def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter], num_steps: int) -> None:
     """Sample this rank's sequences of a batch, token by token. Collective: as the base is."""
     # Adapters of one rank side by side, so that one product computes them. The base comes last.
     rows.sort(key=lambda row: (1, 0, "") if row.adapter is None else (0, row.adapter.rank, row.adapter.name))
@@ -232,41 +337,23 @@ def _run_batch(base: SharedBase, rows: list[_Row], num_steps: int) -> None:
         ids[number, width - len(prompt) :] = prompt
         mask[number, width - len(prompt) :] = 1
         numbers[number, : row.sample.max_tokens] = row.numbers
-    ids, mask, numbers = (sent(each, base.device) for each in (ids, mask, numbers))
+    numbers = sent(numbers, base.device)
     # Of each row: temperature, top_k and top_p, as (3, rows, 1). A dummy row is greedy.
     most = base.vocab_size
     choices = [(row.sample.temperature, min(row.sample.top_k or most, most), row.sample.top_p) for row in rows]
     settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64).T.unsqueeze(2)
     settings = sent(settings.contiguous(), base.device)
-    accepted = inspect.signature(base.model.forward).parameters
-    anchor, cache = torch.zeros((), device=base.device), None
-    # Positions count from the first token of the prompt: of [pad, pad, a, b] they are [0, 0, 0, 1].
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    anchor, sequences = torch.zeros((), device=base.device), _Sequences(base, ids, mask)
     for step in range(num_steps):
-        # The first step has whole prompts. Later ones have one token, the rest being in the cache.
-        route = BatchRouting(num_rows, ids.shape[1], members, base.backend, anchor, is_training=False)
-        kwargs: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
+        width = sequences.ids.shape[1]
+        route = BatchRouting(num_rows, width, members, in_call, base.backend, anchor, is_training=False)
         with base.switch.on(route):
-            output: Any = base.model(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **{key: value for key, value in kwargs.items() if key in accepted},
-            )
-        cache = getattr(output, "past_key_values", None)
-        # The last position of each row: padding is on the left, so this is its last token.
-        tokens, logprobs = _choose_tokens(output.logits[:, -1].float(), settings, numbers[:, step : step + 1])
+            logits = sequences.compute_logits()
+        tokens, logprobs = _choose_tokens(logits, settings, numbers[:, step : step + 1])
         base.wait_for_device()  # polls, where tolist() would block though another rank has failed
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=False):
             row.append(token, logprob)
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        # A sequence that has ended goes on with the others, but no further than the model has positions.
-        chosen, following = tokens.unsqueeze(1), (positions[:, -1:] + 1).clamp(max=base.max_length - 1)
-        if cache is None:  # a model without a cache computes all tokens again
-            ids, positions = torch.cat([ids, chosen], 1), torch.cat([positions, following], 1)
-        else:
-            ids, positions = chosen, following
+        sequences.append(tokens)
         # Ranks stop together, since each step gathers. Alone, a process looks after every step.
         if (step + 1) % _CHECKED_STEPS == 0 or base.world.size == 1:
             is_done = all(row.is_done for row in rows)
