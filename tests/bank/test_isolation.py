@@ -186,7 +186,6 @@ def refused(bank: Any, match: str, config: Any = None, **keywords: Any) -> None:
         (r"modules_to_save \(lm_head\) are copies", {"modules_to_save": ["lm_head"]}),
         ("init_lora_weights='pissa': changes the base", {"init_lora_weights": "pissa"}),
         ("nothing is named 'q_prj'. The nearest are q_proj", {"target_modules": ["q_prj", "v_proj"]}),
-        ("Only linear layers, embeddings and", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
     ],
 )
 def test_configs_that_are_no_pairs_of_matrices(bank, match, config):

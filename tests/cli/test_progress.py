@@ -107,6 +107,9 @@ def test_signs_of_life_stand_where_there_is_no_other_output(
     clock, screen = Minutes(220), Screen(is_terminal=is_terminal)
     for module in (progress, console, phases):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    names: list[str] = []  # whatever this process does besides
+    monkeypatch.setattr(phases._PHASES, "names", names)
+    monkeypatch.setattr(phases._MAIN_THREAD, "phases", names)
     monkeypatch.setattr(phases._MAIN_THREAD, "changed_s", 0.0)
     monkeypatch.setattr(sys, "stderr", screen)
     with console.surviving_console():
