@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import shardwise
 
-ROWS, LENGTH, STEPS, ACCUMULATION = 10, 8, 3, 2
+ROWS, LENGTH, STEPS, ACCUMULATION = 12, 8, 3, 2
 """Rows of all ranks in a micro-batch, tokens in a row, and how many steps of how many micro-batches there are."""
 
 OURS, THEIRS = "shardwise", "accelerate"
