@@ -15,9 +15,9 @@ from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 from transformers.models.llama import modeling_llama
 
 import shardwise
+from shardwise.core.computed import ComputeTask
 from shardwise.fsdp.named_tensors import raw_bytes
 from shardwise.fsdp.torch_private import both_backends
-from shardwise.transfer import read
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.device_computing import matches_cpu_bitwise
 
@@ -87,7 +87,7 @@ def test_fp8_is_decoded_and_packed_on_the_device_with_the_bits_of_the_cpu(tmp_pa
     device = torch.device(kind, 0)
     assert matches_cpu_bitwise(device)
     keywords = {"dtype": "bfloat16", "quantization": form}
-    with mock.patch.object(read, "evaluate", side_effect=AssertionError("computed on the host")):
+    with mock.patch.object(ComputeTask, "evaluate", side_effect=AssertionError("computed on the host")):
         options = shardwise.options.LoadOptions(device=device)
         on_gpu = shardwise.from_pretrained(tmp_path, options=options, **keywords)
     on_host = shardwise.from_pretrained(tmp_path, **keywords)
