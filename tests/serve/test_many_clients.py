@@ -42,8 +42,9 @@ def wait_until(is_so: Callable[[], bool], fault: str) -> None:
 def num_bytes() -> int:
     """Return the bytes of all tensors that are alive in this process."""
     gc.collect()
-    # Not isinstance, which has some objects of torch answer, and warn.
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    # Not isinstance, which has some objects of torch answer, and warn. Tensors of other classes have no bytes of
+    # their own: DTensor has a plain one, and fake ones may be left by other tests.
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     storages = [each.untyped_storage() for each in tensors]
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
