@@ -153,11 +153,11 @@ def test_a_closed_checkpointer_keeps_nothing_of_the_state(tmp_path):
     training = Training()
     checkpointer = Checkpointer(tmp_path, mode="async")
     checkpointer.save(1, training.state)
-    held = [weakref.ref(training.model.narrow.weight), weakref.ref(checkpointer._staging._slabs[0])]
+    references = [weakref.ref(training.model.narrow.weight), weakref.ref(checkpointer._staging._slabs[0])]
     checkpointer.close()
     del training
     gc.collect()
-    assert [item() for item in held] == [None, None]
+    assert [item() for item in references] == [None, None]
     checkpointer.save(2, Training().state)
     checkpointer.close()
     assert checkpointer.latest() == 2

@@ -61,17 +61,17 @@ ALL = [
     pytest.param(at, mode, marks=[] if (at, mode) == ("write", "async") else pytest.mark.slow)
     for at in STAGES
     for mode in ("sync", "async")
-    if mode == "async" or at in ("write", "sync")
+    if (at, mode) != ("stage", "sync")
 ]
 
 
 @pytest.mark.parametrize(("at", "mode"), ALL)
 def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, at, mode):
-    """Three ranks, one killed in the middle of a save; two go on; then three."""
-    with Doomed(3) as world:
+    """Four ranks, one killed in the middle of a save; two go on; then three."""
+    with Doomed(4) as world:
         outcome = world.run(struck, str(tmp_path), at, mode)
         rank = STAGES[at][2]
-        assert sorted(outcome.ends) == [other for other in range(3) if other != rank]
+        assert sorted(outcome.ends) == [other for other in range(4) if other != rank]
         ((kind, text),) = set(outcome.errors().values())
         assert kind == "RankLostError"
         assert f"rank {rank} " in text
@@ -87,8 +87,8 @@ def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, at, mod
     assert {item["report"]["step"] for item in later} == {last + 2}
     assert differences(later[0]["state"], found[0]["after"]) == []
     assert found[0]["state"]["schedule"] == wanted["schedule"]
-    assert found[0]["losses"] == pytest.approx(alone.losses[:2], rel=1e-6)
-    assert later[0]["losses"] == pytest.approx(alone.losses[2:], rel=1e-6)
+    assert found[0]["losses"] == pytest.approx(alone.losses[:2], abs=1e-6)
+    assert later[0]["losses"] == pytest.approx(alone.losses[2:], abs=1e-6)
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {"step-1", *(f"step-{step}" for step in (2, 3, 4, 5))}
 
@@ -112,7 +112,7 @@ def test_kills_at_random_moments(tmp_path, mode):
     """What is found is always complete, never older than what was there, and is what one process comes to."""
     draw = random.Random(0)
     newest = number = 0
-    while number < 10 or newest <= 10:
+    while number < 20 or newest <= 20:
         number += 1
         assert number < 200, f"only {newest} steps were committed"
         with Doomed(draw.choice((2, 3))) as world:

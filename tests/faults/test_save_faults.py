@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 RANKS = 3
 OLD, NEW, NEXT = 1, 2, 3
 
-KINDS = ("raise", "kill", "stop")
+KINDS = ("raise", "exit", "kill", "stop")
 
 STAGES = {
     "plan_reads": 0,
@@ -56,7 +56,7 @@ def blows():
 
 
 def some():
-    """Every stage, the kinds in turn, and one exit."""
+    """Every stage, the kinds in turn."""
     kinds = itertools.cycle(["kill", "raise", "stop", "raise", "exit", "raise"])
     for number, (stage, after) in enumerate(STAGES.items()):
         yield Blow(next(kinds), stage, 0 if stage in ON_RANK_0 else number % 2, after)
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_see_one_folder_are_reported(tmp_path):
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-KILLS = 20
+KILLS = 50
 
 
 @pytest.mark.slow

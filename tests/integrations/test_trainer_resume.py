@@ -214,7 +214,7 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     assert "is not valid JSON" in refused(saving(folder, later).but(resume=True))
 
 
-MOMENTS = ["begin", "complete", "remove", "state"]
+MOMENTS = ["begin", "complete", "complete before", "remove", "remove before", "state before", "state"]
 
 
 @pytest.mark.parametrize(
@@ -226,13 +226,15 @@ def test_killed_while_it_saves(
     """After a kill, training resumes from the newest complete checkpoint, and remains are removed."""
     run = saving(folder, tmp_path / "run", save_total_limit=2)
     with pytest.raises(RankError), LocalRanks(2, is_forked=True) as doomed:
-        doomed.run(train, run.but(dies_at=6 if moment == "remove" else 4, event=f"in {moment}"))
+        doomed.run(train, run.but(dies_at=6 if moment.startswith("remove") else 4, event=f"in {moment}"))
     counted = [name for name in kinds(tmp_path / "run") if (tmp_path / "run" / name / HEADER).is_file()]
-    newest = {"complete": "checkpoint-4", "remove": "checkpoint-6"}
+    newest = {"complete": "checkpoint-4", "remove": "checkpoint-6", "remove before": "checkpoint-6"}
     assert counted[-1] == newest.get(moment, "checkpoint-2")
     again = two.run(train, run.but(resume=True))
     assert again[0].steps == whole[0].steps
-    assert kinds(tmp_path / "run") == ["checkpoint-4", "checkpoint-6"]
+    # Nothing was saved after "remove before", so nothing was removed.
+    left = ["checkpoint-2"] if moment == "remove before" else []
+    assert kinds(tmp_path / "run") == [*left, "checkpoint-4", "checkpoint-6"]
 
 
 def test_a_rank_that_is_lost_is_named(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""64 clients with 20 requests each, of which 4 are killed half way."""
+"""64 clients with 50 requests each, of which 4 are killed half way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise.serve.service import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_CLIENTS, NUM_KILLED, NUM_ROUNDS = 64, 4, 10
+NUM_CLIENTS, NUM_KILLED, NUM_ROUNDS = 64, 4, 25
 
 
 def wait_until(is_so: Callable[[], bool], fault: str) -> None:

@@ -21,44 +21,29 @@ def but_slow(quick: Collection[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("verb", cases)
 
 
+mostly_slow = but_slow(SOME)
+partly_slow = but_slow(SOME | {"accelerate folder"})
 slow_with_many_files = but_slow(SOME - {"accelerate state"})
 
-
-ALIKE_AT_FIRST = {
-    "several over one",
-    "one over several",
-    "adapter of another scaling",
-    "tenant of another scaling",
-}
-"""Verbs that differ from others only where an older save is."""
-
-
-def over_and_first(quick: Collection[str]) -> pytest.MarkDecorator:
-    """Over an older save, and as the first; all but a few are slow."""
-    cases = []
-    for verb in CASES:
-        slow = [] if verb in quick else [pytest.mark.slow]
-        cases.append(pytest.param(verb, True, marks=slow, id=f"over an older one-{verb}"))
-        if verb not in ALIKE_AT_FIRST:
-            slow = [] if verb in quick | {"several files"} else [pytest.mark.slow]
-            cases.append(pytest.param(verb, False, marks=slow, id=f"the first-{verb}"))
-    return pytest.mark.parametrize(("verb", "over"), cases)
-
+over_an_older_one = pytest.mark.parametrize("over", [True, False], ids=["over an older one", "the first"])
 
 # A few moments
 
 
-@over_and_first(SOME | {"accelerate folder"})
+@partly_slow
+@over_an_older_one
 def test_a_crash_leaves_one_save_or_the_other(verb: str, over: bool) -> None:
     scenarios.alone(verb, over=over, samples=0)
 
 
-@over_and_first(SOME)
+@mostly_slow
+@over_an_older_one
 def test_a_save_after_a_kill_is_durable(verb: str, over: bool) -> None:
     scenarios.after_a_kill(verb, over=over, most=3, samples=0)
 
 
-@over_and_first(SOME)
+@mostly_slow
+@over_an_older_one
 def test_a_save_after_a_crash_may_crash(verb: str, over: bool) -> None:
     scenarios.after_a_crash(verb, over=over, most=3, samples=0)
 

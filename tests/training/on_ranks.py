@@ -36,6 +36,7 @@ from transformers import (
 from shardwise.cli.train import run_on_rank, without_token
 from shardwise.core.errors import ShardwiseError
 from shardwise.fsdp.torch_private import is_compiled_in_place
+from shardwise.integrations import ShardwiseTrainer
 from shardwise.ranks import slow_ranks
 from shardwise.training import trl_objects as trl_setup
 from shardwise.training.arguments import REWARDED
@@ -153,6 +154,13 @@ def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     with mock.patch.object(torch, "multinomial", quantile) if values.get("method") in SAMPLING else nullcontext():
         outcome = run_on_rank(without_token(read_run_config(words({**COMMON, **values}))))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
+
+
+def train_without_upload(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
+    """Train on this rank with ``push_to_hub``. An upload is an error."""
+    upload = mock.patch.object(ShardwiseTrainer, "push_to_hub", side_effect=AssertionError("uploaded"))
+    with mock.patch.object(transformers.Trainer, "init_hf_repo"), upload:
+        return train({**values, "push_to_hub": True, "hub_strategy": "end"})
 
 
 def train_file(method: str, file: str) -> tuple[list[float], list[float]]:

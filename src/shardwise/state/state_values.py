@@ -302,8 +302,8 @@ def read_tensors(
         expected = sum(piece.box.numel for piece in item.boxes)
         if (count := executor.written.get(item.fqn, 0)) != expected:
             raise StorageError(
-                f"{item.fqn}: {count} of {expected} elements could be read from {executor.index.root}. The values "
-                "are read in part: read all again"
+                f"{item.fqn}: {count} of {expected} elements could be read from {executor.index.root}. Do not use "
+                "the values, and read them again"
             )
 
 

@@ -169,6 +169,7 @@ def lock_output(
                 if world.rank == 0:
                     _record(output, identity, weights)
             yield TrainingRecord(folder / _RUN_FILE)
+            # After an error lock_on_first_rank does it: the lock would keep the next attempt out.
             if world.rank == 0:
                 saving.locked.release()
 
