@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shardwise.transfer.memory import WorkerPool, in_background
+from shardwise.transfer.workers import WorkerPool, in_background
 
 
 def nothing() -> None:

@@ -38,8 +38,9 @@ from shardwise.ranks.world import Clock, World
 from shardwise.state.state_values import StateOptions, require_values
 from shardwise.transfer.distributed_chunks import ChunkStaging
 from shardwise.transfer.matching import OnFault
-from shardwise.transfer.memory import gc_disabled, renew_thread_pool
+from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.replicas import compare_replicas
+from shardwise.transfer.workers import renew_thread_pool
 
 _MAX_STEP = 10**15
 

@@ -37,7 +37,8 @@ from shardwise.files.urls import is_url
 from shardwise.saving.rename_journal import remove_pending
 from shardwise.saving.verify import verify_files
 from shardwise.transfer.fingerprints import digest
-from shardwise.transfer.memory import WorkerPool, gc_disabled
+from shardwise.transfer.memory import gc_disabled
+from shardwise.transfer.workers import WorkerPool
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")

@@ -38,6 +38,130 @@ from shardwise.transfer.read import ReadExecutor
 from shardwise.transfer.staging import StagingBuffer, upload_buffer
 
 
+def load(
+    model: nn.Module,
+    checkpoint: Source,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    buffers: BufferRules | None = None,
+    on_missing: OnMissing = "error",
+    on_mismatched: OnMissing = "error",
+    on_unexpected: OnUnexpected = "error",
+    hub: HubOptions = HubOptions(),  # noqa: B008
+    options: prepare.LoadOptions = prepare.LoadOptions(),  # noqa: B008
+) -> LoadReport:
+    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
+
+    The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
+    Tensors on meta get memory for this rank's shard. Values of real ones are replaced. Each tensor keeps its dtype
+    and ``requires_grad``.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: this rank's shards, and ``options.budget_bytes``.
+
+    Args:
+        model: the model, in the same state on every rank.
+        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
+        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
+        buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
+            non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
+        on_missing: treatment of tensors that the checkpoint does not have.
+        on_mismatched: treatment of tensors stored in another shape.
+        on_unexpected: treatment of keys that match no tensor of the model.
+        hub: revision, cache and token, for a hub id.
+        options: seed, memory budget, device, progress, process group.
+
+    Raises:
+        ConfigError: an argument has the wrong type or value.
+        KeyMismatchError: checkpoint and model do not match. The message has all faults of keys and shapes, and no
+            tensor has been changed. Tied tensors that are stored twice are compared after that.
+        FormatError: the checkpoint's files contradict their format.
+        StorageError: bytes could not be read. Some tensors may have been written.
+        ShardingError: the model's sharding cannot be understood.
+        RankMismatchError: ranks pass different arguments, have different files or plans, or hold different
+            non-persistent buffers.
+        RankLostError: a rank ended, or does not answer.
+
+    Every error is the same on every rank, except after the loss of one.
+    """
+    clock = Clock()
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+    request = LoadRequest(consent=consent, buffers=buffers or {}, options=options)
+    with call_arguments.get_world(options, "load") as world:
+        with call_arguments.comparing_arguments(world) as exchange:
+            exchange.local = _check_load(model, checkpoint, request, key_mapping, hub)
+        model = named_tensors.without_compile(model)
+        return load_checkpoint(world, model, checkpoint, request, clock, key_mapping=key_mapping, hub=hub)
+
+
+def _check_load(
+    model: nn.Module,
+    checkpoint: Source,
+    request: LoadRequest,
+    key_mapping: Mapping[str, str] | None,
+    hub: HubOptions,
+) -> dict[str, str]:
+    """Check the arguments of :func:`load` on this rank. Return the ones that must be equal on all ranks."""
+    consent = request.consent
+    arguments = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": request.options}
+    arguments |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
+    call_arguments.check_options(call_arguments.get_hints(load), arguments)
+    kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
+    return {
+        "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
+        "key_mapping": repr(key_mapping),
+        **prepare.get_comparable_settings(consent, request.buffers, request.options),
+    }
+
+
+def load_checkpoint(
+    world: World,
+    model: nn.Module,
+    checkpoint: Source,
+    request: LoadRequest,
+    clock: Clock,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
+) -> LoadReport:
+    """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes.
+
+    The ``request`` has no bindings yet.
+    """
+    with clock.phase("index"):
+        source = open_source(world, checkpoint, hub)
+    with source.closing():
+        try:
+            with clock.phase("plan"), world.collective("plan the load"):
+                load = prepare_checkpoint(world, model, source, request, key_mapping)
+            report = execute_load(world, model, source, load, clock)
+        finally:
+            # Also after a failure: parameters for staging must not stay on the caller's model.
+            double_quantization.rollback(model)
+    pretrained.record_conversions(model, load.request.transforms)
+    return report
+
+
+def prepare_checkpoint(
+    world: World, model: nn.Module, source: OpenSource, request: LoadRequest, key_mapping: Mapping[str, str] | None
+) -> Load:
+    """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank.
+
+    The ``request`` has no bindings yet.
+    """
+    transforms = pretrained.get_conversion_transforms(model, key_mapping)
+    tensors = named_tensors.collect_tensors(model)
+    layout = dequantize_layout(named_tensors.build_layout(tensors), tensors)
+    bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
+    # Ties depend on the stored keys. They are made before the tensors are collected again for the plan.
+    prepare.tie_declared(model, tensors, bindings)
+    bindings = double_quantization.allocate_staging(model, quantize_bindings(model, bindings))
+    # After quantize_bindings(), which decides the layers whose scales are computed after the read.
+    additions = Additions(nested=double_quantization.deferred_names(model))
+    request = replace(request, bindings=bindings, transforms=transforms, additions=additions)
+    return prepare.prepare_load(world, model, source, request)
+
+
 def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load, clock: Clock) -> LoadReport:
     """Agree on the plan, materialize, read, fill and audit: the same steps for every model and every world size.
 
@@ -119,8 +243,9 @@ def make_report(
     """Return the report of a load that has ended. ``attributes`` are the names of recomputed attributes."""
     plan, index, request = load.plan, source.index, load.request
     fields = prepare.describe_plan(plan)
+    fields["recomputed"] += attributes
     reads = plan.reads()
-    order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
+    phases = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     parameters = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER]
     trained = [item for item in parameters if item.requires_grad]
     # Without sharding every parameter is whole, which is not worth a line of the report.
@@ -142,13 +267,13 @@ def make_report(
         placed_bytes=plan.layout.local_nbytes,
         files_opened=getattr(source.reader, "files_opened", 0),
         reads=getattr(source.reader, "reads", 0),
-        seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
+        seconds={phase: clock.seconds[phase] for phase in phases if phase in clock.seconds},
         loaded=len(reads),
         estimate=load.estimate,
         read_once=tuple(load.shared),
         files=tuple(index.files),
         kept=plan.names(Keep),
-        **{**fields, "recomputed": fields["recomputed"] + attributes},
+        **fields,
         missing_keys=plan.missing_keys,
         unexpected_keys=plan.unexpected_keys,
         mismatched_keys=plan.mismatched_keys,
@@ -261,127 +386,3 @@ def set_value(item: TensorRef, value: torch.Tensor, staging: StagingBuffer) -> N
     if is_expanded:
         item.install(torch.empty(value.shape, dtype=value.dtype, device=item.local.device))
     staging.copy(value, item.local)
-
-
-def prepare_checkpoint(
-    world: World, model: nn.Module, source: OpenSource, request: LoadRequest, key_mapping: Mapping[str, str] | None
-) -> Load:
-    """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank.
-
-    The ``request`` has no bindings yet.
-    """
-    transforms = pretrained.get_conversion_transforms(model, key_mapping)
-    tensors = named_tensors.collect_tensors(model)
-    layout = dequantize_layout(named_tensors.build_layout(tensors), tensors)
-    bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
-    # Ties depend on the stored keys. They are made before the tensors are collected again for the plan.
-    prepare.tie_declared(model, tensors, bindings)
-    bindings = double_quantization.allocate_staging(model, quantize_bindings(model, bindings))
-    # After quantize_bindings(), which decides the layers whose scales are computed after the read.
-    additions = Additions(nested=double_quantization.deferred_names(model))
-    request = replace(request, bindings=bindings, transforms=transforms, additions=additions)
-    return prepare.prepare_load(world, model, source, request)
-
-
-def load_checkpoint(
-    world: World,
-    model: nn.Module,
-    checkpoint: Source,
-    request: LoadRequest,
-    clock: Clock,
-    *,
-    key_mapping: Mapping[str, str] | None = None,
-    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
-) -> LoadReport:
-    """Open a checkpoint and fill a model from it. Ranks have already compared their arguments. Collective: yes.
-
-    The ``request`` has no bindings yet.
-    """
-    with clock.phase("index"):
-        source = open_source(world, checkpoint, hub)
-    with source.closing():
-        try:
-            with clock.phase("plan"), world.collective("plan the load"):
-                load = prepare_checkpoint(world, model, source, request, key_mapping)
-            report = execute_load(world, model, source, load, clock)
-        finally:
-            # Also after a failure: parameters for staging must not stay on the caller's model.
-            double_quantization.rollback(model)
-    pretrained.record_conversions(model, load.request.transforms)
-    return report
-
-
-def load(
-    model: nn.Module,
-    checkpoint: Source,
-    *,
-    key_mapping: Mapping[str, str] | None = None,
-    buffers: BufferRules | None = None,
-    on_missing: OnMissing = "error",
-    on_mismatched: OnMissing = "error",
-    on_unexpected: OnUnexpected = "error",
-    hub: HubOptions = HubOptions(),  # noqa: B008
-    options: prepare.LoadOptions = prepare.LoadOptions(),  # noqa: B008
-) -> LoadReport:
-    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
-
-    The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
-    Tensors on meta get memory for this rank's shard. Values of real ones are replaced. Each tensor keeps its dtype
-    and ``requires_grad``.
-
-    Collective: yes, over ``options.process_group``.
-    Memory: this rank's shards, and ``options.budget_bytes``.
-
-    Args:
-        model: the model, in the same state on every rank.
-        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
-        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
-        buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
-            non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
-        on_missing: treatment of tensors that the checkpoint does not have.
-        on_mismatched: treatment of tensors stored in another shape.
-        on_unexpected: treatment of keys that match no tensor of the model.
-        hub: revision, cache and token, for a hub id.
-        options: seed, memory budget, device, progress, process group.
-
-    Raises:
-        ConfigError: an argument has the wrong type or value.
-        KeyMismatchError: checkpoint and model do not match. The message has all faults of keys and shapes, and no
-            tensor has been changed. Tied tensors that are stored twice are compared after that.
-        FormatError: the checkpoint's files contradict their format.
-        StorageError: bytes could not be read. Some tensors may have been written.
-        ShardingError: the model's sharding cannot be understood.
-        RankMismatchError: ranks pass different arguments, have different files or plans, or hold different
-            non-persistent buffers.
-        RankLostError: a rank ended, or does not answer.
-
-    Every error is the same on every rank, except after the loss of one.
-    """
-    clock = Clock()
-    consent = Consent(on_missing, on_mismatched, on_unexpected)
-    request = LoadRequest(consent=consent, buffers=buffers or {}, options=options)
-    with call_arguments.get_world(options, "load") as world:
-        with call_arguments.comparing_arguments(world) as exchange:
-            exchange.local = _check_load(model, checkpoint, request, key_mapping, hub)
-        model = named_tensors.without_compile(model)
-        return load_checkpoint(world, model, checkpoint, request, clock, key_mapping=key_mapping, hub=hub)
-
-
-def _check_load(
-    model: nn.Module,
-    checkpoint: Source,
-    request: LoadRequest,
-    key_mapping: Mapping[str, str] | None,
-    hub: HubOptions,
-) -> dict[str, str]:
-    """Check the arguments of :func:`load` on this rank. Return the ones that must be equal on all ranks."""
-    consent = request.consent
-    arguments = {"model": model, "checkpoint": checkpoint, "hub": hub, "options": request.options}
-    arguments |= {f"on_{fault}": getattr(consent, fault) for fault in ("missing", "mismatched", "unexpected")}
-    call_arguments.check_options(call_arguments.get_hints(load), arguments)
-    kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
-    return {
-        "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
-        "key_mapping": repr(key_mapping),
-        **prepare.get_comparable_settings(consent, request.buffers, request.options),
-    }

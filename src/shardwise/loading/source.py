@@ -15,7 +15,7 @@ from shardwise.files.local_reader import OpenStorage, open_storage
 from shardwise.files.open_checkpoint import dequantize_index, open_checkpoint
 from shardwise.files.storage import FilePlaces, StorageReader
 from shardwise.files.urls import HubOptions, ModelFiles, WantedFiles, is_url, local_path
-from shardwise.loading.audit import require_one_checkpoint
+from shardwise.loading.one_checkpoint import require_one_checkpoint
 from shardwise.ranks.world import World
 from shardwise.transfer.read import read_identities
 
@@ -77,7 +77,7 @@ def read_index(
 ) -> OpenSource:
     """Read the headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
-    Ranks verify that they have opened the same checkpoint, see [Note: One checkpoint] in ``loading/audit.py``.
+    Ranks verify that they have opened the same checkpoint, see [Note: One checkpoint] in ``loading/one_checkpoint.py``.
     After an error the reader is closed, unless it is the caller's (``is_own`` False).
     """
     reader = opened.reader

@@ -26,8 +26,9 @@ from shardwise.saving.commit import begin_save, commit_save, undo_save
 from shardwise.saving.merge_plan import Edit, LowRank, Replaced, WeightForm
 from shardwise.saving.plan import SavePlan, TensorToSave
 from shardwise.saving.write import LocalFiles, WrittenTensors
-from shardwise.transfer.memory import in_background, trim_heap
+from shardwise.transfer.memory import trim_heap
 from shardwise.transfer.read import ReadExecutor
+from shardwise.transfer.workers import in_background
 
 TensorBox = tuple[str, Box]
 """A box of a tensor of the save, by its key."""

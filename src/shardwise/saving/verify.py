@@ -30,7 +30,7 @@ from shardwise.ranks.world import World
 from shardwise.saving.plan import ADAPTER, MODEL
 from shardwise.transfer import fingerprints
 from shardwise.transfer.fingerprints import MODULUS, RecordedSave, fingerprint
-from shardwise.transfer.memory import WorkerPool
+from shardwise.transfer.workers import WorkerPool
 
 _VERIFIED_BYTES = 8 << 20
 _CONFIG_FILE = "config.json"

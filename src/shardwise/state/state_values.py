@@ -19,7 +19,8 @@ from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.storage import StorageReader
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.named_tensors import canonical, local_boxes, local_tensor, raw_bytes
-from shardwise.loading.audit import are_equal, require_one_checkpoint
+from shardwise.loading.audit import are_equal
+from shardwise.loading.one_checkpoint import require_one_checkpoint
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.transfer import matching, move, tensor_metadata
@@ -221,7 +222,7 @@ class StoredValues:
     def describe(self, world: World) -> list[dict[str, matching.SourceTensor]]:
         """Return a description of all tensors, as if one rank held them whole. Collective: yes.
 
-        The ranks' files are compared, see [Note: One checkpoint] in ``loading/audit.py``.
+        The ranks' files are compared, see [Note: One checkpoint] in ``loading/one_checkpoint.py``.
         """
         require_one_checkpoint(world, self.reader, self.index)
         provided: dict[str, matching.SourceTensor] = {}

@@ -26,10 +26,11 @@ from shardwise.files.storage import StorageWriter
 from shardwise.files.torch_files import read_torch_tensor
 from shardwise.fsdp.named_tensors import local_boxes, raw_bytes, strided_view
 from shardwise.fsdp.torch_private import copy_all, make_storage_info, save_without_data
-from shardwise.transfer.memory import gc_disabled, in_background
+from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_by_rank
 from shardwise.transfer.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
 from shardwise.transfer.tensor_metadata import TensorMetadata, collect_boxes
+from shardwise.transfer.workers import in_background
 
 StatePath: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a value, as in ``("optimizer", "state", FQN, "step")``. Numbers are indices of lists."""

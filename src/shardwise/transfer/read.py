@@ -25,7 +25,6 @@ from shardwise.fsdp.named_tensors import strided_view
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.ranks.world import World
 from shardwise.transfer.device_computing import matches_cpu_bitwise
-from shardwise.transfer.memory import WorkerPool, count_computing_workers
 from shardwise.transfer.read_items import (
     SEGMENT_ALIGNMENT,
     ComputingShare,
@@ -38,6 +37,7 @@ from shardwise.transfer.read_items import (
     plan_staging,
 )
 from shardwise.transfer.staging import DeviceStaging, HostStaging, StagingBuffer, as_memoryview, staging_buffers
+from shardwise.transfer.workers import WorkerPool, count_computing_workers
 
 ExpressionBox: TypeAlias = tuple[Expression, Box, torch.dtype]
 """A box of an expression, and the dtype that its values are returned in."""
