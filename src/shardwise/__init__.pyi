@@ -6,7 +6,7 @@ from shardwise import report as report
 from shardwise import storage as storage
 from shardwise.bank.adapter_bank import AdapterBank as AdapterBank
 from shardwise.checkpoints.checkpointer import Checkpointer as Checkpointer
-from shardwise.checkpoints.folder import verify as verify
+from shardwise.checkpoints.step_folders import verify as verify
 from shardwise.checkpoints.train_state import TrainState as TrainState
 from shardwise.core.errors import CheckpointError as CheckpointError
 from shardwise.core.errors import ConfigError as ConfigError

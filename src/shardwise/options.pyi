@@ -1,4 +1,4 @@
-"""How each verb does what it does, as values. Stated here, loaded when used."""
+"""Option types of the public functions. Imported on first use."""
 
 from shardwise.bank.rows import Request as Request
 from shardwise.bank.sampling import Sample as Sample

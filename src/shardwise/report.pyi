@@ -1,4 +1,4 @@
-"""What happened or will happen, as plain data, and how names and sizes are put into words."""
+"""Reports and estimates as plain data, and formatting of names and sizes."""
 
 from shardwise.core.estimate_report import Estimate as Estimate
 from shardwise.core.formatting import collapse as collapse

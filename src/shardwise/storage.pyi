@@ -1,4 +1,4 @@
-"""Give me these bytes, take these bytes: files read and written by range, in a folder or at a URL."""
+"""Readers and writers of files by range, in local folders or at URLs."""
 
 from shardwise.files.local_reader import LocalReader as LocalReader
 from shardwise.files.local_reader import OpenStorage as OpenStorage

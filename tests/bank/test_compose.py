@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.bank.compose import LENGTH_MULTIPLE, PassPlan, Unit, compose_passes, pad_length
+from shardwise.bank.compose import LENGTH_MULTIPLE, ComposedPass, Unit, compose_passes, pad_length
 
 LONGEST = 250
 LENGTHS = st.one_of(st.integers(1, LONGEST), st.sampled_from([1, 16, 17, 250]))
 LENGTHS_OF_RANKS = st.lists(st.lists(LENGTHS, max_size=9), min_size=1, max_size=4)
 
 
-def compose(units: list[list[Unit]], most: int, overhead: int) -> list[PassPlan]:
+def compose(units: list[list[Unit]], most: int, overhead: int) -> list[ComposedPass]:
     return compose_passes(units, longest=LONGEST, max_tokens=most, overhead=overhead)
 
 
-def rows_of(units: list[list[Unit]], plan: PassPlan) -> int:
+def rows_of(units: list[list[Unit]], plan: ComposedPass) -> int:
     """The most rows of a rank: kinds have columns of their own, as wide as their widest unit."""
     return max(sum(units[rank][unit].num_rows for unit in own) for rank, own in enumerate(plan.units))
 
@@ -69,10 +69,10 @@ def test_rows_of_a_group_share_a_pass(drawn):
 
 def test_passes_are_composed_as_the_docstring_says():
     units = [[Unit(7), Unit(60), Unit(9), Unit(62)]]
-    assert compose(units, 4096, 64) == [PassPlan(64, ((3, 1),)), PassPlan(16, ((2, 0),))]
-    assert compose(units, 4096, 128) == [PassPlan(64, ((3, 1, 2, 0),))]
+    assert compose(units, 4096, 64) == [ComposedPass(64, ((3, 1),)), ComposedPass(16, ((2, 0),))]
+    assert compose(units, 4096, 128) == [ComposedPass(64, ((3, 1, 2, 0),))]
     assert compose([[], []], 4096, 64) == []
-    assert compose([[Unit(9)], []], 4096, 64) == [PassPlan(16, ((0,), ()))]
+    assert compose([[Unit(9)], []], 4096, 64) == [ComposedPass(16, ((0,), ()))]
 
 
 @pytest.mark.parametrize(("rows", "most_passes"), [(4, 7.5), (16, 16)])

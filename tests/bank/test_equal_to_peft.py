@@ -163,12 +163,12 @@ def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = Fal
         places = tuple((request, row) for request, own in enumerate(keys) for row in range(len(own)))
         passes.append(FusedPass(bank._base, PlannedPass(16, 1, places), requests, keys, is_training=True))
     for each in passes:
-        each.forward(bank._model, bank._base.switch)
+        each.forward()
     if mixed_up:
         passes[0].route, passes[1].route = passes[1].route, passes[0].route
     for each in passes:
         assert not each.compute_losses(is_training=True)
-        each.backward(bank._base.switch)
+        each.backward()
         if not mixed_up:
             each.route.require_reached()
     found = {name: adapter.gradient.clone() for name, adapter in adapters.items()}

@@ -36,7 +36,7 @@ def parts_of(draw, dtype=torch.float32):
         scaling = draw(st.sampled_from([0.5, 2.0]))
         pair = LoraWeights(a, b, torch.zeros_like(a), torch.zeros_like(b), scaling, dropout)
         keys = row_keys(number, 0, rows) if dropout else None
-        parts.append(RoutedSegment(pair, start, start + rows, keys, site=7))
+        parts.append(RoutedSegment(pair, start, start + rows, keys, site_key=7))
         start += rows
     return parts, start + draw(st.integers(0, 3))
 

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, Sequenti
 import shardwise
 import shardwise.saving.save
 from shardwise.bank.adapter import AdapterStart
-from shardwise.bank.adapter_settings import from_json, to_json
+from shardwise.bank.training_facts import from_json, to_json
 from shardwise.options import Ignore
 from shardwise.saving.commit import commit_save
 from shardwise.transfer import fingerprints

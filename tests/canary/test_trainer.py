@@ -15,7 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 require_patched_names()
-from shardwise.cli.train import is_of_other_arguments  # noqa: E402
+from shardwise.cli.train import has_other_differences  # noqa: E402
 from shardwise.integrations import trainer_compat as compat  # noqa: E402
 
 
@@ -121,7 +121,7 @@ def test_a_comparison_is_not_shown_if_only_the_rows_of_a_rank_differ(
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("transformers.trainer_utils")
-    for name, value in (("level", logging.WARNING), ("handlers", [handler]), ("filters", [is_of_other_arguments])):
+    for name, value in (("level", logging.WARNING), ("handlers", [handler]), ("filters", [has_other_differences])):
         monkeypatch.setattr(log, name, value)
     args = SimpleNamespace(per_device_train_batch_size=rows, logging_steps=steps, n_gpu=1)
     compare_trainer_and_checkpoint_args(args, SimpleNamespace(train_batch_size=2, logging_steps=10))

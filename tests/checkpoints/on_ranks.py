@@ -26,8 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise import Checkpointer, TrainState
-from shardwise.checkpoints import folder as step_folders
-from shardwise.checkpoints import write
+from shardwise.checkpoints import step_folders, write
 from shardwise.core.errors import StorageError
 from shardwise.files.local_writer import open_writer
 from shardwise.options import AdapterOnly, Ignore, StateOptions

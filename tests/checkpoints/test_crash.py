@@ -7,8 +7,8 @@ from tests.support.crashes import EffectLog, states_after_crash
 from tests.support.files import contents
 
 from shardwise import Checkpointer
-from shardwise.checkpoints.folder import steps_in
 from shardwise.checkpoints.restore import open_checkpoint
+from shardwise.checkpoints.step_folders import steps_in
 
 
 def of_step(files: dict[str, bytes], step: int) -> dict[str, bytes]:

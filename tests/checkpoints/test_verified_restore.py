@@ -14,7 +14,7 @@ from tests.small_checkpoints import small_qwen3
 
 import shardwise
 from shardwise import Checkpointer
-from shardwise.checkpoints.folder import open_folder
+from shardwise.checkpoints.step_folders import open_folder
 from shardwise.cli import main
 
 

@@ -62,7 +62,7 @@ def save_apart(seat: Seat, folder: str, timeouts: Timeouts) -> None:
 def save_one_after_another(
     seat: Seat, folder: str, seeds: tuple[int, ...], sizes: tuple[str, ...], timeouts: Timeouts
 ) -> None:
-    """Save for ever, and tell before each save: to be killed at any moment."""
+    """Save forever, and tell before each save: to be killed at any moment."""
     options = shardwise.options.SaveOptions(timeouts=timeouts, progress=False)
     models = [sharded(seed) for seed in seeds]
     while True:

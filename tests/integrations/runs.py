@@ -292,10 +292,10 @@ def _ending(run: Run) -> Any:
 def _die_while_saving(run: Run) -> None:
     """Have this process killed at a step of a save."""
     from shardwise.checkpoints.checkpointer import Checkpointer
-    from shardwise.integrations import trainer_runs
+    from shardwise.integrations import trainer_checkpoints
 
     step, _, when = run.event.removeprefix("in ").partition(" ")
-    owner: Any = Checkpointer if step == "state" else trainer_runs
+    owner: Any = Checkpointer if step == "state" else trainer_checkpoints
     name = {"state": "save", "begin": "_begin", "remove": "_remove"}.get(step, step)
     own = getattr(owner, name)
 

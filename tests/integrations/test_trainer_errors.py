@@ -24,7 +24,7 @@ from shardwise.ranks.world import World
 require_patched_names()
 from tests.integrations import refusing  # noqa: E402
 
-from shardwise.integrations import ShardwiseTrainer, for_trainer, trainer_runs  # noqa: E402
+from shardwise.integrations import ShardwiseTrainer, for_trainer, trainer_checkpoints  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +142,10 @@ def test_one_process_needs_no_sharding(tmp_path: Path) -> None:
     ],
 )
 def test_which_checkpoints_go(complete: list[int], limit: int | None, best: int | None, removed: list[int]) -> None:
-    assert trainer_runs.steps_to_remove(complete, limit, best) == removed
+    assert trainer_checkpoints.steps_to_remove(complete, limit, best) == removed
 
 
-HEADER = trainer_runs.TrainerHeader(3, "mine", 8, 2).to_bytes()
+HEADER = trainer_checkpoints.TrainerHeader(3, "mine", 8, 2).to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ HEADER = trainer_runs.TrainerHeader(3, "mine", 8, 2).to_bytes()
 )
 def test_invalid_headers_are_refused(content: bytes) -> None:
     with pytest.raises(FormatError):
-        trainer_runs.TrainerHeader.from_bytes(content, "header")
+        trainer_checkpoints.TrainerHeader.from_bytes(content, "header")
 
 
 def test_it_comes_before_the_trainer() -> None:
@@ -174,13 +174,13 @@ def test_it_comes_before_the_trainer() -> None:
 
 def test_folders_written_by_the_trainer_are_synced(tmp_path: Path) -> None:
     """As tokenizers with several chat templates have them. What was cut meanwhile does not count."""
-    header = trainer_runs.TrainerHeader(3, "everything", 8, 2)
+    header = trainer_checkpoints.TrainerHeader(3, "everything", 8, 2)
     log, run = EffectLog(tmp_path / "log"), tmp_path / "run"
     place = run / "checkpoint-3"
-    with recorded(log, run), trainer_runs.locked_for(World(0, 1), run, 3) as saving:
+    with recorded(log, run), trainer_checkpoints.locked_for(World(0, 1), run, 3) as saving:
         (place / "additional_chat_templates").mkdir()
         (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
-        trainer_runs.complete(saving, place, header)
+        trainer_checkpoints.complete(saving, place, header)
         saving.locked.release()
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
@@ -189,9 +189,9 @@ def test_folders_written_by_the_trainer_are_synced(tmp_path: Path) -> None:
 
 def save(run: Path, step: int, holds: str = "everything") -> Path:
     """An empty checkpoint that is complete."""
-    place = trainer_runs.checkpoint_folder(run, step)
-    with trainer_runs.locked_for(World(0, 1), run, step) as saving:
-        trainer_runs.complete(saving, place, trainer_runs.TrainerHeader(step, holds, 8, 2))
+    place = trainer_checkpoints.checkpoint_folder(run, step)
+    with trainer_checkpoints.locked_for(World(0, 1), run, step) as saving:
+        trainer_checkpoints.complete(saving, place, trainer_checkpoints.TrainerHeader(step, holds, 8, 2))
         saving.locked.release()
     return place
 
@@ -213,10 +213,10 @@ def test_the_header_decides_what_is_restored(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     given: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters()), "_on_other_base": "error"}
     given |= {"lr_scheduler": None, "accelerator": None}
-    trainer = unbuilt(object, tmp_path, _header=trainer_runs.TrainerHeader(4, "everything", 8, 2), **given)
+    trainer = unbuilt(object, tmp_path, _header=trainer_checkpoints.TrainerHeader(4, "everything", 8, 2), **given)
     with pytest.raises(StorageError, match="no complete checkpoint"):
         trainer._load_optimizer_and_scheduler(str(tmp_path))
-    trainer._header = trainer_runs.TrainerHeader(4, trainer_runs.MODEL_ALONE, 8, 2)
+    trainer._header = trainer_checkpoints.TrainerHeader(4, trainer_checkpoints.MODEL_ALONE, 8, 2)
     (tmp_path / "state").mkdir(exist_ok=True)
     trainer._load_optimizer_and_scheduler(str(tmp_path))
 
@@ -235,21 +235,21 @@ def test_all_but_the_best_are_removed_at_the_end(tmp_path: Path, monkeypatch: py
         save(tmp_path, step)
     trainer = unbuilt(Ending, tmp_path)
     assert trainer._finalize_training(None) == "done"
-    assert len(trainer_runs.checkpoints_in(tmp_path)) == 3, "the best is none of this folder"
+    assert len(trainer_checkpoints.checkpoints_in(tmp_path)) == 3, "the best is none of this folder"
     trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-4")
 
     def emptied(*_: Any) -> None:
         raise StorageError("the process is killed")
 
-    monkeypatch.setattr(trainer_runs, "_empty", emptied)
+    monkeypatch.setattr(trainer_checkpoints, "_empty", emptied)
     with pytest.raises(StorageError):
         trainer._finalize_training(None)
     monkeypatch.undo()
-    assert trainer_runs.checkpoints_in(tmp_path)[2] is trainer_runs.FolderKind.LEFT
+    assert trainer_checkpoints.checkpoints_in(tmp_path)[2] is trainer_checkpoints.FolderKind.LEFT
     trainer._finalize_training(None)
     assert trainer.args.save_total_limit == 1
-    trainer_runs.remove_left(tmp_path)
-    assert list(trainer_runs.checkpoints_in(tmp_path)) == [4]
+    trainer_checkpoints.remove_left(tmp_path)
+    assert list(trainer_checkpoints.checkpoints_in(tmp_path)) == [4]
 
 
 def test_a_checkpoint_is_pushed_after_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_a_checkpoint_is_pushed_after_its_commit(tmp_path: Path, monkeypatch: py
 
 
 def test_a_number_of_steps_that_is_none(tmp_path: Path) -> None:
-    place = save(tmp_path, 3, trainer_runs.MODEL_ALONE)
+    place = save(tmp_path, 3, trainer_checkpoints.MODEL_ALONE)
     (place / "trainer_state.json").write_text(f'{{"global_step": 3, "epoch": 0.5, "max_steps": {10**400}}}')
     with pytest.raises(FormatError, match="its max_steps is damaged. Pass another checkpoint"):
-        trainer_runs.read_checkpoint(place)
+        trainer_checkpoints.read_checkpoint(place)

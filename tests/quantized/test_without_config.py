@@ -15,7 +15,7 @@ import shardwise
 from shardwise.core.consents import Ignore, Initialize
 from shardwise.loading.meta_model import load_config
 from shardwise.models import pretrained
-from shardwise.saving.offline import config_content
+from shardwise.saving.merge_steps import config_content
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 FP8 = {"quant_method": "fp8"}

@@ -98,7 +98,7 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         for line in self.lines:
             line.close()
-            if self._is_own_store:  # else other ranks use it. Its heartbeats would go on for ever.
+            if self._is_own_store:  # else other ranks use it. Its heartbeats would go on forever.
                 line._detector.end()
 
     def each(self, function: Callable[[ControlChannel], Any]) -> list[Any]:

@@ -147,7 +147,7 @@ def test_however_large_factors_are_they_are_merged_block_by_block(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch
 ) -> None:
     merge_adapter(base, adapter, tmp_path / "wanted")
-    monkeypatch.setattr("shardwise.saving.offline.BUDGET_BYTES", 8192)
+    monkeypatch.setattr("shardwise.saving.merge_steps.BUDGET_BYTES", 8192)
     merge_adapter(base, adapter, tmp_path / "found")
     wanted, found = tensors_of(tmp_path / "wanted"), tensors_of(tmp_path / "found")
     assert wanted.keys() == found.keys()

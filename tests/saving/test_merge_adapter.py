@@ -23,7 +23,7 @@ from transformers import (
 
 from shardwise import KeyMismatchError
 from shardwise.saving.merge_adapter import merge_adapter
-from shardwise.saving.offline import read_companions
+from shardwise.saving.merge_steps import read_companions
 
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _CONFIGS = {

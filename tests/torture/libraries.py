@@ -63,7 +63,7 @@ def is_of_the_trainer(name: str) -> bool:
 
 def of_trainer_in(folder: Path) -> Hashable:
     """The newest checkpoint that counts, which has to be whole."""
-    from shardwise.integrations.trainer_runs import (
+    from shardwise.integrations.trainer_checkpoints import (
         FolderKind,
         checkpoint_folder,
         checkpoints_in,

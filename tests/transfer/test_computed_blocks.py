@@ -14,7 +14,7 @@ from shardwise.core.layout import LocalBox
 from shardwise.core.tensors import Box, DType, Strided
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.open_checkpoint import open_checkpoint
-from shardwise.saving.offline import create_executor
+from shardwise.saving.merge_steps import create_executor
 from shardwise.transfer.read import ReadItem, plan_reads
 
 SHAPE = (1024,)

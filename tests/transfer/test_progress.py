@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from shardwise.models.pretrained import progress_bar
+from shardwise.transfer.progress import progress_bar
 
 
 class Terminal(io.StringIO):

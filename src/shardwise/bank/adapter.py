@@ -200,9 +200,9 @@ class BankAdapter:
         # Equal on every rank without an exchange: the values follow from the seed and the name of the matrix.
         for matrix in outline.matrices():
             outline.initialize(matrix, self.matrices[matrix.key], options["seed"])
-        self.pairs: dict[str, LoraWeights] = {}
+        self.weights_by_site: dict[str, LoraWeights] = {}
         for site in outline.sites:
-            self.pairs |= _matrix_pairs(site, self.matrices, self.gradients)
+            self.weights_by_site |= _get_weights(site, self.matrices, self.gradients)
         self.world = world
         self.optimizer = create_optimizer(options["optimizer"], self.flat)
         self.schedule = create_schedule(options["schedule"], self.optimizer)
@@ -401,7 +401,7 @@ def _views(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), flat.split(sizes), strict=True)}
 
 
-def _matrix_pairs(
+def _get_weights(
     site: adapted_layers.AdaptedSite, matrices: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, LoraWeights]:
     """Return the matrices of a site by the name that the base's layer uses."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 from torch import nn
 
-from shardwise.bank import adapter_files, adapter_settings, batch, rows
+from shardwise.bank import adapter_files, batch, rows, training_facts
 from shardwise.bank import training_state as states
 from shardwise.bank.adapter import (
     DEFAULT_OPTIONS,
@@ -29,7 +29,7 @@ from shardwise.bank.hooks import SiteHooks
 from shardwise.bank.kernels import BackendChoice
 from shardwise.bank.optimizer_steps import step_together
 from shardwise.bank.passes import SharedBase
-from shardwise.bank.routes import ActiveRouting
+from shardwise.bank.routes import ActiveRoute
 from shardwise.bank.rows import Request, RowTensors
 from shardwise.bank.sampling import Sample, SampleOutput, sample_tokens
 from shardwise.checkpoints.header import compute_digest
@@ -101,10 +101,10 @@ class AdapterBank:
         self._adapters: dict[str, BankAdapter] = {}
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
-        switch, device = ActiveRouting(), computing_device(next(self._model.parameters()))
-        # One switch for all: hooks read the active route of it, and passes set it.
-        self._hooks = SiteHooks(self._model, switch)
-        self._base = SharedBase(self._world, self._model, device, switch, backend, max_tokens_per_pass)
+        active_route, device = ActiveRoute(), computing_device(next(self._model.parameters()))
+        # One object for all: passes set its route, and hooks read it.
+        self._hooks = SiteHooks(self._model, active_route)
+        self._base = SharedBase(self._world, self._model, device, active_route, backend, max_tokens_per_pass)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,9 +131,9 @@ class AdapterBank:
                 elementwise.
             RankMismatchError: ranks pass different arguments.
         """
-        self._admit(self._create(name, config, keywords, is_new=True))
+        self._register(self._build_on_all_ranks(name, config, keywords, is_new=True))
 
-    def _create(
+    def _build_on_all_ranks(
         self, name: str, config: LoraConfig, keywords: AdapterOptions, *, is_new: bool, is_trained: bool = True
     ) -> BankAdapter:
         """Return a new adapter, equal on all ranks and not registered yet. Collective: yes."""
@@ -145,7 +145,7 @@ class AdapterBank:
                 raise unknown_keyword(call, keyword, DEFAULT_OPTIONS, {})
             options: AdapterOptions = {**DEFAULT_OPTIONS, **keywords}
             require_options(options)
-            adapter = self._build(name, config, options, is_new=is_new, is_trained=is_trained)
+            adapter = self._build_locally(name, config, options, is_new=is_new, is_trained=is_trained)
         # Functions cannot be compared, but what they have created can.
         values = [value for value in options.values() if not callable(value)]
         kinds = [type(each).__qualname__ for each in (adapter.optimizer, adapter.schedule)]
@@ -158,14 +158,14 @@ class AdapterBank:
         if require_name(name) in self._adapters:
             raise ConfigError(f"the adapter {name!r} exists already. Delete it, or use another name")
 
-    def _admit(self, adapter: BankAdapter) -> None:
+    def _register(self, adapter: BankAdapter) -> None:
         # ``load`` replaces an adapter of this name.
         if adapter.name in self._adapters:
             self._hooks.remove(self._adapters[adapter.name].sites)
         self._hooks.add(adapter.sites)
         self._adapters[adapter.name] = adapter
 
-    def _build(
+    def _build_locally(
         self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool, is_trained: bool = True
     ) -> BankAdapter:
         outline = adapter_files.outline_lora(self._model, config, is_new=is_new)
@@ -180,7 +180,7 @@ class AdapterBank:
         self._hooks.remove(adapter.sites)
 
     def _adapter(self, name: str) -> BankAdapter:
-        return batch.get_adapter(self._adapters, name)
+        return batch.get_usable_adapter(self._adapters, name)
 
     def forward_backward(
         self, requests: Sequence[Request | tuple[str, RowTensors]], *, gather: bool = False
@@ -384,11 +384,11 @@ class AdapterBank:
             if training and not source.is_trained:
                 raise ConfigError(f"adapter {name!r}: is a copy for sampling, and has no training")
             self._require_new(new)
-            adapter = self._build(new, source.config, source.options, is_new=False, is_trained=training)
+            adapter = self._build_locally(new, source.config, source.options, is_new=False, is_trained=training)
             adapter.flat.detach().copy_(source.flat.detach())
             if training:
                 adapter.copy_training(source)
-        self._admit(adapter)
+        self._register(adapter)
 
     def offload(self, name: str) -> None:
         """Move an adapter's matrices, gradient and optimizer state to pinned host memory, until it is used again.
@@ -406,7 +406,7 @@ class AdapterBank:
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
         self._world.require_equal(adapter.name, "the name of the adapter")
-        base = adapter_settings.identify_base(self._world, self._model)
+        base = training_facts.identify_base(self._world, self._model)
         with self._world.collective("copy the state"):
             return states.copy_state(adapter, base)
 
@@ -443,14 +443,14 @@ class AdapterBank:
             current = batch.find_adapter(self._adapters, name)
             # A new adapter replaces the current one at the end, so that a failure leaves it unchanged.
             trains = current.is_trained
-            adapter = self._build(name, current.config, current.options, is_new=False, is_trained=trains)
+            adapter = self._build_locally(name, current.config, current.options, is_new=False, is_trained=trains)
             matrices = adapter_files.remove_embeddings(self._model, adapter, state)
             training = states.parse_state(adapter, what, matrices)
             if not trains:
                 training = AdapterStart(reason="it is a copy for sampling")
             digest = compute_digest(dict(state))
         world.require_equal(digest, f"the state that {name!r} is given")
-        base = adapter_settings.identify_base(world, self._model)
+        base = training_facts.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
             targets = states.allocate_targets(adapter, training, base, on_other_base)
         with world.collective("restore the state"):
@@ -500,7 +500,7 @@ class AdapterBank:
         # Before the save begins: with an open window, the ranks sum its gradient.
         training = None  # nor has a copy for sampling one
         if training_state and adapter.is_trained:
-            base = adapter_settings.identify_base(self._world, self._model)
+            base = training_facts.identify_base(self._world, self._model)
             with self._world.collective("collect the training state"):
                 training = adapter_files.collect_training_state(adapter, base, cast)
         request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
@@ -531,7 +531,7 @@ class AdapterBank:
                 passed, and those that come from the training state.
             directory: a folder that all ranks see, with ``adapter_config.json`` and a file of tensors.
             training_state: ``False`` ignores the training state.
-            on_other_base: ``Ignore()`` allows a training to resume on another base. ``Ignore(only=...)`` allows
+            on_other_base: ``Ignore()`` allows a training run to resume on another base. ``Ignore(only=...)`` allows
                 differences in "config", "shapes" (and names) or "values".
             on_not_finite: ``Ignore()``, or ``Ignore(only=...)`` with names of tensors, accepts matrices and moments
                 with values that are not finite.
@@ -566,21 +566,23 @@ class AdapterBank:
         if not isinstance(training, AdapterStart):
             options = {**options, **training.facts.options(), **keywords}
         # A new one, also in place of an existing one, so that a failure leaves that as it is.
-        adapter = self._create(name, stored_adapter.config, options, is_new=False, is_trained=is_trained)
+        adapter = self._build_on_all_ranks(
+            name, stored_adapter.config, options, is_new=False, is_trained=is_trained
+        )
         with world.collective("compare the adapter"):
             if existing is not None and (existing.shapes, existing.scalings) != (adapter.shapes, adapter.scalings):
                 raise ConfigError(
                     f"{os.fspath(directory)}: has other matrices or scales than {name!r}. Use another name, or "
                     "delete it"
                 )
-        base = adapter_settings.identify_base(world, self._model)
+        base = training_facts.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
             targets = states.allocate_targets(adapter, training, base, on_other_base)
         adapter_files.read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
         what = os.fspath(directory)
         with world.collective("restore the state"):
             started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
-        self._admit(adapter)  # the last step: a failure on any rank before it leaves the bank unchanged
+        self._register(adapter)  # the last step: a failure on any rank before it leaves the bank unchanged
         return started
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.bank import adapter_settings
+from shardwise.bank import training_facts
 from shardwise.bank import training_state as states
 from shardwise.bank.adapter import AdapterStart, BankAdapter
 from shardwise.core.consents import Consent, allows
@@ -46,9 +46,9 @@ from shardwise.saving.prepare import AdapterTrainingState
 from shardwise.saving.verify import require_as_saved
 from shardwise.state.model_states import (
     by_canonical_keys,
-    exchange_stored_experts,
     open_stored_values,
     set_model_values,
+    swap_stored_experts,
 )
 from shardwise.state.state_values import StateOptions, Values
 from shardwise.transfer.matching import OnFault
@@ -125,7 +125,7 @@ def collect_training_state(
     tensors = states.collect_training_tensors(adapter)
     if dtype not in (None, adapter.flat.dtype):
         tensors[states.MATRICES] = adapter.flat.detach()
-    text = adapter_settings.facts_to_text(adapter_settings.get_facts(adapter, base), repr(adapter.name))
+    text = training_facts.facts_to_text(training_facts.get_facts(adapter, base), repr(adapter.name))
     return AdapterTrainingState(_as_module(tensors), text)
 
 
@@ -165,7 +165,7 @@ def find_training(folder: Path, *, training_state: bool) -> states.StoredTrainin
     if text is None:
         raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}. The file is corrupt. Save it again")
     tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
-    facts = adapter_settings.parse_facts(text, f"{folder / file}: {TRAINING_KEY}")
+    facts = training_facts.parse_facts(text, f"{folder / file}: {TRAINING_KEY}")
     return states.StoredTraining(str(folder / file), facts, tensors)
 
 
@@ -210,7 +210,7 @@ def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapt
         if stored_adapter is not None:
             renamed = replace(stored, expressions=stored_adapter.tensors)
             # In the layout of the PEFT that is installed, and under the names of the base's modules.
-            values = exchange_stored_experts(world, module, renamed, AdapterOnly().adapter, str(folder))
+            values = swap_stored_experts(world, module, renamed, AdapterOnly().adapter, str(folder))
         only = None if stored_adapter is None else AdapterOnly()
         set_model_values(world, module, values, only=only, consent=Consent(), options=options, clock=Clock())
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.bank.adapter import AdapterState, BankAdapter
-from shardwise.bank.compose import PassPlan, Unit, compose_passes, pad_length
+from shardwise.bank.compose import ComposedPass, Unit, compose_passes, pad_length
 from shardwise.bank.gathers import CountedGather, are_in_step
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.losses import LOSSES, complete_config
@@ -132,9 +132,9 @@ class RowCall:
         )
 
     def run(self, *, is_training: bool) -> PassSums:
-        """Run passes on all ranks, and sum their results. Collective: yes. Errors: as of :func:`passing`."""
+        """Run passes on all ranks, and sum their results. Collective: yes. Errors: of :func:`collective_passes`."""
         names = [entry.name for entry in self.counts if any(entry.lengths)]
-        with passing(self.base, "compute the pass", names, self._sum) as exchange:
+        with collective_passes(self.base, "compute the pass", names, self._sum) as exchange:
             exchange.local = self._run_passes(is_training=is_training)
         sums: PassSums = exchange.result
         return sums
@@ -161,11 +161,11 @@ class RowCall:
         with no_random_numbers(base.device) if is_training else evaluating(base.model):
             for planned in self.passes:
                 fused = FusedPass(base, planned, self.requests, keys, is_training=is_training, num_top=self.num_top)
-                fused.forward(base.model, base.switch)
+                fused.forward()
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
                 sums.failures |= fused.compute_losses(is_training=is_training)
                 if is_training:
-                    fused.backward(base.switch)
+                    fused.backward()
                 # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
                 base.wait_for_device()
                 # A request may have rows in several passes.
@@ -210,7 +210,7 @@ class RowCall:
 
 
 @contextmanager
-def passing(
+def collective_passes(
     base: SharedBase, what: str, names: Sequence[str | None], reduce_fun: Callable[[list[Any]], object]
 ) -> Iterator[Exchange]:
     """Return a block in which all ranks make the same passes through the base. Its exchange has the results.
@@ -247,7 +247,7 @@ def passing(
         if not are_in_step(base.world.global_ranks, base.world.all_gather_object(gathers.counts)):
             text = f"{error}. It left a pass of {listed} in which other ranks wait for it, so the bank has ended"
             ended = RankLostError(f"{text}. Start all ranks again, and resume from the last save")
-            base.world.end(ended)
+            base.world.fail_later_phases(ended)
             raise at_phase(ended, error.phase) from error
         error.add_note(f"This was a pass of {listed}; all of it is discarded.")
         raise
@@ -291,7 +291,7 @@ def open_call(
         placed, counts_here = [], []
         for request in _require_requests(requests):
             request = request if is_training else replace(request, backward=False)
-            adapter = None if request.adapter is None else get_adapter(adapters, request.adapter)
+            adapter = None if request.adapter is None else get_usable_adapter(adapters, request.adapter)
             if request.backward:
                 _require_trainable(adapter)
             config = _require_loss(request, adapter)
@@ -303,7 +303,7 @@ def open_call(
     # passes, and the same errors.
     counts, free_bytes = exchange.result
     units = [_make_units(counts, rank) for rank in range(base.world.size)]
-    members = [_find_members(counts, rank) for rank in range(base.world.size)]
+    members = [_group_into_units(counts, rank) for rank in range(base.world.size)]
     passes = []
     for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
         by_rank: list[list[tuple[int, int]]] = []  # (request, row) of each row of the pass
@@ -400,7 +400,7 @@ def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow])
     return counts
 
 
-def _find_members(counts: Sequence[RequestCounts], rank: int) -> list[list[tuple[int, int]]]:
+def _group_into_units(counts: Sequence[RequestCounts], rank: int) -> list[list[tuple[int, int]]]:
     """Return (request, row) of the rows of each unit of a rank."""
     # A request with 4 rows in groups of 2 has the units [(0, 0), (0, 1)] and [(0, 2), (0, 3)]. With ``group_size``
     # None it has one, or none without rows.
@@ -414,9 +414,9 @@ def _find_members(counts: Sequence[RequestCounts], rank: int) -> list[list[tuple
 
 
 def _make_units(counts: Sequence[RequestCounts], rank: int) -> list[Unit]:
-    """Return the units of a rank, of whose rows :func:`_find_members` has the numbers."""
+    """Return the units of a rank, of whose rows :func:`_group_into_units` has the numbers."""
     units = []
-    for rows in _find_members(counts, rank):
+    for rows in _group_into_units(counts, rank):
         request = rows[0][0]
         length = max(counts[request].lengths[rank][row] for _, row in rows)
         size = counts[request].group_size
@@ -443,7 +443,8 @@ def combine_counts(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequ
         global_ranks: the ranks in the default group, for errors.
 
     Raises:
-        RankMismatchError: ranks name different adapters, or in another order, or pass other losses or settings.
+        RankMismatchError: ranks name different adapters, name them in a different order, or pass different losses
+            or settings.
     """
     names = [[entry.name for entry in counts_of_rank] for counts_of_rank in counts]
     settings = [[entry.settings for entry in counts_of_rank] for counts_of_rank in counts]
@@ -470,7 +471,7 @@ def combine_counts(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequ
 
 def _require_memory(
     base: SharedBase,
-    plan: PassPlan,
+    plan: ComposedPass,
     requests: Sequence[PlacedRequest],
     by_rank: Sequence[Sequence[tuple[int, int]]],
     num_targets: Sequence[int],
@@ -505,7 +506,7 @@ def describe_adapter(name: str | None) -> str:
     return "the base" if name is None else repr(name)
 
 
-def get_adapter(adapters: Mapping[str, BankAdapter], name: object) -> BankAdapter:
+def get_usable_adapter(adapters: Mapping[str, BankAdapter], name: object) -> BankAdapter:
     """Return the adapter of this name, or raise ConfigError if there is none or its last step failed."""
     adapter = find_adapter(adapters, name)
     if adapter.state is AdapterState.FAILED:

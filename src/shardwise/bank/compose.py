@@ -41,7 +41,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class PassPlan:
+class ComposedPass:
     """A pass through the base.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Column:
 
 
 LENGTH_MULTIPLE: Final = 16
-"""Lengths of rows are rounded up to a multiple of it. Products of fewer rows would be rounded in another way."""
+"""Lengths of rows are rounded up to a multiple of it. Products of fewer rows would be rounded differently."""
 
 PASS_OVERHEAD: Final = 256
 """Cost of a pass, in tokens: gathers of the base, and kernels that are not full."""
@@ -76,12 +76,12 @@ def pad_length(length: int, *, longest: int) -> int:
 
 def compose_passes(
     units: Sequence[Sequence[Unit]], *, longest: int, max_tokens: int, overhead: int = PASS_OVERHEAD
-) -> list[PassPlan]:
+) -> list[ComposedPass]:
     """Compose passes with the smallest sum of padded tokens and overheads. See [Note: Composed passes].
 
     Example: rows of 7, 60, 9 and 62 tokens on one rank, padded to multiples of 16, cost 2 * 64 + 2 * 16 in two
-    passes and 4 * 64 in one. With an overhead of 64 two passes are chosen, ``PassPlan(64, ((3, 1),))`` and
-    ``PassPlan(16, ((2, 0),))``. With an overhead of 128 it is one.
+    passes and 4 * 64 in one. With an overhead of 64 two passes are chosen, ``ComposedPass(64, ((3, 1),))`` and
+    ``ComposedPass(16, ((2, 0),))``. With an overhead of 128 it is one.
 
     Args:
         units: of each rank.
@@ -114,7 +114,7 @@ def compose_passes(
         for rank in range(len(units)):
             numbers = [column.units[rank] for column in columns[start:stop]]
             by_rank.append(tuple(number for number in numbers if number is not None))
-        plans.append(PassPlan(columns[start].tokens, tuple(by_rank)))
+        plans.append(ComposedPass(columns[start].tokens, tuple(by_rank)))
         stop = start
     return plans[::-1]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.bank.adapter import LoraWeights
 from shardwise.bank.kernels import SegmentLoop, adapt
-from shardwise.bank.routes import AdapterRows, BatchRouting
+from shardwise.bank.routes import AdapterRows, Route
 from shardwise.fsdp.torch_private import sent
 from shardwise.models.four_bit import layers
 
@@ -26,7 +26,7 @@ _ALIGNED_BYTES: Final = 16
 
 
 def compute_experts(
-    route: BatchRouting,
+    route: Route,
     name: str,
     module: Any,
     own_forward: Any,
@@ -55,7 +55,7 @@ def compute_experts(
     route.require_rows(name, hidden_states)
     members: list[AdapterRows] = []
     for member in route.members:
-        has_matrices = any(stack in member.adapter.pairs for stack in stacks)
+        has_matrices = any(stack in member.adapter.weights_by_site for stack in stacks)
         if has_matrices and member.stop > member.start:
             members.append(member)
     if not members:
@@ -73,7 +73,7 @@ def compute_experts(
 
 
 def _split_tokens(
-    route: BatchRouting, members: Sequence[AdapterRows], device: torch.device
+    route: Route, members: Sequence[AdapterRows], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens of members, all other tokens, and the place of each token in the two joined.
 
@@ -89,7 +89,7 @@ def _split_tokens(
 
 
 def _compute_adapted(
-    route: BatchRouting,
+    route: Route,
     name: str,
     module: Any,
     members: Sequence[AdapterRows],
@@ -115,7 +115,7 @@ def _compute_adapted(
         rows = hidden.contiguous()
         hidden = _multiply_base(module, parameter, rows, experts, ends_of_experts)
         stack = f"{name}.{parameter}"
-        pairs = [member.adapter.pairs.get(stack) for member in members]
+        pairs = [member.adapter.weights_by_site.get(stack) for member in members]
         if any(pair is not None for pair in pairs):
             are_trained = [member.keys is not None for member in members]
             # (groups, in, r) and (groups, r, out). A member without matrices on this stack has zeros.

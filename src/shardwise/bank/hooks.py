@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.bank.experts import compute_experts, unsupported_experts_reason
 from shardwise.bank.kernels import EmbeddingLoop
-from shardwise.bank.routes import ActiveRouting
+from shardwise.bank.routes import ActiveRoute
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.named_tensors import canonical
 from shardwise.models.lora.adapted_layers import AdaptedSite, EmbeddingSite, ExpertsSite
@@ -18,9 +18,9 @@ from shardwise.models.lora.adapted_layers import AdaptedSite, EmbeddingSite, Exp
 class SiteHooks:
     """Hooks on the layers of a base, with the number of adapters that use each. No parameter is changed."""
 
-    def __init__(self, model: nn.Module, switch: ActiveRouting) -> None:
+    def __init__(self, model: nn.Module, active_route: ActiveRoute) -> None:
         self._modules = {canonical(name): module for name, module in model.named_modules(remove_duplicate=False)}
-        self._switch = switch
+        self._active_route = active_route
         self._used: Counter[str] = Counter()
         self._removers: dict[str, Callable[[], object]] = {}
 
@@ -65,7 +65,7 @@ class SiteHooks:
             return self._replace_forward(site.module, module)
 
         def add(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
-            route = self._switch.route
+            route = self._active_route.route
             if route is None:
                 return None
             # The input of a linear layer or an embedding is its first argument, whatever its name.
@@ -85,7 +85,7 @@ class SiteHooks:
         attribute, own_forward = vars(module).get("forward"), module.forward
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            route = self._switch.route
+            route = self._active_route.route
             if route is None:
                 output: torch.Tensor = own_forward(*args, **kwargs)
                 return output

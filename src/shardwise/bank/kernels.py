@@ -39,7 +39,7 @@ def row_keys(key: int, first: int, count: int) -> Tensor:
 
 
 def drop_elements(
-    values: Tensor, keys: Tensor, site: int, probability: float, positions: Tensor | None = None
+    values: Tensor, keys: Tensor, site_key: int, probability: float, positions: Tensor | None = None
 ) -> Tensor:
     """Return values after dropout, scaled as by ``nn.Dropout``, by a mask of keys, site and position alone.
 
@@ -47,12 +47,12 @@ def drop_elements(
 
     Example: 2 rows of 3 tokens in a layer of width 4 are ``values`` of shape (6, 4) with ``keys`` of shape (2,).
     Element (4, 1) is in token 1 of row 1, at position 1 * 4 + 1 = 5 of the row. Its random number is
-    ``mix((keys[1] ^ site) + 5 * increment)``.
+    ``mix((keys[1] ^ site_key) + 5 * increment)``.
 
     Args:
         values: (rows * tokens, width), or (tokens, width) of any tokens of any rows, with ``positions``.
         keys: (rows,), or of the row of each token, on the same device.
-        site: key of the layer.
+        site_key: key of the layer.
         probability: probability of 0.
         positions: the positions of tokens in their rows.
     """
@@ -60,7 +60,7 @@ def drop_elements(
     places = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
     if positions is not None:  # (tokens, width)
         places = positions.unsqueeze(1) * values.shape[-1] + places
-    numbers = _mix((keys ^ site).unsqueeze(1) + places * _INCREMENT)
+    numbers = _mix((keys ^ site_key).unsqueeze(1) + places * _INCREMENT)
     # The upper 31 bits are a uniform integer below 2**31: an element is kept if it is not below the probability.
     is_kept = (_shift(numbers, 33) >= int(probability * (1 << 31))).view(values.shape)
     return torch.where(is_kept, values / (1 - probability), 0.0)
@@ -85,7 +85,7 @@ class RoutedSegment:
     Attributes:
         weights: the matrices of the adapter in this layer.
         keys: the keys of the batch rows, for dropout. None without dropout.
-        site: the key of the layer, for dropout.
+        site_key: key of the layer, for dropout.
         positions: as in :func:`drop_elements`.
         is_trained: False for rows without a backward pass. Their output has no gradient, and neither has their
             input from these matrices. (A gradient of 0, multiplied, would be NaN if a matrix is not finite.)
@@ -95,7 +95,7 @@ class RoutedSegment:
     start: int
     stop: int
     keys: Tensor | None = None
-    site: int = 0
+    site_key: int = 0
     positions: Tensor | None = None
     is_trained: bool = True
 
@@ -103,7 +103,7 @@ class RoutedSegment:
         """Return rows (layer rows of the segment, width) after dropout."""
         if self.keys is None:
             return values
-        return drop_elements(values, self.keys, self.site, self.weights.dropout, self.positions)
+        return drop_elements(values, self.keys, self.site_key, self.weights.dropout, self.positions)
 
 
 Segments: TypeAlias = Sequence[RoutedSegment]

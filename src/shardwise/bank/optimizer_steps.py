@@ -70,7 +70,7 @@ def step_together(
         if not reports or not all(has_summed for has_summed, _ in reports):
             # Sums may be in flight, which the next collective would meet.
             text = f"{raised}. Ranks have left one another in a step, so the bank has ended"
-            world.end(RankLostError(f"{text}. Start all ranks again, and resume from the last save"))
+            world.fail_later_phases(RankLostError(f"{text}. Start all ranks again, and resume from the last save"))
         raise
     return outcomes
 
@@ -103,7 +103,7 @@ def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]], outcomes: d
                 adapter.clip(norm)
                 stepping.append(adapter)
         _step_optimizers(stepping)
-    # Also without a step: the next window begins with zeros, and with other dropout masks.
+    # Even without a step: the next window begins with zeros, and with other dropout masks.
     for adapter, _ in adapters:
         adapter.zero_grad()
         adapter.windows += 1

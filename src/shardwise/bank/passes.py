@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from shardwise.bank.adapter import BankAdapter
 from shardwise.bank.kernels import BackendChoice
 from shardwise.bank.losses import LOSSES
-from shardwise.bank.routes import ActiveRouting, BatchRouting, group_rows
+from shardwise.bank.routes import ActiveRoute, Route, group_rows
 from shardwise.bank.rows import IGNORED, Request, RowLoss, UnpaddedRow
 from shardwise.core.errors import TrainingError
 from shardwise.fsdp.gradients import reset_fsdp_state
@@ -44,7 +44,7 @@ CHUNK_LOGITS: Final = 1 << 24
 """Logits of a chunk: 12 bytes each, 200 MB."""
 
 _CHUNK_MULTIPLE: Final = 16
-"""Products of fewer rows than this are rounded in another way."""
+"""Products of fewer rows than this are rounded differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class SharedBase:
     world: World
     model: PreTrainedModel
     device: torch.device
-    switch: ActiveRouting
-    backend: BackendChoice
+    active_route: ActiveRoute
+    backend_choice: BackendChoice
     max_tokens_per_pass: int
     traced: dict[tuple[str, int], int] = field(default_factory=dict, compare=False)
     padding_ignored: list[bool] = field(default_factory=list, compare=False)
@@ -184,14 +184,16 @@ class FusedPass:
             if placed.adapter is not None:
                 first_requests.setdefault(placed.adapter.name, number)
 
-        def place(row: PlacedRow) -> tuple[int, ...]:
+        def sort_key(row: PlacedRow) -> tuple[int, ...]:
             adapter = requests[row.request].adapter
             if adapter is None:
                 return 1, 0, 0, 0, row.request, row.number
             return 0, adapter.rank, first_requests[adapter.name], row.key is None, row.request, row.number
 
-        rows = [PlacedRow(each, row, requests[each].rows[row], keys[each][row]) for each, row in planned.rows]
-        self.rows = sorted(rows, key=place)
+        rows = []
+        for request, row in planned.rows:
+            rows.append(PlacedRow(request, row, requests[request].rows[row], keys[request][row]))
+        self.rows = sorted(rows, key=sort_key)
         self._requests, self._num_chunks, self._num_top = requests, planned.num_chunks, num_top
         self._top: list[tuple[torch.Tensor, torch.Tensor]] = []
         """By chunk, log probabilities and ids of the most probable tokens."""
@@ -207,13 +209,14 @@ class FusedPass:
             self.attention_mask[:] = 1
         # On the host so far. Targets and keys go to the device here, in few transfers.
         self.device, self._chunk_positions = base.device, base.chunk_positions
+        self._model, self._active_route = base.model, base.active_route
         self._place_targets(planned.tokens)
         adapters = [requests[placed_row.request].adapter for placed_row in self.rows]
         members = group_rows(adapters, [placed_row.key for placed_row in self.rows], self.device)
         # A new one for each pass: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         in_call = [placed.adapter for placed in requests if placed.adapter is not None]
-        self.route = BatchRouting(*shape, members, in_call, base.backend, anchor, is_training)
+        self.route = Route(*shape, members, in_call, base.backend_choice, anchor, is_training)
         self.logprobs: torch.Tensor | None = None
         """Log probabilities of the targets, float32 (positions, K), with a graph from forward to backward pass."""
         self._gradient: torch.Tensor | None = None
@@ -245,7 +248,7 @@ class FusedPass:
             of_row = placed.row.targets.view(len(placed.row.targets), -1)[placed.row.positions]  # (positions, K)
             positions[start:stop] = placed.row.positions
             targets[start:stop, : of_row.shape[1]] = of_row
-        # Of each position, the number of its row. Padding has none of this pass.
+        # Row number of each position. Padding has len(self.rows), which is no row.
         self._row_numbers = torch.full((total,), len(self.rows), dtype=torch.int64)
         self._row_numbers[:num_positions] = torch.arange(len(self.rows)).repeat_interleave(counts)
         flat = positions.clone()  # places in (rows * tokens,)
@@ -254,31 +257,31 @@ class FusedPass:
         self._flat = sent(flat, self.device)
         self._targets = sent(targets, self.device)
 
-    def forward(self, model: PreTrainedModel, switch: ActiveRouting) -> None:
+    def forward(self) -> None:
         """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""
-        with switch.on(self.route), self._hook_output(model, switch):
-            model(
+        with self._active_route.on(self.route), self._hook_output():
+            self._model(
                 input_ids=sent(self.input_ids, self.device),
                 attention_mask=sent(self.attention_mask, self.device),
                 use_cache=False,
             )
 
     @contextmanager
-    def _hook_output(self, model: PreTrainedModel, switch: ActiveRouting) -> Iterator[None]:
-        """Have a model compute log probabilities in place of logits. See [Note: Logits in chunks]."""
+    def _hook_output(self) -> Iterator[None]:
+        """Have the model compute log probabilities in place of logits. See [Note: Logits in chunks]."""
         outputs: list[tuple[Any, torch.Tensor]] = []
 
-        def take(_module: nn.Module, _args: Any, output: Any) -> Any:
+        def take_hidden_states(_module: nn.Module, _args: Any, output: Any) -> Any:
             if getattr(output, "last_hidden_state", None) is not None:
                 outputs.append((output, output.last_hidden_state))  # (rows, tokens, width)
                 # The model goes on with one position, so that its own logits cost little. They are replaced.
                 output["last_hidden_state"] = output.last_hidden_state[:1, :1]
-                self.route.is_cut = True
+                self.route.is_after_decoder = True
             return output
 
         def replace_logits(_module: nn.Module, _args: Any, output: Any) -> Any:
             if outputs and output.logits.shape[:2] == (1, 1):
-                self.logprobs = self._compute_in_chunks(model, *outputs[0], switch)
+                self.logprobs = self._compute_in_chunks(*outputs[0])
             else:  # a model whose logits are of something else than its decoder's last hidden states
                 logits = output.logits.flatten(0, 1)[self._flat]
                 self.logprobs, *top = _select_logprobs(logits, self._targets, self._num_top)
@@ -289,27 +292,26 @@ class FusedPass:
 
         # Before the hook of FSDP2 on the model, which sees what has a gradient, and reshards the output layer.
         # After the one on the decoder, if that is a group.
+        model = self._model
         handles = [model.register_forward_hook(replace_logits, prepend=True)]
         if model.base_model_prefix in dict(model.named_children()):
-            handles.append(model.base_model.register_forward_hook(take))
+            handles.append(model.base_model.register_forward_hook(take_hidden_states))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _compute_in_chunks(
-        self, model: PreTrainedModel, decoder_output: Any, hidden_states: torch.Tensor, switch: ActiveRouting
-    ) -> torch.Tensor:
+    def _compute_in_chunks(self, decoder_output: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the log probabilities of the targets, float32 (positions, K)."""
         # In one copy: the gradient of each would be as large as the hidden states. (positions, 1, width)
         selected = hidden_states.flatten(0, 1).index_select(0, self._flat).unsqueeze(1)
         logprobs = []
         for start, stop in zip(self._chunk_bounds, self._chunk_bounds[1:], strict=False):
-            # Of a chunk, each position is a row of one token for the model and for adapters on the output layer.
+            # Within a chunk, each position is a row of one token, for the model as for adapters on its output layer.
             route = self.route.of_positions(self._row_numbers[start:stop], self._positions[start:stop])
             inputs = selected[start:stop], self._targets[start:stop]
-            arguments = model, decoder_output, *inputs, route, switch, self._num_top
+            arguments = self._model, decoder_output, *inputs, route, self._active_route, self._num_top
             if self._num_chunks > 1 and self.route.is_training:
                 # Recomputed to its end, since FSDP2 has to see the end of the output layer's forward pass.
                 options: Any = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": False}
@@ -409,7 +411,7 @@ class FusedPass:
             # All of the group are in this pass: it is one unit of the plan.
             group = 0 if size is None else each.number // size
             logprobs_of_group, rows_of_group = groups.setdefault(group, ([], []))
-            logprobs_of_group.append(_cut(logprobs, each.row))
+            logprobs_of_group.append(_unpad(logprobs, each.row))
             rows_of_group.append({key: sent(values, self.device) for key, values in tensors.items()})
         results = []
         for logprobs_of_group, rows_of_group in groups.values():
@@ -419,15 +421,15 @@ class FusedPass:
             results.append(result.float().view(()))
         return torch.stack(results)
 
-    def backward(self, switch: ActiveRouting) -> None:
+    def backward(self) -> None:
         """Accumulate the adapters' gradients. Collective: as the model is."""
         logprobs, self.logprobs = self.logprobs, None
         assert logprobs is not None
         # On all ranks or on none: the anchor is in the graph wherever an adapter could be, also without rows of it.
         if not logprobs.requires_grad:
             raise TrainingError("the loss depends on none of the adapters. Check their targets")
-        # Also without any gradient: the others gather in this backward pass, so this rank must take part.
-        with switch.on(self.route):
+        # Even without any gradient: the others gather in this backward pass, so this rank must take part.
+        with self._active_route.on(self.route):
             torch.autograd.backward(logprobs, self._gradient)
         self._gradient = None
 
@@ -447,7 +449,7 @@ class FusedPass:
         padded[self._flat[:num_positions]] = self.values[:num_positions]
         # Not strict: without rows there is a dummy one.
         for placed, of_row in zip(self.rows, padded.view(shape), strict=False):
-            yield placed, _cut(of_row, placed.row)
+            yield placed, _unpad(of_row, placed.row)
 
     def collect_top(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
         """Return log probabilities and ids of the most probable tokens at the positions of each row."""
@@ -458,7 +460,7 @@ class FusedPass:
         return top
 
 
-def _cut(logprobs: torch.Tensor, row: UnpaddedRow) -> torch.Tensor:
+def _unpad(logprobs: torch.Tensor, row: UnpaddedRow) -> torch.Tensor:
     """Cut padded log probabilities (tokens, K) to those of a row."""
     cut = logprobs[: row.num_outputs]
     return cut[:, 0] if row.targets.ndim == 1 else cut[:, : row.targets.shape[1]]
@@ -469,8 +471,8 @@ def _compute_chunk(
     decoder_output: Any,
     hidden_states: torch.Tensor,
     targets: torch.Tensor,
-    route: BatchRouting,
-    switch: ActiveRouting,
+    route: Route,
+    active_route: ActiveRoute,
     num_top: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute log probabilities for hidden states (positions, 1, width), as :func:`_select_logprobs`."""
@@ -478,7 +480,7 @@ def _compute_chunk(
     output["last_hidden_state"] = hidden_states
     prefix, decoder = model.base_model_prefix, model.base_model
     # In the backward pass too, where activations are computed again: the route is that of the chunk.
-    with switch.on(route):
+    with active_route.on(route):
         setattr(model, prefix, _DecoderOutput(decoder, output))
         try:
             # Not by a call of the module, which would run hooks of the whole model, those of FSDP2 among them.

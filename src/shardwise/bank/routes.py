@@ -68,7 +68,7 @@ def group_rows(
 
 
 @dataclass(slots=True)
-class BatchRouting:
+class Route:
     """The adapters of the rows of a micro-batch.
 
     Attributes:
@@ -76,32 +76,32 @@ class BatchRouting:
         tokens: tokens of a row, with padding.
         members: rows of each adapter, in order. Rows without an adapter come last.
         adapters: all of the call, on any rank. Layers that none of them targets compute as without a route.
-        choice: how adapters are computed.
+        backend_choice: how adapters are computed.
         anchor: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         is_training: False without a backward pass.
         grouped: batched products of this micro-batch.
         backends: how adapters were computed, with the number of layers.
         forward_sites: sites that the forward pass has reached with rows that are trained.
         backward_sites: sites that the backward pass has reached.
-        is_cut: True after the decoder, when the model goes on with one position alone, whose output is not used.
+        is_after_decoder: True after the decoder. The model goes on with one position, whose output is not used.
     """
 
     rows: int
     tokens: int
     members: tuple[AdapterRows, ...]
     adapters: Collection[BankAdapter]
-    choice: BackendChoice
+    backend_choice: BackendChoice
     anchor: torch.Tensor
     is_training: bool = True
     grouped: GroupedProducts = field(default_factory=GroupedProducts)
     backends: Counter[str] = field(default_factory=Counter)
     forward_sites: set[str] = field(default_factory=set)
     backward_sites: set[str] = field(default_factory=set)
-    is_cut: bool = False
+    is_after_decoder: bool = False
 
     def is_target(self, site: str) -> bool:
         """Return whether an adapter of the call has matrices at a site. Equal on all ranks."""
-        return any(site in adapter.pairs for adapter in self.adapters)
+        return any(site in adapter.weights_by_site for adapter in self.adapters)
 
     def segments(self, site: str, step: int) -> list[RoutedSegment]:
         """Return the rows with an adapter at a site, whose input has ``step`` rows (tokens) for each batch row.
@@ -110,7 +110,7 @@ class BatchRouting:
         """
         segments = []
         for member in self.members:
-            pair = member.adapter.pairs.get(site)
+            pair = member.adapter.weights_by_site.get(site)
             if pair is not None and member.stop > member.start:
                 start, stop, is_trained = member.start * step, member.stop * step, member.keys is not None
                 keys = member.keys if pair.dropout else None
@@ -119,7 +119,7 @@ class BatchRouting:
                 )
         return segments
 
-    def of_positions(self, rows: torch.Tensor, positions: torch.Tensor) -> BatchRouting:
+    def of_positions(self, rows: torch.Tensor, positions: torch.Tensor) -> Route:
         """Return the route of a layer whose input is single positions of the rows, in order: (positions, 1, width).
 
         Args:
@@ -136,7 +136,7 @@ class BatchRouting:
             if keys is not None:  # of the row of each position
                 keys = keys[sent(rows[start:stop] - member.start, keys.device)]
             members.append(AdapterRows(member.adapter, start, stop, keys, positions[start:stop]))
-        return replace(self, rows=len(rows), tokens=1, members=tuple(members), is_cut=False)
+        return replace(self, rows=len(rows), tokens=1, members=tuple(members), is_after_decoder=False)
 
     def add_adapters(
         self, site: str, x: torch.Tensor, y: torch.Tensor, backend: SegmentLoop | None = None
@@ -147,7 +147,7 @@ class BatchRouting:
         """
         # The output of the one position that the model goes on with is replaced, see [Note: Logits in chunks] in
         # ``bank/passes.py``.
-        if not self.is_target(site) or (self.is_cut and x.shape[:2] == (1, 1)):
+        if not self.is_target(site) or (self.is_after_decoder and x.shape[:2] == (1, 1)):
             return y
         self.require_rows(site, x)
         if not isinstance(y, torch.Tensor):  # a router may be a linear layer that returns experts and weights
@@ -155,7 +155,7 @@ class BatchRouting:
         # A layer sees all tokens of each row, or one (rows, 1, ...).
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         if backend is None:
-            backend, reason = select_backend(self.choice, segments, x, y, self.grouped)
+            backend, reason = select_backend(self.backend_choice, segments, x, y, self.grouped)
             self.backends[reason] += 1
         is_trained = any(segment.is_trained for segment in segments)
         return self.record_site(site, adapt(self.anchor, x, y, segments, backend), is_trained=is_trained)
@@ -194,13 +194,13 @@ class BatchRouting:
 
 
 @dataclass(slots=True)
-class ActiveRouting:
+class ActiveRoute:
     """The active route, if any. Autograd reads it from other threads, so it is not a context variable."""
 
-    route: BatchRouting | None = None
+    route: Route | None = None
 
     @contextmanager
-    def on(self, route: BatchRouting) -> Iterator[None]:
+    def on(self, route: Route) -> Iterator[None]:
         before, self.route = self.route, route
         try:
             yield

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.bank.adapter import BankAdapter
-from shardwise.bank.batch import describe_adapter, evaluating, get_adapter, open_call, passing
+from shardwise.bank.batch import collective_passes, describe_adapter, evaluating, get_usable_adapter, open_call
 from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.passes import SharedBase
-from shardwise.bank.routes import BatchRouting, group_rows
+from shardwise.bank.routes import Route, group_rows
 from shardwise.bank.rows import IGNORED, Request, RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.torch_private import sent
@@ -137,7 +137,10 @@ def sample_tokens(
     by_rank, all_sampled, all_names, all_top = zip(*exchange.result, strict=True)
     in_call = [adapters[name] for name in set().union(*all_sampled) if name is not None]
     # Rows are filled with tokens in place, batch by batch. Ranks have nothing to tell each other at the end.
-    with passing(base, "sample", [row.sample.adapter for row in rows], list) as exchange, evaluating(base.model):
+    with (
+        collective_passes(base, "sample", [row.sample.adapter for row in rows], list) as exchange,
+        evaluating(base.model),
+    ):
         units = [[Unit(prompt + length) for prompt, length in of_rank] for of_rank in by_rank]
         may_pad = _may_pad(base, by_rank)
         for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
@@ -214,7 +217,7 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
         ConfigError: the sample is invalid.
     """
     who = describe_adapter(sample.adapter)
-    adapter = None if sample.adapter is None else get_adapter(adapters, sample.adapter)
+    adapter = None if sample.adapter is None else get_usable_adapter(adapters, sample.adapter)
     prompt = torch.as_tensor(sample.prompt)
     if prompt.ndim != 1 or not len(prompt) or prompt.is_floating_point():
         raise ConfigError(f"{who}: the prompt is not a list of token ids. Pass at least one")
@@ -346,8 +349,8 @@ def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter
     anchor, sequences = torch.zeros((), device=base.device), _Sequences(base, ids, mask)
     for step in range(num_steps):
         width = sequences.ids.shape[1]
-        route = BatchRouting(num_rows, width, members, in_call, base.backend, anchor, is_training=False)
-        with base.switch.on(route):
+        route = Route(num_rows, width, members, in_call, base.backend_choice, anchor, is_training=False)
+        with base.active_route.on(route):
             logits = sequences.compute_logits()
         tokens, logprobs = _choose_tokens(logits, settings, numbers[:, step : step + 1])
         base.wait_for_device()  # polls, where tolist() would block though another rank has failed

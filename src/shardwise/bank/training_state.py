@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.bank.adapter import AdapterStart, BankAdapter, without_tensors
-from shardwise.bank.adapter_settings import TrainingFacts, get_facts, validate_facts
 from shardwise.bank.optimizer_steps import sum_all
+from shardwise.bank.training_facts import TrainingFacts, get_facts, validate_facts
 from shardwise.checkpoints import base_identity as bases
 from shardwise.core.consents import allows
 from shardwise.core.errors import ConfigError, FormatError

@@ -1,4 +1,4 @@
-"""``Checkpointer``: saves the state of a training, and restores it on any number of ranks."""
+"""``Checkpointer``: saves the training state, and restores it on any number of ranks."""
 
 import os
 import time
@@ -13,8 +13,8 @@ from typing import Self
 
 import torch
 
-from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
+from shardwise.checkpoints import step_folders, write
 from shardwise.checkpoints.base_identity import BaseSamples, base_config
 from shardwise.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoint
 from shardwise.checkpoints.header import CheckpointHeader
@@ -49,7 +49,7 @@ _BACKGROUND = "/checkpoint"
 
 
 class Checkpointer:
-    """Keeps the state of a training in a folder, in the format of ``torch.distributed.checkpoint``.
+    """Keeps the training state in a folder, in the format of ``torch.distributed.checkpoint``.
 
     A checkpoint is committed in one step and complete from then on. After a kill at any moment the earlier ones
     remain. It can be restored on any number of ranks and any mesh, bit for bit. See docs/checkpoints.md.
@@ -104,7 +104,7 @@ class Checkpointer:
         check_options(get_hints(Checkpointer.__init__), arguments)
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r}: pass the number of checkpoints to keep, 1 or more; None keeps all")
-        self._root = folder.require_local(directory)
+        self._root = step_folders.require_local(directory)
         self._keep = keep
         self._mode = mode
         self._only = only
@@ -114,7 +114,7 @@ class Checkpointer:
         # One thread: a save waits for the one before, so that at most one is in progress.
         self._executor = futures.ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._in_progress: tuple[int, futures.Future[CheckpointReport]] | None = None
-        self._newest = folder.find_latest(self._root)
+        self._newest = step_folders.find_latest(self._root)
 
     @property
     def directory(self) -> Path:
@@ -126,7 +126,7 @@ class Checkpointer:
         with self._world("steps") as world:
             with world.broadcast("list the checkpoints") as exchange:
                 if world.rank == 0:
-                    exchange.local = folder.steps_in(self._root)
+                    exchange.local = step_folders.steps_in(self._root)
             result: list[int] = exchange.result
             return result
 
@@ -171,17 +171,19 @@ class Checkpointer:
             # In the caller's thread: ranks agree on the content, and with "async" the state is copied. What is left
             # is the writing.
             with self._world("save") as world:
-                job = self._job(world, clock, step, state)
+                job = self._agree_on_job(world, clock, step, state)
+                report = job.report
                 if background is None:
-                    with clock.phase("write"), self._counting(step):
-                        job = replace(job, report=write.write_and_commit(world, job))
+                    with clock.phase("write"), self._recording_newest(step):
+                        report = write.write_and_commit(world, job)
             blocked_s, seconds = time.perf_counter() - start, dict(clock.seconds)
-            job = replace(job, report=replace(job.report, blocked_s=blocked_s, seconds=seconds))
+            report = replace(report, blocked_s=blocked_s, seconds=seconds)
             if background is not None:
                 renew_thread_pool()
+                job = replace(job, report=report)
                 self._in_progress = step, self._executor.submit(write.write_in_background, background, job)
             stack.pop_all()  # the thread closes its world
-        return job.report
+        return report
 
     def wait(self) -> CheckpointReport | None:
         """Wait for the checkpoint in progress, if any, and return its report.
@@ -196,7 +198,7 @@ class Checkpointer:
         step, outcome = self._in_progress
         futures.wait([outcome])  # interrupted here, it is still in progress
         self._in_progress = None
-        with self._counting(step):
+        with self._recording_newest(step):
             return outcome.result()
 
     def restore(
@@ -209,7 +211,7 @@ class Checkpointer:
         on_mismatched: OnFault = "error",
         on_other_base: OnFault = "error",
     ) -> RestoreReport:
-        """Restore a training from a checkpoint.
+        """Restore a training run from a checkpoint.
 
         Values are copied into the existing tensors. A model on meta, as ``from_pretrained(load_weights=False)``
         returns it, is materialized and filled, and the optimizers get its new parameters.
@@ -271,7 +273,7 @@ class Checkpointer:
                 exchange.local = _comparable_step(step)
             with world.broadcast("remove later checkpoints") as exchange:
                 if world.rank == 0:
-                    exchange.local = folder.remove_after(self._root, step)
+                    exchange.local = step_folders.remove_after(self._root, step)
             removed: list[int] = exchange.result
             self._newest = self._find_latest(world)
         return removed
@@ -297,13 +299,13 @@ class Checkpointer:
             self.close()
 
     @contextmanager
-    def _counting(self, step: int) -> Iterator[None]:
+    def _recording_newest(self, step: int) -> Iterator[None]:
         """Record that the checkpoint of this step is complete if the block commits it, even if cleanup fails."""
         try:
             yield
         except BaseException:
             with suppress(StorageError):
-                if step in folder.steps_in(self._root):
+                if step in step_folders.steps_in(self._root):
                     self._newest = step
             raise
         self._newest = step
@@ -316,42 +318,42 @@ class Checkpointer:
         """Return the newest step without missing or truncated files. Collective: yes."""
         with world.broadcast("find the latest checkpoint") as exchange:
             if world.rank == 0:
-                exchange.local = folder.find_latest(self._root)
+                exchange.local = step_folders.find_latest(self._root)
         step: int | None = exchange.result
         return step
 
-    def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
+    def _agree_on_job(self, world: World, clock: Clock, step: int, state: TrainState) -> write.Job:
         """Agree with all ranks on the content of the checkpoint. Collective: yes."""
         with clock.phase("collect"):
-            contents, (equal_generators, data, base, mismatched) = self._collect(world, clock, step, state)
+            contents, agreement = self._collect_and_compare(world, clock, step, state)
             collected = contents.collected
         with clock.phase("plan"), gc_disabled():
-            # ``mismatched`` is None on all ranks or on none, so all of them plan anew, or none does. The chunks of
-            # a plan that is still valid have been staged in _collect().
-            if self._plan is None or mismatched is None:
+            # ``agreement.mismatched`` is None on all ranks or on none, so all of them plan anew, or none does. The
+            # chunks of a plan that is still valid have been staged in _collect_local().
+            if self._plan is None or agreement.mismatched is None:
                 self._plan = plan_checkpoint(world, collected)
                 with world.collective("stage the state"):
                     self._stage(clock, contents, self._plan)
             plan = self._plan.tensors
         with clock.phase("compare"):
             # Before anything is written: each replica writes a part, so that different ones would be mixed.
-            differing = compare_replicas(world, contents.replicas, mismatched)
+            differing = compare_replicas(world, contents.replicas, agreement.mismatched)
         header = CheckpointHeader(
             step=step,
             world_size=world.size,
             holds=describe_selection(self._only),
             adapter=adapter_settings(collected.model, self._only),
             others=collected.others,
-            equal_generators=equal_generators,
-            data=data,
+            equal_generators=agreement.equal_generators,
+            data=agreement.data,
             user=contents.user,
             optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in collected.bounds],
-            base=base,
+            base=agreement.base,
         )
         report = CheckpointReport(
             rank=world.rank,
             world_size=world.size,
-            directory=str(self._root / folder.step_folder_name(step)),
+            directory=str(self._root / step_folders.step_folder_name(step)),
             step=step,
             is_complete=False,
             tensors=len(plan.tensors),
@@ -360,28 +362,30 @@ class Checkpointer:
             differing_buffers=tuple(collected.buffers[key] for key in differing),
         )
         return write.Job(
-            self._root,
-            step,
-            self._newest,
-            self._keep,
-            plan,
-            contents.chunks,
-            contents.stored(data, world.rank),
-            header,
-            self._options.budget_bytes,
-            report,
+            root=self._root,
+            step=step,
+            newest=self._newest,
+            keep=self._keep,
+            plan=plan,
+            chunks=contents.chunks,
+            values=contents.stored(agreement.data, world.rank),
+            header=header,
+            budget_bytes=self._options.budget_bytes,
+            report=report,
         )
 
-    def _collect(self, world: World, clock: Clock, step: int, state: TrainState) -> tuple[StateContents, Agreement]:
+    def _collect_and_compare(
+        self, world: World, clock: Clock, step: int, state: TrainState
+    ) -> tuple[StateContents, Agreement]:
         """Check the call, collect this rank's state, and compare it with that of all ranks. Collective: yes."""
         with world.all_reduce("collect the state") as exchange:
-            contents = self._contents(world, clock, step, state)
+            contents = self._collect_local(world, clock, step, state)
             exchange.local = contents.summary
             # The first rank samples the base that it has collected itself, so that ranks meet once.
-            exchange.reduce_fun = partial(self._compare, world, step, contents.base)
+            exchange.reduce_fun = partial(self._compare_on_first_rank, world, step, contents.base)
         return contents, exchange.result
 
-    def _compare(
+    def _compare_on_first_rank(
         self, world: World, step: int, base: BaseSamples | None, summaries: Sequence[StateSummary]
     ) -> Agreement:
         """Check the call, and compare what the ranks have collected. Collective: no (on the first rank)."""
@@ -391,7 +395,7 @@ class Checkpointer:
         return compare_summaries(world, base, summaries)
 
     @gc_disabled()
-    def _contents(self, world: World, clock: Clock, step: int, state: TrainState) -> StateContents:
+    def _collect_local(self, world: World, clock: Clock, step: int, state: TrainState) -> StateContents:
         """Collect this rank's state. If the last plan is valid, also stage what it writes. Collective: no."""
         _require_state(state)
         plan = self._plan

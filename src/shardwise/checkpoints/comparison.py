@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
-from shardwise.checkpoints.folder import OpenCheckpoint
+from shardwise.checkpoints.step_folders import OpenCheckpoint
 from shardwise.checkpoints.train_state import (
     REDUCED,
     CollectedState,

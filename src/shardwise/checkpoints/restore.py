@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
-from shardwise.checkpoints.folder import OpenCheckpoint, open_checkpoint, resolve
 from shardwise.checkpoints.header import CheckedReader
+from shardwise.checkpoints.step_folders import OpenCheckpoint, open_checkpoint, resolve
 from shardwise.checkpoints.train_state import (
     REDUCED,
     CollectedState,

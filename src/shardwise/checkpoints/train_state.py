@@ -1,4 +1,4 @@
-"""The state of a training, and the part of it that a checkpoint stores, by name.
+"""The state of a training run, and the part of it that a checkpoint stores, by name.
 
 [Note: Random numbers on other ranks] With as many ranks as before, every rank's generators continue from there.
 On another number of ranks they cannot: states cannot be divided, and two ranks with one state would draw the same.
@@ -55,7 +55,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """State of a training, except for the random generators, which are saved and restored with it.
+    """State of a training run, except for the random generators, which are saved and restored with it.
 
     Attributes:
         model: sharded or not, in the same state on every rank.
@@ -197,7 +197,7 @@ class CollectedState:
 
 
 def collect_state(state: TrainState, only: Selection, before: CollectedState | None = None) -> CollectedState:
-    """Collect the tensors of a training. FSDP2 groups that are gathered are resharded.
+    """Collect the tensors of a training run. FSDP2 groups that are gathered are resharded.
 
     PEFT's selection for ``before``, the state of an earlier step, is reused for a model with the same tensors.
 

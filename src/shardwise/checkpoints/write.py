@@ -1,7 +1,7 @@
 """Writing of a checkpoint from each rank's memory while the training continues, and its commit.
 
 Each rank creates, fills and syncs its own file. The ranks synchronize. The first one puts ``.metadata`` in place.
-See [Note: When a checkpoint is complete] in ``checkpoints/folder.py``.
+See [Note: When a checkpoint is complete] in ``checkpoints/step_folders.py``.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.checkpoints import folder
+from shardwise.checkpoints import step_folders
 from shardwise.checkpoints.header import HEADER, BlockSums, CheckpointHeader, with_checksums
 from shardwise.core.errors import StorageError
 from shardwise.core.save_reports import CheckpointReport
@@ -30,7 +30,9 @@ class Job:
 
     Attributes:
         root: folder of all checkpoints.
+        step: optimizer steps done.
         newest: newest complete step of this run.
+        keep: number of checkpoints to keep. None keeps all.
         plan: plan of the tensors of all ranks.
         chunks: this rank's chunks of tensors.
         values: this rank's pickled values that are not tensors.
@@ -52,7 +54,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        return self.root / folder.step_folder_name(self.step)
+        return self.root / step_folders.step_folder_name(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +133,20 @@ def _content_nbytes(job: Job, rank: int) -> int:
 def _begin(job: Job) -> None:
     """Remove remains of earlier saves, and check that the step is a new one."""
     root, step, newest = job.root, job.step, job.newest
-    folder.remove_left(root)  # before the steps are listed; see [Note: Checked twice] in ``saving/commit.py``
-    present = folder.find_latest(root)
+    step_folders.remove_left(root)  # before the steps are listed; see [Note: Checked twice] in ``saving/commit.py``
+    present = step_folders.find_latest(root)
     # A step that this run has neither saved nor seen when it began.
     if present is not None and (newest is None or present > newest):
         raise StorageError(
             f"{root}: another run has saved step {present} there since this one began. Give every run a "
             "folder of its own"
         )
-    if step in folder.steps_in(root):
-        folder.remove(root, [step])  # incomplete: find_latest has skipped it
-    with open_writer(root / folder.step_folder_name(step)) as inner:
-        if names := inner.list():
+    if step in step_folders.steps_in(root):
+        step_folders.remove(root, [step])  # incomplete: find_latest has skipped it
+    with open_writer(job.folder) as writer:
+        if names := writer.list():
             raise StorageError(
-                f"{inner.root}: holds {names[0]}, which no Checkpointer put there. Move it elsewhere"
+                f"{writer.root}: holds {names[0]}, which no Checkpointer put there. Move it elsewhere"
             )
 
 
@@ -166,11 +168,11 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[l
     removed: list[int] = []
     if job.keep is not None and locked.is_held():
         # Damaged ones do not count: neither later steps, which a resumed run has skipped, nor earlier ones.
-        earlier = [step for step in folder.steps_in(job.root) if step < job.step]
-        folders = {step: job.root / folder.step_folder_name(step) for step in earlier}
-        complete = [*(step for step in earlier if folder.is_complete_folder(folders[step])), job.step]
+        earlier = [step for step in step_folders.steps_in(job.root) if step < job.step]
+        folders = {step: job.root / step_folders.step_folder_name(step) for step in earlier}
+        complete = [*(step for step in earlier if step_folders.is_complete_folder(folders[step])), job.step]
         oldest = complete[-job.keep :][0]  # of those that stay
-        removed = folder.remove(job.root, [step for step in earlier if step < oldest])
+        removed = step_folders.remove(job.root, [step for step in earlier if step < oldest])
     locked.release()
     return removed, sum(files.values())
 
@@ -178,11 +180,11 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[l
 def _undo(job: Job, locked: LockedFolder) -> None:
     """Remove the files written for the step, unless it is committed or the folder belongs to another save."""
     if locked.is_held():
-        folder.remove_incomplete(job.root, job.step)
+        step_folders.remove_incomplete(job.root, job.step)
     # The files may be another save's. Only the one that would commit this save has its id in its name.
     elif job.folder.is_dir():
-        with open_writer(job.folder) as inner:
-            inner.remove(pending_name(METADATA, locked.save_id))
+        with open_writer(job.folder) as writer:
+            writer.remove(pending_name(METADATA, locked.save_id))
 
 
 def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:

@@ -31,7 +31,7 @@ def verify_command(model: str, as_json: bool) -> None:  # noqa: FBT001 - click's
     is read. Exits with 1 when something differs, with 2 when MODEL cannot be opened.
     """
     with importing("torch and transformers"):
-        from shardwise.checkpoints.folder import verify
+        from shardwise.checkpoints.step_folders import verify
     with signs_of_life("verify"):
         report = verify(model)
     print_report(report, as_json=as_json)

@@ -81,26 +81,26 @@ def train_command(
     """  # noqa: D301 - click's mark of a paragraph that is not wrapped
     try:
         words = [*arguments, *(("--accelerate_config", accelerate_config) if accelerate_config else ())]
-        config = _read(words, strict=strict)
+        config = _read_config(words, strict=strict)
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
         # Before ranks start and torch is imported: both read the environment.
         os.environ.update({name: str(value) for name, value in (config.own.env or {}).items()})
-        config = without_token(config)
+        config = move_token_to_environment(config)
         ranks = nproc_per_node
-        if "RANK" not in os.environ:  # of a launcher, which has started them
+        if "RANK" not in os.environ:  # no launcher has started the ranks
             ranks = ranks or _num_ranks(config, starts=True)
         outcomes = run_ranks(ranks or 1, run_on_rank, config, as_json, libraries="torch and TRL")
     except KeyboardInterrupt:
         click.echo("interrupted: all ranks have ended. Earlier checkpoints are complete.", err=True)
         sys.exit(130)
     if os.environ.get("RANK", "0") == "0":
-        _print(outcomes[0], as_json=as_json)
+        _print_outcome(outcomes[0], as_json=as_json)
     sys.exit(_exit_code(outcomes[0]))
 
 
-def _read(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
+def _read_config(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
     """Read a configuration without importing torch, and print what was translated or left out.
 
     Raises:
@@ -116,7 +116,7 @@ def _read(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
     if os.environ.get("RANK", "0") == "0":
         for note in config.notes:
             click.echo(note, err=True)
-    # For its errors only. The ranks expand it again.
+    # Expanded for its errors only. Each rank expands the adapters again.
     if config.own.has_adapters:
         read_adapters(config)
     model = str(config.values.get("model_name_or_path", ""))
@@ -146,7 +146,7 @@ def _num_ranks(config: RunConfig, *, starts: bool = False) -> int | None:
     return int(count)
 
 
-def without_token(config: RunConfig) -> RunConfig:
+def move_token_to_environment(config: RunConfig) -> RunConfig:
     """Move ``hub_token`` from a configuration to the environment, as the Trainer saves its arguments."""
     values = dict(config.values)
     if token := values.pop("hub_token", None):
@@ -185,13 +185,13 @@ def silence_libraries(rank: int) -> None:
     """Silence warnings of libraries in this process that are about what shardwise does, or are those of rank 0."""
     # TRL and PEFT use names that transformers has replaced. Other names that will go are shown by the first rank.
     warnings.filterwarnings("ignore", "" if rank else r"`\w*gradient_checkpointing\w*` is depr", FutureWarning)
-    logging.getLogger("transformers.trainer_utils").addFilter(is_of_other_arguments)
+    logging.getLogger("transformers.trainer_utils").addFilter(has_other_differences)
 
 
-def is_of_other_arguments(record: logging.LogRecord) -> bool:
-    """Return False for the Trainer's warning that a resumed training has other rows on a rank, and no more.
+def has_other_differences(record: logging.LogRecord) -> bool:
+    """Return False if the Trainer's warning on resuming reports only a different per-device batch size.
 
-    They depend on the number of ranks. Those of a step have been compared.
+    That size depends on the number of ranks, and the rows of a step have been compared already.
     """
     _, *differences = record.getMessage().splitlines() or [""]
     return [text.partition(":")[0].strip() for text in differences] != ["per_device_train_batch_size"]
@@ -203,7 +203,7 @@ def _exit_code(outcome: TrlOutcome) -> int:
     return SOME_FAILED if any("failure" in one for one in outcome.metrics.values() if isinstance(one, dict)) else 0
 
 
-def _print(outcome: TrlOutcome, *, as_json: bool) -> None:
+def _print_outcome(outcome: TrlOutcome, *, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(asdict(outcome)))
         return
@@ -284,7 +284,7 @@ def _estimate_config(
     """Plan the training of a configuration."""
     if unused := [name for name, value in options.items() if value]:
         raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
-    config = _read([file, *overrides])
+    config = _read_config([file, *overrides])
     ranks = ranks or _num_ranks(config)
     if ranks is None:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")
@@ -296,7 +296,7 @@ def _estimate_config(
 
 
 def _estimate_model(model: str, overrides: tuple[str, ...], ranks: int | None, options: dict[str, Any]) -> Estimate:
-    """Plan a load, and a training if there is a tuning."""
+    """Plan a load, and a training run if there is a tuning."""
     if overrides:
         raise ConfigError(f"{overrides[0]}: is not an option for a model. See shardwise plan --help")
     if ranks is None:

@@ -10,7 +10,7 @@
     │   ├── StorageError         bytes could not be read or written
     │   ├── RankMismatchError    ranks that must agree do not
     │   └── RankLostError        a rank was killed, has ended, or is stopped
-    ├── TrainingError            a training cannot continue
+    ├── TrainingError            a training run cannot continue
     └── ConfigError              an argument or an option cannot be honored
 
 Every message has the parameter or the file, the rank if ranks differ, the cause, and the fix.
@@ -74,7 +74,7 @@ class RankLostError(CheckpointError):
 
 
 class TrainingError(ShardwiseError):
-    """A training cannot continue: its loss or gradient is not finite, or a rank is out of memory."""
+    """A training run cannot continue: its loss or gradient is not finite, or a rank is out of memory."""
 
 
 class ConfigError(ShardwiseError):

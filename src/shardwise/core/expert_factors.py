@@ -1,6 +1,6 @@
 """The matrices of a LoRA on a parameter of stacked experts, in the layouts of several versions of PEFT.
 
-[Note: Exchanged factors] A parameter of stacked experts is (experts, out, in), or (experts, in, out) in modules
+[Note: Swapped factors] A parameter of stacked experts is (experts, out, in), or (experts, in, out) in modules
 with ``is_transposed``. Since PEFT 0.19.1, ``lora_A`` is (experts * r, in), expert by expert, and ``lora_B`` is
 (out, r * experts), rank by rank. PEFT 0.17 and 0.18 took the second dimension of the parameter for the input in
 either case, and 0.19.0 the wrong one in both. PEFT reads their files as if it had written them. Configs have
@@ -44,13 +44,13 @@ class ExpertFactors:
         return self.stored == self.expected
 
     @property
-    def fits_exchanged(self) -> bool:
-        """Whether the stored shapes are those of the layout with input and output exchanged."""
+    def fits_swapped(self) -> bool:
+        """Whether the stored shapes are those of the layout with input and output swapped."""
         (stacked, size_in), (size_out, _) = self.expected
         return self.stored == ((stacked, size_out), (size_in, stacked))
 
-    def exchange(self, lora_A: Expression, lora_B: Expression) -> tuple[Expression, Expression]:
-        """Return stored (lora_A, lora_B), whose input and output are exchanged, in the current layout.
+    def swap(self, lora_A: Expression, lora_B: Expression) -> tuple[Expression, Expression]:
+        """Return stored (lora_A, lora_B), whose input and output are swapped, in the current layout.
 
         With 4 experts, rank 2, input 16 and output 24, ``lora_A`` is (8, 24) and becomes lora_B (24, 8), and
         ``lora_B`` is (16, 8) and becomes lora_A (8, 16).
@@ -64,8 +64,8 @@ class ExpertFactors:
         return reshape(input_factor, (stacked, size_in)), reshape(output_factor, (size_out, stacked))
 
 
-def are_exchanged(factors: Sequence[ExpertFactors], peft_version: str | None, what: str) -> bool:
-    """Return whether the matrices of an adapter have input and output exchanged. See [Note: Exchanged factors].
+def are_swapped(factors: Sequence[ExpertFactors], peft_version: str | None, what: str) -> bool:
+    """Return whether the matrices of an adapter have input and output swapped. See [Note: Swapped factors].
 
     ``peft_version`` is that of the adapter's config, None if it has none. ``what`` names the adapter in the error.
 
@@ -73,11 +73,11 @@ def are_exchanged(factors: Sequence[ExpertFactors], peft_version: str | None, wh
         ConfigError: neither the shapes nor the version tell.
     """
     # Parameters that are not square fit one layout only.
-    by_shape = {item.fits_exchanged for item in factors if item.fits != item.fits_exchanged}
+    by_shape = {item.fits_swapped for item in factors if item.fits != item.fits_swapped}
     if len(by_shape) == 1:
         return by_shape.pop()
     # Here every parameter fits both layouts or none, or parameters contradict each other.
-    if not any(item.fits_exchanged for item in factors):
+    if not any(item.fits_swapped for item in factors):
         return False
     # Configs have their version since PEFT 0.18.0, so those without one are of 0.17.
     numbers = re.match(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?", peft_version or "0.17")

@@ -134,10 +134,10 @@ def find_saved(path: str | os.PathLike[str], kind: SavedKind, number: int) -> Ac
     if any(kind.parse_rank(name, number) is not None for name in names):
         saves.append(_find_rank_files(place, kind, number))
     if not saves:
-        raise _nothing(place, names, kind, number)
+        raise _not_found_error(place, names, kind, number)
     if len(saves) > 1:
         raise ConfigError(
-            f"{place}: {kind.what} {number} exists in several forms: {', '.join(map(_name, saves))}. Pass the "
+            f"{place}: {kind.what} {number} exists in several forms: {', '.join(map(_describe, saves))}. Pass the "
             "path of one of them"
         )
     return saves[0]
@@ -172,7 +172,7 @@ def _find_rank_files(folder: Path, kind: SavedKind, number: int) -> FilePerRank:
     return FilePerRank(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
 
 
-def _name(save: AccelerateSave) -> str:
+def _describe(save: AccelerateSave) -> str:
     match save:
         case WholeFile(_, file):
             return file
@@ -182,7 +182,7 @@ def _name(save: AccelerateSave) -> str:
             return f"{files[0]} (of {len(files)} ranks)"
 
 
-def _nothing(place: Path, names: list[str], kind: SavedKind, number: int) -> FormatError:
+def _not_found_error(place: Path, names: list[str], kind: SavedKind, number: int) -> FormatError:
     if kind.folder(number) in names or any(name.endswith(".distcp") for name in names):
         inner = kind.folder(number) if kind.folder(number) in names else "."
         return FormatError(

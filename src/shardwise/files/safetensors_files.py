@@ -104,29 +104,29 @@ def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> 
 
 _USUAL_INDEX: Final = "model.safetensors.index.json"
 _WEIGHTS: Final = ".safetensors"
-_INDEX: Final = ".safetensors.index.json"
-_INDEXES = re.compile(r".*\.safetensors\.index(\.[^./]+)?\.json")
+_INDEX_ENDING: Final = ".safetensors.index.json"
+_INDEX_NAME = re.compile(r".*\.safetensors\.index(\.[^./]+)?\.json")
 """Index files by name, those of a variant too."""
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 
 
 class _SafetensorsFiles(CheckpointFormat):
     usual = ("model.safetensors", _USUAL_INDEX)
-    endings = (_WEIGHTS, _INDEX)
-    looked_for = (f"another *{_INDEX}", f"*{_WEIGHTS}")
+    endings = (_WEIGHTS, _INDEX_ENDING)
+    looked_for = (f"another *{_INDEX_ENDING}", f"*{_WEIGHTS}")
 
     def is_named(self, name: str) -> bool:
-        return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
+        return name.endswith(_WEIGHTS) or _INDEX_NAME.fullmatch(name) is not None
 
     def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
-        if _INDEXES.fullmatch(name):
+        if _INDEX_NAME.fullmatch(name):
             return join_entries.select_indexed(reader, name, _WEIGHTS, "indexed", faults)
         return FileSelection("single file", [name])
 
     def find(self, reader: StorageReader, names: Sequence[str], faults: FormatFaults) -> FileSelection | None:
         here = [name for name in names if "/" not in name]
         # One index decides. Several are ambiguous. Without any, all files of weights are one checkpoint.
-        indexes = _without_side_files(name for name in here if name.endswith(_INDEX))
+        indexes = _without_side_files(name for name in here if name.endswith(_INDEX_ENDING))
         if len(indexes) > 1:
             raise FormatError(
                 f"{reader.root}: several index files and no {_USUAL_INDEX}: {checkpoint_index.listed(indexes)}. "
@@ -374,7 +374,7 @@ _ORDER: Final = [
 ]
 """Order of tensors in a file, the reverse of the library's ``Dtype``."""
 
-_RANK = {dtype: rank for rank, dtype in enumerate(_ORDER)}
+_POSITION = {dtype: position for position, dtype in enumerate(_ORDER)}
 _ALIGNMENT = 8
 
 
@@ -398,12 +398,12 @@ def lay_out(
     """
     items = list(tensors)
     for key, dtype, _ in items:
-        if dtype not in _RANK:
+        if dtype not in _POSITION:
             raise FormatError(f"{shown(key)}: {dtype.label} elements cannot be saved to a safetensors file")
         if key == "__metadata__":
             raise FormatError("a tensor cannot be named __metadata__ in a safetensors file. Rename it")
     # The library's order, so that a file of the same tensors has the same bytes.
-    items.sort(key=lambda item: (_RANK[item[1]], item[0].encode()))
+    items.sort(key=lambda item: (_POSITION[item[1]], item[0].encode()))
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for key, dtype, shape in items:

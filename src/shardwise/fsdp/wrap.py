@@ -280,7 +280,7 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
         return names
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
-            raise ConfigError(_twice(canonical(name) or type(model).__name__))
+            raise ConfigError(_double_checkpointing_message(canonical(name) or type(model).__name__))
     for name in names:
         if isinstance(vars(model.get_submodule(name)).get("forward"), Recomputed):
             raise ConfigError(f"{canonical(name)} is recomputed already. Prepare a model's blocks once")
@@ -377,7 +377,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.forward(*args, **keywords)
         if self.block.training and getattr(self.block, "gradient_checkpointing", False):
-            raise ConfigError(_twice(self.name))
+            raise ConfigError(_double_checkpointing_message(self.name))
         args = tuple(self._without_cache(value) for value in args)
         keywords = {key: self._without_cache(value) for key, value in keywords.items()}
         if "use_cache" in keywords:
@@ -403,7 +403,7 @@ class Recomputed:
         return None
 
 
-def _twice(name: str) -> str:
+def _double_checkpointing_message(name: str) -> str:
     return (
         f"{name} recomputes activations by itself (its gradient_checkpointing is on), and "
         "activation_checkpointing=True would do it again. Turn the model's own off, or pass False"

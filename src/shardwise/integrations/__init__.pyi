@@ -1,4 +1,4 @@
-"""Models that are sharded here, in other libraries' ways of training and serving. Loaded when used."""
+"""Integrations of sharded models with other libraries. Imported on first use."""
 
 from shardwise.integrations.accelerate_patches import AccelerateSwitch as AccelerateSwitch
 from shardwise.integrations.accelerate_patches import accelerate as accelerate

@@ -28,7 +28,7 @@ from shardwise.saving.rename_journal import journal_folder, link_as_renamed, rea
 from shardwise.saving.saved_trees import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.saving.torch_saves import Levels, read_rank_file
 from shardwise.state import state_values
-from shardwise.state.model_states import exchange_stored_experts, open_stored_values, set_model_values
+from shardwise.state.model_states import open_stored_values, set_model_values, swap_stored_experts
 from shardwise.state.optimizer_fit import OptimizerTargets
 from shardwise.state.optimizer_states import collect_optimizer_targets, set_optimizer_values
 from shardwise.transfer.matching import OnFault
@@ -159,7 +159,7 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
             if has_adapters(model):
                 folder = source.path if source.path.is_dir() else source.path.parent
                 chosen = only.adapter if isinstance(only, AdapterOnly) else None
-                values = exchange_stored_experts(world, model, values, chosen, str(folder))
+                values = swap_stored_experts(world, model, values, chosen, str(folder))
             if isinstance(only, AdapterOnly):
                 # What PEFT saves of the base (embeddings), accelerate leaves out of one file, in which it has
                 # what torch does not know as frozen: buffers, and the second names of tied parameters.

@@ -1,4 +1,4 @@
-"""Writes models, optimizers and whole states of a training as accelerate does under FSDP.
+"""Writes models, optimizers and whole states of a training run as accelerate does under FSDP.
 
 Of a state, models and optimizers are written in place by all ranks. Everything else that accelerate or a hook
 writes goes into a temporary folder, and the first rank copies it from there. All files have temporary names until

@@ -35,10 +35,10 @@ class AgreedEvents:
         self._trainer = trainer
         self._failure: Exception | None = None
         self.best: str | None = None
-        """Current place of the best checkpoint, given to the state of a training that resumes."""
+        """Current place of the best checkpoint, given to the state of a training run that resumes."""
 
     def __call__(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
-        """Collective: yes, for events at which ranks synchronize, in a training.
+        """Collective: yes, for events at which ranks synchronize, in a training run.
 
         Raises:
             Exception: on the rank whose callback raised it, and a CheckpointError with its message on the others.
@@ -59,7 +59,7 @@ class AgreedEvents:
         return control
 
     def _complete(self, args: Any, state: Any) -> None:
-        """Give the state of a training that resumes what its configuration and place are today."""
+        """Give the state of a training run that resumes what its configuration and place are today."""
         if self.best is not None:
             state.best_model_checkpoint = self.best
         state.compute_steps(args, state.max_steps)

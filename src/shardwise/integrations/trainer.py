@@ -24,7 +24,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -44,11 +43,11 @@ from shardwise.core.errors import (
 )
 from shardwise.core.phases import busy_with
 from shardwise.fsdp.rebind import plain_optimizer, require_sharded_parameters
-from shardwise.integrations import accelerate_compat
+from shardwise.integrations import accelerate_compat, trainer_checkpoints
 from shardwise.integrations import trainer_compat as compat
-from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.streamed_rows import split_by_row
+from shardwise.integrations.trainer_checkpoints import MODEL_ALONE, TrainerHeader
 from shardwise.integrations.trainer_marks import (
     bind_arguments,
     double_sharding_error,
@@ -56,7 +55,6 @@ from shardwise.integrations.trainer_marks import (
     require_trainable,
 )
 from shardwise.integrations.trainer_restoring import load_trainer_checkpoint
-from shardwise.integrations.trainer_runs import MODEL_ALONE, TrainerHeader
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.collective_errors import translate_collective_errors
@@ -117,7 +115,7 @@ class ShardwiseTrainer(_Trainer):
         try:
             replacements: dict[str, Any] = {}
             if reference is not None:  # loaded here, sharded, where TRL would load it whole by its name
-                replacements["create_model_from_path"] = Mock(return_value=reference)
+                replacements["create_model_from_path"] = lambda *_args, **_kwargs: reference
             if compat.is_trl_trainer(type(self)) and getattr(kwargs.get("args"), "use_vllm", False):
                 replacements["VLLMGeneration"] = engine_class()
             with compat.replaced_in_trl(type(self), **replacements):
@@ -138,9 +136,9 @@ class ShardwiseTrainer(_Trainer):
         """
         self._saved_step: int | None = None
         self._header: TrainerHeader | None = None
-        """Header of the checkpoint that a training resumes from."""
+        """Header of the checkpoint that a training run resumes from."""
         self._position: tuple[int, float] | None = None
-        """Passes, and optimizer steps of the pass, after which a training resumes in a stream."""
+        """Passes, and optimizer steps of the pass, after which a training run resumes in a stream."""
         # Other models than the trained one, which compute no gradients.
         frozen = [getattr(self, name, None) for name in ("ref_model", "teacher_model")]
         rewards: list[Any] = [one for one in getattr(self, "reward_funcs", ()) if isinstance(one, FSDPModule)]
@@ -255,20 +253,20 @@ class ShardwiseTrainer(_Trainer):
             # The first rank alone looks for checkpoints, so that all ranks resume from the same one.
             with world.broadcast("find the checkpoint to resume") as exchange:
                 if world.rank == 0:
-                    folder, has_left = folders.resume_source(run, requested)
-                    resumed = (None, None, None) if folder is None else folders.read_checkpoint(folder)
+                    folder, has_left = trainer_checkpoints.resume_source(run, requested)
+                    resumed = (None, None, None) if folder is None else trainer_checkpoints.read_checkpoint(folder)
                     exchange.local = (folder, has_left, resumed)
             # None without a checkpoint: what an earlier call of train() resumed from must not apply to this one.
             source, has_incomplete, (header, self._events.best, self._position) = exchange.result
             if source is not None:
                 with world.collective("compare with the run"):
-                    self._require_same(header, source)
+                    self._require_resumable(header, source)
             self._header = header
-            # After all checks, so that a training that is refused leaves the folder as it was.
+            # After all checks, so that a training run that is refused leaves the folder as it was.
             if has_incomplete:
                 with world.broadcast("remove what a stopped save left"):
                     if world.rank == 0:
-                        folders.remove_left(run)
+                        trainer_checkpoints.remove_left(run)
         self._saved_step, self._on_other_base, self.is_stop_requested = None, on_other_base, False
         # Not entered: it lasts as long as the training.
         steps = World.current(call="the Trainer's steps")
@@ -314,7 +312,7 @@ class ShardwiseTrainer(_Trainer):
         """Make batches, synchronize, then call ``get_batch_samples``, which counts them with the other ranks.
 
         Raises:
-            RankMismatchError: a rank has fewer batches: its rows, or its settings, are others.
+            RankMismatchError: a rank has fewer batches: its rows or its settings differ.
         """
         # ``num_batches`` is the number of micro-batches of one optimizer step.
         # A stream is read by the first rank, which sends its batches to the others.
@@ -360,7 +358,7 @@ class ShardwiseTrainer(_Trainer):
         assert isinstance(self.model, nn.Module), "the constructor has checked it"
         return self.model
 
-    def _require_same(self, header: TrainerHeader, source: Path) -> None:
+    def _require_resumable(self, header: TrainerHeader, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
         current = describe_selection(self._only())
         if header.holds not in (current, MODEL_ALONE):
@@ -385,11 +383,11 @@ class ShardwiseTrainer(_Trainer):
         if step == self._saved_step:  # at the end of a step, and again at the end of the epoch
             return
         run = Path(self._get_output_dir(trial=trial))
-        folder = folders.checkpoint_folder(run, step)
+        folder = trainer_checkpoints.checkpoint_folder(run, step)
         # Locked from the first file until older checkpoints are removed.
         with (
             World.current(call="Trainer._save_checkpoint") as world,
-            folders.locked_for(world, run, step) as saving,
+            trainer_checkpoints.locked_for(world, run, step) as saving,
         ):
             # Older checkpoints are removed after the commit, and not by the Trainer.
             limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -407,7 +405,7 @@ class ShardwiseTrainer(_Trainer):
             header = TrainerHeader(step, holds, rows, world.size)
             with world.broadcast("complete the save"):
                 if world.rank == 0:
-                    folders.complete(saving, folder, header)
+                    trainer_checkpoints.complete(saving, folder, header)
             self._saved_step = step
             with world.broadcast("end the save"):
                 if world.rank == 0:
@@ -472,17 +470,19 @@ class ShardwiseTrainer(_Trainer):
         if limit == 1 and not self.is_stop_requested:
             with World.current(call="Trainer.train") as world, world.broadcast("keep the best checkpoint"):
                 # None if the best is in another folder, of the run that was resumed.
-                best = folders.step_in(run, self.state.best_model_checkpoint)
+                best = trainer_checkpoints.step_in(run, self.state.best_model_checkpoint)
                 if world.rank == 0 and best is not None:
-                    folders.remove_others(run, best)
+                    trainer_checkpoints.remove_others(run, best)
         return output
 
     def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
         """Remove checkpoints above the limit, and release the lock."""
-        kinds = folders.checkpoints_in(run)
-        complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]
-        best = folders.step_in(run, self.state.best_model_checkpoint)
-        folders.remove_under(saving.locked, run, folders.steps_to_remove(complete, limit, best))
+        kinds = trainer_checkpoints.checkpoints_in(run)
+        complete = [step for step, kind in kinds.items() if kind is trainer_checkpoints.FolderKind.COMPLETE]
+        best = trainer_checkpoints.step_in(run, self.state.best_model_checkpoint)
+        trainer_checkpoints.remove_under(
+            saving.locked, run, trainer_checkpoints.steps_to_remove(complete, limit, best)
+        )
         saving.locked.release()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -502,7 +502,9 @@ class ShardwiseTrainer(_Trainer):
             raise_together(world, failure)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with Checkpointer(Path(output_dir) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
+        with Checkpointer(
+            Path(output_dir) / trainer_checkpoints.STATE_FOLDER, keep=None, only=self._only()
+        ) as checkpointer:
             checkpointer.save(self.state.global_step, self._training_state())
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -536,7 +538,9 @@ class ShardwiseTrainer(_Trainer):
                 "there (sync_ref_model), as in TRL. Set sync_ref_model: false to keep it as it is",
                 checkpoint,
             )
-        with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
+        with Checkpointer(
+            Path(checkpoint) / trainer_checkpoints.STATE_FOLDER, keep=None, only=self._only()
+        ) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
         setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
         # The Trainer skips batches after this, which draws random numbers.

@@ -27,7 +27,7 @@ from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.rename_journal import link_as_renamed
-from shardwise.state.model_states import exchange_stored_experts, open_stored_values, set_model_values
+from shardwise.state.model_states import open_stored_values, set_model_values, swap_stored_experts
 from shardwise.state.state_values import StateOptions, Values, require_same_call
 from shardwise.transfer.matching import OnFault
 
@@ -87,7 +87,7 @@ def load_trainer_checkpoint(
                     exchange.local = TrainerFolder.open(Path(checkpoint))
             folder: TrainerFolder = exchange.result
             # save_pretrained of a PEFT model has written its adapter alone, into files of its own.
-            is_adapter = has_adapters(model) and not folder.is_fsdp
+            is_adapter = has_adapters(model) and not folder.has_accelerate_model
             with world.collective("find the adapter"):
                 file = folder.adapter_file(adapter) if is_adapter else None
         report = _set_model(world, model, folder, file, adapter, on_unexpected, options)
@@ -102,7 +102,7 @@ def load_trainer_checkpoint(
 
 
 def _not_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
-    """Return the components of a training that are not restored, with reasons."""
+    """Return the components of a training run that are not restored, with reasons."""
     reasons = {name: why for name, why in _NOT_READ.items() if name in folder.names}
     if folder.has_optimizer:
         reasons["optimizer"] = "call shardwise.load_accelerate_optimizer(model, optimizer, ...) with this folder"
@@ -125,7 +125,7 @@ def _set_model(
 ) -> StateReport | LoadReport:
     """Set a model's weights, or of a PEFT model its adapter's in ``file``. Collective: yes."""
     # Files of save_pretrained, of a whole model: a load like any other.
-    if file is None and not folder.is_fsdp:
+    if file is None and not folder.has_accelerate_model:
         as_load = LoadOptions(process_group=options.process_group, timeouts=options.timeouts)
         request = LoadRequest(consent=Consent(unexpected=on_unexpected), options=as_load)
         return load_checkpoint(world, model, folder.path, request, Clock())
@@ -138,7 +138,7 @@ def _set_model(
         # Files of save_pretrained, of an adapter.
         with clock.phase("agree"):
             values: Values = open_stored_values(world, str(file.parent), file.name, options, stack)
-            values = exchange_stored_experts(world, model, values, adapter, str(file.parent))
+            values = swap_stored_experts(world, model, values, adapter, str(file.parent))
         return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
 
 
@@ -178,7 +178,7 @@ class TrainerFolder:
         return float(self.state.get("epoch") or 0.0)
 
     @property
-    def is_fsdp(self) -> bool:
+    def has_accelerate_model(self) -> bool:
         """True if the model is in accelerate's files."""
         return _has(MODEL, self.names)
 

@@ -1,4 +1,4 @@
-"""Forecasts the memory of a load and of a training from configs and headers, and records the memory in use."""
+"""Forecasts the memory of a load and of a training run from configs and headers, and records the memory in use."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keep
 class PlanOptions(meta_model.FilledOptions, total=False):
     """Keyword arguments of :func:`plan`, in addition to :class:`FilledOptions`. Each is optional.
 
-    ``sharding`` has no mesh, as there are no ranks. Arguments of the second group describe a training with
+    ``sharding`` has no mesh, as there are no ranks. Arguments of the second group describe a training run with
     ``tuning``. They are named as in ``TrainingArguments`` and TRL.
 
     Attributes:
@@ -78,7 +78,7 @@ class PlanOptions(meta_model.FilledOptions, total=False):
 
 
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Estimate:
-    """Estimate memory and reads of ``from_pretrained``, and of a training with ``tuning``, on each rank.
+    """Estimate memory and reads of ``from_pretrained``, and of a training run with ``tuning``, on each rank.
 
     The checkpoint is a directory, a hub id in the cache, or a URL. Only its config and the headers of its files are
     read, and nothing is downloaded. Neither ranks nor a process group nor the accelerator are needed. Tied tensors
@@ -113,7 +113,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 
 @gc_disabled()
 def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estimate:
-    """Forecast a load, and a training, of a checkpoint whose headers have been read."""
+    """Forecast a load, and a training run, of a checkpoint whose headers have been read."""
     index, reader = opened.source.index, opened.source.reader
     # The model, as a load would build it: ties, four bits and adapters are settled on meta.
     built = meta_model.build_meta_model(
@@ -301,7 +301,7 @@ def _plan(
     initializers = Initializers(model, collect_tensors(model), additions)
     buffers = initializers.buffers(options.get("buffers", {}), seed=0)
     origins = partial(find_origin, initializers, buffers)
-    world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.whole)
+    world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.kept_whole)
     rules = get_rules(tuned.base)
     consent = meta_model.get_consent(options)
     plan = plan_load(index, world.first, tuned.bindings, rules, consent, additions.base_names)

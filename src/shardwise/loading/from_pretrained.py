@@ -139,7 +139,7 @@ def wrap_blocks(tuned: Tuned, sharding: Sharding) -> None:
     """Prepare the blocks of a model on meta, and shard them."""
     wrap.prepare_blocks(tuned.base, sharding)
     if sharding.mesh is not None:
-        wrap.wrap(tuned.base, sharding, tuned.whole)
+        wrap.wrap(tuned.base, sharding, tuned.kept_whole)
 
 
 def prepare_tuned(

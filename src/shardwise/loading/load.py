@@ -34,6 +34,7 @@ from shardwise.models.pretrained import bind, mark_loaded
 from shardwise.ranks import call_arguments
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.memory import gc_disabled, materialize
+from shardwise.transfer.progress import progress_bar
 from shardwise.transfer.read import ReadExecutor
 from shardwise.transfer.staging import StagingBuffer, upload_buffer
 
@@ -136,7 +137,7 @@ def load_checkpoint(
                 load = prepare_checkpoint(world, model, source, request, key_mapping)
             report = execute_load(world, model, source, load, clock)
         finally:
-            # Also after a failure: parameters for staging must not stay on the caller's model.
+            # Even after a failure: parameters for staging must not stay on the caller's model.
             double_quantization.rollback(model)
     pretrained.record_conversions(model, load.request.transforms)
     return report
@@ -171,10 +172,10 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
     with clock.phase("plan"):
         # Before any tensor gets memory. The ranks of a container share its CPUs.
         ranks_per_container = compare_plans(
-            world, plan, load.settings, load.estimate, load.available, check_memory=options.check_memory
+            world, plan, load.config_fields, load.estimate, load.available, check_memory=options.check_memory
         )
     shows_progress = options.progress and world.rank == 0
-    with pretrained.progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
+    with progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
         executor = ReadExecutor(
             source.reader,
             source.index,

@@ -105,10 +105,10 @@ class Load:
         programs: initializers of missing tensors, by FQN.
         device: device on which the model computes.
         fsdp_params: FSDP2's ``FSDPParam`` of each parameter that it shards.
-        items: destinations of all that this rank's tensors need from the checkpoint.
+        items: what this rank's tensors need from the checkpoint, and where it goes.
         shared: boxes by rank of tensors of which each replica reads a share, and sends it to the others.
         read_plan: how this rank reads ``items``, and of shared ones its share only.
-        settings: fields of the model's config.
+        config_fields: fields of the model's config, as text by name, which ranks compare.
     """
 
     request: LoadRequest
@@ -124,7 +124,7 @@ class Load:
     read_plan: ReadPlan
     estimate: RankEstimate
     available: Available
-    settings: Mapping[str, str]
+    config_fields: Mapping[str, str]
 
 
 def get_comparable_settings(
@@ -160,7 +160,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     # Conversions and initializers that exceed the budget are refused here, before anything is read.
     require_within_budget(plan, options.budget_bytes)
     programs = plan_initial_values(initializers, plan, options)
-    device, fsdp_params = memory.compute_device(tensors, options.device), torch_private.fsdp_params(model)
+    device, fsdp_params = memory.get_model_device(tensors, options.device), torch_private.fsdp_params(model)
     by_name = {item.fqn: item for item in tensors}
     items = read_targets(plan, by_name, memory.target_devices(tensors, fsdp_params, device))
     # Replicas read a share each, and exchange them in execute_load.
@@ -181,20 +181,20 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     # A load into live tensors allocates nothing, so free memory is not compared.
     needs_memory = any(item.tensor.is_meta for item in tensors)
     return Load(
-        request,
-        tensors,
-        initializers,
-        computed,
-        plan,
-        programs,
-        device,
-        fsdp_params,
-        items,
-        shared,
+        request=request,
+        tensors=tensors,
+        initializers=initializers,
+        computed=computed,
+        plan=plan,
+        programs=programs,
+        device=device,
+        fsdp_params=fsdp_params,
+        items=items,
+        shared=shared,
         read_plan=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
         estimate=estimate_rank(plan, world.rank, placement, padded_numels(tensors, fsdp_params)),
         available=memory.available_memory(device) if needs_memory else Available(),
-        settings=pretrained.get_settings(additions.base or model),
+        config_fields=pretrained.get_settings(additions.base or model),
     )
 
 

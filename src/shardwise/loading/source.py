@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from shardwise.core.errors import StorageError
 from shardwise.core.formatting import format_ranks
@@ -77,7 +77,8 @@ def read_index(
 ) -> OpenSource:
     """Read the headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
-    Ranks verify that they have opened the same checkpoint, see [Note: One checkpoint] in ``loading/one_checkpoint.py``.
+    Ranks verify that they have opened the same checkpoint, see [Note: One checkpoint] in
+    ``loading/one_checkpoint.py``.
     After an error the reader is closed, unless it is the caller's (``is_own`` False).
     """
     reader = opened.reader
@@ -87,7 +88,7 @@ def read_index(
         # One rank reads the headers of all files, so that a storage is not asked for them by every rank.
         with world.broadcast("read headers") as exchange:
             if world.rank == 0:
-                exchange.local = _read_headers(reader, weights_name=opened.file or weights_name, extra_files=extra)
+                exchange.local = _read_headers(reader, opened.file or weights_name, extra)
         index, remote_identities = exchange.result
         identities: dict[str, str] = {}
         notes: tuple[str, ...] = ()
@@ -100,10 +101,13 @@ def read_index(
     return OpenSource(index, reader, identities or remote_identities, is_own, notes)
 
 
-def _read_headers(reader: StorageReader, **names: Any) -> tuple[CheckpointIndex, dict[str, str]]:
+def _read_headers(
+    reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]
+) -> tuple[CheckpointIndex, dict[str, str]]:
     """Return the index of a checkpoint, and the identities of the files of a remote one."""
-    index = dequantize_index(reader, open_checkpoint(reader, **names))
-    return index, read_identities(reader, list(index.files)) if reader.policy.is_remote else {}
+    index = dequantize_index(reader, open_checkpoint(reader, weights_name=weights_name, extra_files=extra_files))
+    identities = read_identities(reader, list(index.files)) if reader.policy.is_remote else {}
+    return index, identities
 
 
 def resolve_everywhere(

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
 from shardwise.core.errors import ConfigError, FormatError, private
 from shardwise.core.expression import Bindings, Expression, Stored, get_stored_key, substitute
@@ -93,24 +91,6 @@ def mark_loaded(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
     if outermost_pretrained(model):
         for tensor in tensors:
             mark_initialized(tensor)
-
-
-def progress_bar(label: str, total_bytes: int, *, enabled: bool) -> tqdm:
-    """Return a bar of bytes with rate and time left, for :meth:`tqdm.tqdm.update`.
-
-    No output if there is no terminal, or transformers' bars are off
-    (``transformers.utils.logging.disable_progress_bar``).
-    """
-    return tqdm(
-        total=total_bytes,
-        desc=label,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        disable=None if enabled and hf_logging.is_progress_bar_enabled() else True,  # None: only without a terminal
-        leave=False,
-        dynamic_ncols=True,
-    )
 
 
 def get_conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | None) -> list[Any]:

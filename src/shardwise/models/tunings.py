@@ -311,10 +311,10 @@ def tune(
     """
     tuned = tuning.prepare(base, bindings, adapters)
     _recast_trained(tuned.model, trained_dtype, casts_to)
-    if not tuned.stays_whole:
+    if not tuned.kept_whole_names:
         return tuned
     parameters = dict(tuned.model.named_parameters(remove_duplicate=False))
-    return replace(tuned, whole={parameters[name]: reason for name, reason in tuned.stays_whole.items()})
+    return replace(tuned, kept_whole={parameters[name]: reason for name, reason in tuned.kept_whole_names.items()})
 
 
 def _recast_trained(model: nn.Module, trained_dtype: TrainedDtype, casts_to: torch.dtype | None) -> None:

@@ -78,9 +78,9 @@ class ControlChannel:
         self._call = call
         self._store = store
         self._keys: KeyStore | None = None
-        self._step = 0
-        self._used: list[str] = []
-        self._failed_step = -1
+        self._meeting_number = 0
+        self._keys_to_delete: list[str] = []
+        self._failed_meeting = -1
         self._verdict: Failure | None = None
         self._is_closed = False
         self._joining = threading.Lock()
@@ -91,7 +91,11 @@ class ControlChannel:
     @property
     def is_interrupted(self) -> bool:
         """Return True if some rank has failed or is lost, or the store is lost."""
-        return self._failed_step == self._step or self._verdict is not None or self.store_loss() is not None
+        return (
+            self._failed_meeting == self._meeting_number
+            or self._verdict is not None
+            or self.store_loss() is not None
+        )
 
     def loss(self) -> ShardwiseError | None:
         """Return the loss of a rank or of the store that was detected. Does not use the store."""
@@ -148,13 +152,13 @@ class ControlChannel:
 
         A rank that is lost now is ignored.
         """
-        if self.rank == 0 and self._step:
+        if self.rank == 0 and self._meeting_number:
             with contextlib.suppress(ShardwiseError):
                 self._run(self._finish)
 
     def interrupt(self) -> None:
         """Announce that this rank has failed and will report its error at the next meeting."""
-        step = self._failed_step = self._step
+        step = self._failed_meeting = self._meeting_number
         self._start(KeyStore.set, f"{step}/failed", b"")
 
     def abort(self, cause: str, kind: type[ShardwiseError] = RankLostError) -> None:
@@ -188,7 +192,7 @@ class ControlChannel:
         while True:
             try:
                 return future.result(timeout=self.timeouts.heartbeat_interval_s)
-            except TimeoutError:  # the thread may hang in the store for ever
+            except TimeoutError:  # the thread may hang in the store forever
                 if loss := self.store_loss():
                     raise loss from loss.__cause__
 
@@ -238,10 +242,10 @@ class ControlChannel:
 
     def _gather(self, keys: KeyStore) -> list[bytes]:
         num_reports, others = 0, range(1, self.size)
-        with self._in_meeting(keys, self._step):
+        with self._in_meeting(keys, self._meeting_number):
             for _ in self._polls(keys):
                 # One counter for both: a poll is one request to the store, whatever the number of ranks.
-                num_reports, num_arrived = divmod(keys.add(f"{self._step}/in", 0), _REPORT)
+                num_reports, num_arrived = divmod(keys.add(f"{self._meeting_number}/in", 0), _REPORT)
                 if num_arrived == len(others):
                     break
         # After all have come: this rank was late, and they may have given it up in the meantime.
@@ -250,21 +254,21 @@ class ControlChannel:
         # Reports that are empty are not sent. If only some are not, each rank's key has to be looked for.
         senders: Sequence[int] = others[:num_reports]  # all, or none
         if 0 < num_reports < len(others):
-            senders = [rank for rank in others if keys.has(f"{self._step}/{rank}")]
-        reports = dict(zip(senders, keys.get([f"{self._step}/{rank}" for rank in senders]), strict=True))
+            senders = [rank for rank in others if keys.has(f"{self._meeting_number}/{rank}")]
+        reports = dict(zip(senders, keys.get([f"{self._meeting_number}/{rank}" for rank in senders]), strict=True))
         return [reports.get(rank, b"") for rank in others]
 
     def _publish(self, keys: KeyStore, result: bytes) -> None:
-        step = self._step
+        step = self._meeting_number
         # Before the result is set: a rank that reads it may enter the next meeting at once, and fail there.
-        self._step += 1
+        self._meeting_number += 1
         used = [*keys.set(f"{step}/all", result), *(f"{step}/{name}" for name in ("in", "out", "failed"))]
         # Keys of the meeting before, not of this one: all ranks have left that, since they have come to this one.
-        keys.delete(self._used)
-        self._used = used
+        keys.delete(self._keys_to_delete)
+        self._keys_to_delete = used
 
     def _report(self, keys: KeyStore, message: bytes) -> bytes:
-        step = self._step
+        step = self._meeting_number
         used = keys.set(f"{step}/{self.rank}", message) if message else []
         # After the report is set: the first rank reads it as soon as the counter says that all have come.
         keys.add(f"{step}/in", 1 + _REPORT * bool(message))
@@ -273,7 +277,7 @@ class ControlChannel:
                 if keys.has(f"{step}/all"):
                     break
         [result] = keys.get([f"{step}/all"])
-        self._step += 1
+        self._meeting_number += 1
         keys.delete(used)  # the first rank has read it
         # Last: the first rank may end, and the store with it, once all have done this.
         keys.add(f"{step}/out", 1)
@@ -281,10 +285,10 @@ class ControlChannel:
 
     def _finish(self, keys: KeyStore) -> None:
         for _ in self._polls(keys):
-            if keys.add(f"{self._step - 1}/out", 0) == self.size - 1:
+            if keys.add(f"{self._meeting_number - 1}/out", 0) == self.size - 1:
                 break
-        keys.delete([*self._used, "call", *(f"here/{rank}" for rank in range(self.size))])
-        self._used = []
+        keys.delete([*self._keys_to_delete, "call", *(f"here/{rank}" for rank in range(self.size))])
+        self._keys_to_delete = []
 
     @contextlib.contextmanager
     def _in_meeting(self, keys: KeyStore, step: int) -> Iterator[None]:
@@ -336,9 +340,9 @@ class ControlChannel:
             return
         # Over the detector's own connection: a thread that waits for a key may hold the other one.
         keys = KeyStore(store, self._keys.prefix)
-        step = self._step  # once: the thread of a task may go on to the next meeting in between
+        step = self._meeting_number  # once: the thread of a task may go on to the next meeting in between
         if keys.has(f"{step}/failed"):
-            self._failed_step = step
+            self._failed_meeting = step
         if self._verdict is None and keys.has("verdict"):
             self._announce(keys, RankLostError())  # reads the one that is there
         # The others wait for the first rank only, which tells them of all else by a verdict.
@@ -351,7 +355,7 @@ class ControlChannel:
                 advice = "Check its output, and the kernel log (dmesg) for the OOM killer"
                 self._announce(keys, RankLostError(f"rank {number} ({beat.process}) is lost: {cause}. {advice}"))
         # Before the first meeting only: who has been in a meeting has joined.
-        if self._step == 0 and self._verdict is None:
+        if self._meeting_number == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
         meeting = self._meeting
         waited_s = 0.0 if meeting is None else time.monotonic() - meeting.since_s

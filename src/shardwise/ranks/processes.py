@@ -78,7 +78,7 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
         with _signals(context.processes, asks_first=asks_first):
             try:
                 first = _join_all(context, Path(folder, "begun"))
-            # Also when a signal raises here: no rank outlives this call.
+            # Even when a signal raises here: no rank outlives this call.
             finally:
                 for process in context.processes:
                     process.kill()
@@ -332,7 +332,7 @@ def return_freed_blocks(environment: Mapping[str, str]) -> None:
     """Have glibc return freed blocks of 1 MiB and more to the system at once, if this rank computes on the CPU.
 
     By default it keeps blocks below 32 MiB once one was freed. torch asks for aligned blocks, and none of the freed
-    ones fits a block of its own size, so that a training holds its peak twice. A threshold of the user's stays.
+    ones fits a block of its own size, so that a training run holds its peak twice. A threshold of the user's stays.
     """
     _set_malloc({_MMAP_THRESHOLD: 1 << 20}, environment)
 

@@ -130,7 +130,7 @@ class World:
         self.channel: ControlChannel | None = None
         self._call = call
         self._phase: AbstractContextManager[None] | None = None
-        self._end: Failure | None = None
+        self._later_failure: Failure | None = None
         """The error after which ranks cannot meet again, without its traceback."""
         self._raised: weakref.ref[Exception] | None = None
         """The error that all ranks have raised. Its traceback must not keep the caller's tensors alive."""
@@ -274,17 +274,17 @@ class World:
         Raises:
             Stopped: another rank has failed, or ranks cannot meet again after an earlier error.
         """
-        if self._end is not None:
+        if self._later_failure is not None:
             raise Stopped("left its work: ranks cannot meet again")
         if self.channel is not None and self.channel.is_interrupted:
             raise Stopped("left its work: another rank has failed, or the store did not answer")
 
-    def end(self, error: ShardwiseError) -> None:
+    def fail_later_phases(self, error: ShardwiseError) -> None:
         """Have all later phases raise this error, because ranks have left each other in a collective of torch's.
 
         Collective: no, but all ranks call it.
         """
-        self._end = Failure(type(error).__name__, str(error))
+        self._later_failure = Failure(type(error).__name__, str(error))
 
     def wait_for(self, work: dist.Work, group: dist.ProcessGroup | None = None, *, on_host: bool = False) -> None:
         """Wait for a collective begun with ``async_op=True``, or raise Stopped once another rank has failed.
@@ -323,8 +323,8 @@ class World:
         channel, outcome = self.channel, cast(object, local)
         if channel is None:
             return self._reduce_alone(local, reduce_fun)
-        if self._end is not None:
-            raise self._remember(self._end.to_error())
+        if self._later_failure is not None:
+            raise self._remember(self._later_failure.to_error())
         if isinstance(local, Failure) and not local.is_stop:
             channel.interrupt()  # before the report: ranks that are still at work leave it at once
         # All ranks but the first send their outcome, and wait for the result that the first one makes.
@@ -344,7 +344,7 @@ class World:
                 # Decoded here, too: the first rank gets what the others get, also if it could not be pickled.
                 result = decode(message)
         except (RankLostError, TrainingError) as error:
-            self.end(error)
+            self.fail_later_phases(error)
             if channel.store_loss() and isinstance(local, Failure) and not local.is_stop:
                 # The first rank has ended, maybe because of this failure, of which this rank has the details.
                 raise self._remember(local.at_rank(channel.global_ranks[self.rank]).to_error()) from local.cause

@@ -77,12 +77,6 @@ class Saving:
     folder: str
     _locked: LockedFolder | None
 
-    def lock(self, stack: ExitStack) -> str:
-        """Lock the folder on this rank, and return the id of the save. Its writer is closed with ``stack``."""
-        # The id is chosen by the rank that locks, and sent to the others with the end of the phase.
-        self._locked = LockedFolder(stack.enter_context(open_writer(self.folder)), new_save_id())
-        return self._locked.save_id
-
     @property
     def is_locked_here(self) -> bool:
         """True on the first rank."""
@@ -115,7 +109,7 @@ class Saving:
 
 @contextmanager
 def lock_on_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Saving]:
-    """Lock a folder on the first rank for the time of the block, which releases it at its end, if it does not fail.
+    """Lock a folder on the first rank. The block releases the lock when its save counts; if it raises, this does.
 
     Collective: yes, at the beginning.
 
@@ -128,7 +122,10 @@ def lock_on_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Sa
         try:
             with world.broadcast("lock the folder") as exchange:
                 if world.rank == 0:
-                    exchange.local = saving.lock(stack)
+                    # Its writer is closed with the stack. The others learn the id at the end of the phase.
+                    writer = stack.enter_context(open_writer(saving.folder))
+                    saving._locked = LockedFolder(writer, new_save_id())
+                    exchange.local = saving._locked.save_id
             saving.save_id = exchange.result
             yield saving
         except BaseException:

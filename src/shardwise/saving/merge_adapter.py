@@ -38,8 +38,8 @@ from shardwise.models.build import find_vocabulary_tensors
 from shardwise.models.former_names import LowRankPair, fuse_experts, match_former_names
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
-from shardwise.saving import merge_plan, offline
-from shardwise.saving.offline import (
+from shardwise.saving import merge_plan, merge_steps
+from shardwise.saving.merge_steps import (
     config_content,
     read_companions,
     read_config_file,
@@ -99,7 +99,7 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
     file = find_adapter_weights(folder)
     reader = stack.enter_context(LocalReader(folder))
     index, notes = without_wrappers(open_checkpoint(reader, weights_name=file))
-    executor = offline.create_executor(reader, index)
+    executor = merge_steps.create_executor(reader, index)
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
@@ -190,7 +190,7 @@ def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
             )
 
 
-def require_all_rows(source: offline.OfflineModel, plan: merge_plan.MergePlan, what: str) -> None:
+def require_all_rows(source: merge_steps.OfflineModel, plan: merge_plan.MergePlan, what: str) -> None:
     """Check that the adapter has the new rows of a resized vocabulary.
 
     Raises:
@@ -255,7 +255,7 @@ def make_renamer(built: MetaModel) -> Callable[[str], str | None]:
     return renamed
 
 
-def find_merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
+def find_merge_targets(source: merge_steps.OfflineModel, outputs: Mapping[str, Output]) -> merge_plan.MergeTargets:
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
     return merge_plan.MergeTargets(
         tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
@@ -267,7 +267,7 @@ def find_merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Outpu
 
 
 def fuse_single_experts(
-    source: offline.OfflineModel, outputs: Mapping[str, Output], lora: _AdapterSource, adapter_name: str
+    source: merge_steps.OfflineModel, outputs: Mapping[str, Output], lora: _AdapterSource, adapter_name: str
 ) -> tuple[dict[str, merge_plan.Edit], set[str]]:
     """Return the edits of fused experts by an adapter of single ones, and the adapter's keys that they use.
 
@@ -301,7 +301,7 @@ def fuse_single_experts(
 
 
 def merge_tensors(
-    source: offline.OfflineModel,
+    source: merge_steps.OfflineModel,
     outputs: Mapping[str, Output],
     plan: merge_plan.MergePlan,
     joined: Mapping[str, Expression],
@@ -317,7 +317,7 @@ def merge_tensors(
             merged = apply_edits(tensor.fqn, base, joined_edits, tensor.dtype, changed)
             expressions |= dict.fromkeys(tensor.names, merged)
     # Edits by name are inside of the outputs now. Edits by key are of tensors that only the checkpoint has.
-    tensors = offline.substitute_outputs(source, outputs, expressions)
+    tensors = merge_steps.substitute_outputs(source, outputs, expressions)
     for key, edits in plan.keys.items():
         (dtype, base), joined_edits = tensors[key], [_with_unique_keys(edit, joined) for edit in edits]
         tensors[key] = dtype, apply_edits(key, base, joined_edits, dtype, changed)
@@ -377,7 +377,7 @@ def merge_adapter(
     base_path = resolve(base, in_cache, download=False)
     lora_folder = find_adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
     folder, out = base_path if base_path.is_dir() else base_path.parent, Path(out).expanduser()
-    offline.require_other_folder(out, [base_path, lora_folder])
+    merge_steps.require_other_folder(out, [base_path, lora_folder])
     with ExitStack() as stack:
         merge = _plan_edits(base_path, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
@@ -387,7 +387,7 @@ def merge_adapter(
         companions["config.json"] = merge.config_content(folder, options.get("dtype", "auto"))
         tensors = source.layout.tensors
         with LocalWriter(out) as writer:
-            written, names = offline.write_out(
+            written, names = merge_steps.write_out(
                 writer,
                 merge.to_save,
                 sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
@@ -417,7 +417,7 @@ def merge_adapter(
 class _PlannedEdits:
     """An adapter and its base: edits and outputs. Writing adds to ``changed``."""
 
-    source: offline.OfflineModel
+    source: merge_steps.OfflineModel
     plan: merge_plan.MergePlan
     to_save: TensorsToSave
     changed: set[str]
@@ -463,8 +463,8 @@ def _plan_edits(
     lora = open_for_merging(lora_folder, stack)
     opened, config = open_storage(base_path), load_config(folder, options)
     reader = stack.enter_context(opened.reader)
-    index = offline.read_index(opened, config)
-    executor = offline.create_executor(reader, index)
+    index = merge_steps.open_index(opened, config)
+    executor = merge_steps.create_executor(reader, index)
     built = build_meta_model(folder, config, index, options)
     # 2. Build it again as the adapter was trained: with a head, with its number of labels, with its vocabulary.
     # Each step needs the model of the step before.
@@ -486,7 +486,7 @@ def _plan_edits(
         built = build_meta_model(folder, config, index, options, vocab_size)
     # 3. Bind the base's tensors, after it is known which ties are kept. The head's come from the adapter.
     untied, tied_in_training = find_untied(lora, built, adapter_name)
-    source = offline.bind_offline(config, index, built, executor, untied, provided=head)
+    source = merge_steps.bind_offline(config, index, built, executor, untied, provided=head)
     joined = merge_indexes(index, lora.executor.index, ADAPTER)
     expressions = stored_tensors(joined)
     source.expressions.update({name: expressions[f"{ADAPTER}/{key}"] for name, key in head.items()})
@@ -502,7 +502,7 @@ def _plan_edits(
     plan = plan.with_edits(of_experts).with_tied(tied_in_training)
     require_all_rows(source, plan, what)
     # 5. One index and one reader of both, over which the outputs are expressions.
-    joined_executor = offline.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
+    joined_executor = merge_steps.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}
     fields = get_config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
     to_save = TensorsToSave(merge_tensors(source, outputs, plan, expressions, changed), joined_executor)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from shardwise.core.errors import KeyMismatchError
-from shardwise.core.expert_factors import ExpertFactors, are_exchanged
+from shardwise.core.expert_factors import ExpertFactors, are_swapped
 from shardwise.core.expression import Expression, Shape, Stored
 from shardwise.core.formatting import abbreviate
 from shardwise.files.peft_adapter import LoraConfig
@@ -44,8 +44,8 @@ class WeightForm(enum.Enum):
         return self in (WeightForm.EXPERTS, WeightForm.EXPERT_COLUMNS)
 
     @property
-    def exchanged(self) -> "WeightForm":
-        """The layout of stacked experts with input and output exchanged."""
+    def swapped(self) -> "WeightForm":
+        """The layout of stacked experts with input and output swapped."""
         return WeightForm.EXPERT_COLUMNS if self is WeightForm.EXPERTS else WeightForm.EXPERTS
 
     def factors(self, shape: Shape, rank: int) -> tuple[Shape, Shape]:
@@ -231,14 +231,14 @@ class _MergePlanner:
     modules: dict[str, None] = field(default_factory=dict)
     sources: dict[tuple[type[Edit], str], str] = field(default_factory=dict)
     """The adapter's key for each kind of edit of a tensor of the base."""
-    are_exchanged: bool = False
+    are_swapped: bool = False
     """Whether factors of stacked experts are those of an earlier PEFT.
 
-    See [Note: Exchanged factors] in ``core/expert_factors.py``.
+    See [Note: Swapped factors] in ``core/expert_factors.py``.
     """
 
     def plan(self, what: str) -> MergePlan:
-        # Factors are sorted before any is planned: whether their experts are exchanged shows in all of them
+        # Factors are sorted before any is planned: whether their experts are swapped shows in all of them
         # together.
         factors: dict[str, _Matrices] = {}
         names = find_whole_tensors(self.stored, adapter_name=self.adapter_name)
@@ -247,7 +247,7 @@ class _MergePlanner:
                 self.sort_factor(factors, key, leaf, match)
             elif key in names:
                 self.replace(key, names[key], leaf)
-        self.are_exchanged = are_exchanged(self.expert_factors(factors), self.config.peft_version, what)
+        self.are_swapped = are_swapped(self.expert_factors(factors), self.config.peft_version, what)
         for module, matrices in factors.items():
             self.fold(module, matrices)
         if self.faults:
@@ -402,8 +402,8 @@ class _MergePlanner:
         rank = self.config.rank(pattern_name)
         form = self.find_weight_form(target, is_parameter=is_parameter, is_embedding="lora_embedding_A" in matrices)
         shape = target[2]
-        if self.are_exchanged and form.is_stacked:
-            form = form.exchanged
+        if self.are_swapped and form.is_stacked:
+            form = form.swapped
         if (
             len(shape) < 2
             or (form.is_stacked and len(shape) != 3)

@@ -33,13 +33,13 @@ from shardwise.files.urls import HubOptions, shown
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.loading.meta_model import ModelOptions, build_meta_model, get_model_class, load_config
 from shardwise.models import pretrained
-from shardwise.models.pretrained import assign_keys, progress_bar, rename_keys
+from shardwise.models.pretrained import assign_keys, rename_keys
 from shardwise.ranks.call_arguments import check_options, get_hints
 from shardwise.ranks.world import World
-from shardwise.saving import offline
+from shardwise.saving import merge_steps
 from shardwise.saving.commit import commit_written
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
-from shardwise.saving.offline import config_content, read_companions, read_templates, write_templates
+from shardwise.saving.merge_steps import config_content, read_companions, read_templates, write_templates
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
 from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_rename_lists
@@ -49,6 +49,7 @@ from shardwise.saving.torch_saves import Levels, load_plain, nest_values
 from shardwise.saving.verify import verify_files
 from shardwise.saving.write import WrittenTensors
 from shardwise.transfer.distributed_chunks import flat_key
+from shardwise.transfer.progress import progress_bar
 from shardwise.transfer.read import ReadExecutor, storage_bytes
 
 Format: TypeAlias = Literal["safetensors", "bin"]
@@ -148,14 +149,14 @@ def merge_weights(
         # 1. Open the checkpoint, and refuse what cannot be carried out, before anything is written.
         reader, index, is_optimizer = _open(checkpoint, stack)
         folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-        offline.require_other_folder(out, [folder, *_checkpoint_folders(folder, index)])
+        merge_steps.require_other_folder(out, [folder, *_checkpoint_folders(folder, index)])
         if remove_source and index.ignored:
             raise ConfigError(
                 f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
                 "would be lost with it. Merge it without removing it"
             )
         # 2. Choose the names, and write.
-        executor = offline.create_executor(reader, index)
+        executor = merge_steps.create_executor(reader, index)
         if is_optimizer:
             outputs = name_optimizer_outputs(reader, index, executor, (base, dtype, key_mapping))
             file_format = "bin"
@@ -208,7 +209,9 @@ def _companions(outputs: NamedOutputs, folder: Path, dtype: str | None) -> dict[
     """Return the small files of the output. Empty if the model is unknown."""
     if outputs.folder is None:
         return {}
-    config = config_content(outputs.folder, dtype=offline.choose_config_dtype(outputs.to_save, dtype), untied=False)
+    config = config_content(
+        outputs.folder, dtype=merge_steps.choose_config_dtype(outputs.to_save, dtype), untied=False
+    )
     return {**read_companions(outputs.folder, folder), "config.json": config}
 
 
@@ -219,7 +222,7 @@ def _write(
     with LocalWriter(out) as writer:
         if file_format == "bin":
             return _write_torch_file(writer, outputs, max_shard_bytes, companions), (outputs.torch_file,)
-        return offline.write_out(
+        return merge_steps.write_out(
             writer,
             outputs.to_save,
             outputs.parameters,
@@ -491,7 +494,7 @@ def _name_as_on_hub(
 ) -> NamedOutputs:
     """Return the model's tensors as the hub has them."""
     built = build_meta_model(folder, config, index, options)
-    source = offline.bind_offline(config, index, built, executor)
+    source = merge_steps.bind_offline(config, index, built, executor)
     if "dtype" not in options:
         source = source.as_stored()
     # The form of the base's own weights decides, or else that of this checkpoint: experts one by one, or fused.
@@ -502,15 +505,15 @@ def _name_as_on_hub(
         pretrained.record_conversions(source.built.model, of_model)
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    to_save = TensorsToSave(offline.substitute_outputs(source, outputs, source.by_every_name()), executor)
+    to_save = TensorsToSave(merge_steps.substitute_outputs(source, outputs, source.by_every_name()), executor)
     return NamedOutputs(to_save, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes))
 
 
-def _find_conversions(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
+def _find_conversions(folder: Path, config: PreTrainedConfig, source: merge_steps.OfflineModel) -> list[Any]:
     """Return the conversions used for the base's own weights. Empty if it has no weights under such names."""
     try:
         with LocalReader(folder) as reader:
-            keys = [item.key for item in offline.read_index(OpenStorage(reader, None), config).tensors()]
+            keys = [item.key for item in merge_steps.open_index(OpenStorage(reader, None), config).tensors()]
     except (FormatError, StorageError):
         return []
     model = source.built.model

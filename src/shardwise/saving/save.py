@@ -28,7 +28,6 @@ from shardwise.fsdp.torch_private import to_torch
 from shardwise.models import revert
 from shardwise.models.four_bit.layers import is_in_four_bits
 from shardwise.models.lora import peft_private
-from shardwise.models.pretrained import progress_bar
 from shardwise.models.selection import AdapterOnly
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
@@ -37,7 +36,8 @@ from shardwise.saving.commit import CommitState, begin_save, commit_save, undo_s
 from shardwise.saving.plan import SavePlan
 from shardwise.saving.saving_lock import new_save_id, require_lock
 from shardwise.saving.write import ShardWriter, write_by_owners
-from shardwise.transfer.memory import compute_device
+from shardwise.transfer.memory import get_model_device
+from shardwise.transfer.progress import progress_bar
 from shardwise.transfer.replicas import ShardSender, agree_on_shares
 
 _log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def _write_and_commit(
         # All files are durable on all ranks here. The older save is still valid.
         with clock.phase("verify"):
             if verify:
-                _require_same(world, shard_writer, prepared)
+                _require_read_back(world, shard_writer, prepared)
             sums = _total_fingerprints(world, plan, shard_writer)
         with clock.phase("commit"):
             with world.broadcast("commit the save") as exchange:
@@ -216,7 +216,7 @@ def _write_by_owners(
             {name: item for item in prepared.tensors for name in item.names}, prepared.shares.by_name, world.rank
         ),
         budget_bytes=options.budget_bytes,
-        device=compute_device(prepared.tensors, None),
+        device=get_model_device(prepared.tensors, None),
         progress=progress,
     )
     shard_writer.written_bytes.update(written.bytes_by_file)
@@ -268,7 +268,7 @@ def _choose_config_dtype(request: prepare.SaveRequest, plan: SavePlan) -> torch.
     return None if main is None else to_torch(main)
 
 
-def _require_same(world: World, shard_writer: ShardWriter, prepared: prepare.PreparedSave) -> None:
+def _require_read_back(world: World, shard_writer: ShardWriter, prepared: prepare.PreparedSave) -> None:
     """Require that what every rank wrote is read back as it is in memory. Collective: yes."""
     with world.all_gather("read back") as exchange:
         exchange.local = _read_back(world, shard_writer, prepared)

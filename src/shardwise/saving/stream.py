@@ -22,7 +22,7 @@ from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.saving.prepare import WrittenNames, collect_for_files, resolve_dtype
-from shardwise.transfer.memory import compute_device
+from shardwise.transfer.memory import get_model_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
 from shardwise.transfer.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares
@@ -99,7 +99,7 @@ def _gather_full(
     with world.collective("plan the rounds"):
         rounds = plan_rounds([moves], sender.shares, bucket_bytes)
     # Of the kind that the process group's backend moves. The yielded tensors may be on another device.
-    staging_device = compute_device(refs, refs[0].local.device if refs else None)
+    staging_device = get_model_device(refs, refs[0].local.device if refs else None)
     shapes = {key: item.shape for key, item in outputs.items()}
     received = _ReceivedTensors(shapes, dtypes, device or staging_device)
     arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()

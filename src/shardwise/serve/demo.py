@@ -1,4 +1,4 @@
-"""``shardwise serve --demo``: three users train LoRAs of a generated base at once, with other ranks and losses."""
+"""``shardwise serve --demo``: three users train LoRAs of a generated base, with different ranks and losses."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from shardwise.fsdp.named_tensors import (
 from shardwise.fsdp.torch_private import from_torch, fsdp_params, in_memory
 from shardwise.loading.load import set_value
 from shardwise.models.initialize import Initializers
-from shardwise.models.lora.inject import exchange_experts
+from shardwise.models.lora.inject import swap_experts
 from shardwise.models.selection import Selection, broadcast_names_outside
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
@@ -333,7 +333,7 @@ def set_model_state_dict(
         return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
 
 
-def exchange_stored_experts(
+def swap_stored_experts(
     world: World, model: nn.Module, values: state_values.Values, adapter: str | None, folder: str
 ) -> state_values.Values:
     """Return the values of a state with the LoRA matrices of stacked experts in the layout of today's PEFT.
@@ -345,12 +345,10 @@ def exchange_stored_experts(
         ConfigError: the layout is not known, or ranks hold whole tensors or shards, which are not rearranged.
     """
     with world.collective("match experts"):
-        return _exchange_experts(model, values, adapter, folder)
+        return _swap_experts(model, values, adapter, folder)
 
 
-def _exchange_experts(
-    model: Any, values: state_values.Values, adapter: str | None, folder: str
-) -> state_values.Values:
+def _swap_experts(model: Any, values: state_values.Values, adapter: str | None, folder: str) -> state_values.Values:
     config = Path(folder, ADAPTER_CONFIG)
     version = read_peft_version(config) if config.is_file() else CURRENT_LAYOUT_VERSION
     expressions: Mapping[str, Expression]
@@ -358,20 +356,20 @@ def _exchange_experts(
         expressions = values.expressions
     else:
         expressions = _describe_matrices(values.tensors)
-    refs, exchanged = collect_tensors(model), expressions
+    refs, swapped = collect_tensors(model), expressions
     adapters = list(model.peft_config) if adapter is None else [adapter]
     for name in adapters:
-        exchanged = exchange_experts(model, refs, name, exchanged, version, folder)
+        swapped = swap_experts(model, refs, name, swapped, version, folder)
     # Expressions are rearranged while they are read. Tensors that ranks pass would have to be resharded.
-    changed = [name for name, item in exchanged.items() if item != expressions[name]]
+    changed = [name for name, item in swapped.items() if item != expressions[name]]
     if not changed:
         return values
     if not isinstance(values, state_values.StoredValues):
         raise ConfigError(
-            f"{folder}: {changed[0]} was saved by PEFT before 0.19.1, which exchanged the input and the output of "
+            f"{folder}: {changed[0]} was saved by PEFT before 0.19.1, which swapped the input and the output of "
             "stacked experts. Save the adapter with save_pretrained, and read that folder"
         )
-    return replace(values, expressions=exchanged)
+    return replace(values, expressions=swapped)
 
 
 def _describe_matrices(tensors: Mapping[str, Any]) -> dict[str, Expression]:

@@ -19,7 +19,7 @@ from shardwise.fsdp.wrap import Sharding
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer import matching, move
 from shardwise.transfer.checksums import checksums
-from shardwise.transfer.memory import compute_device, materialize
+from shardwise.transfer.memory import get_model_device, materialize
 from shardwise.transfer.staging import upload_buffer
 
 
@@ -210,7 +210,7 @@ class IncomingShards:
         self.fsdp_params = torch_private.fsdp_params(model)
         self.refs = {item.fqn: item for item in collect_tensors(model)}
         live = next(iter(sources.live.values()), None)
-        self.device = compute_device(list(self.refs.values()), None if live is None else live.device)
+        self.device = get_model_device(list(self.refs.values()), None if live is None else live.device)
         self.state: dict[Key, torch.Tensor] = {}
 
     def transfers(self, world: World) -> list[move.Transfer]:

@@ -16,7 +16,7 @@ from trl.trainer import sft_trainer
 from shardwise.bank.compose import pad_length
 from shardwise.bank.rows import IGNORED, RowTensors
 from shardwise.core.errors import ConfigError
-from shardwise.training import trl_objects as trl_setup
+from shardwise.training import trl_objects
 from shardwise.training.arguments import TrainMethod
 from shardwise.training.dataset_loading import (
     AnyDataset,
@@ -60,7 +60,7 @@ class TokenizedRows:
 
 
 def tokenize(
-    data: tuple[AnyDataset, AnyDataset | None], arguments: trl_setup.TrlArguments, processor: Any, local_rank: int
+    data: tuple[AnyDataset, AnyDataset | None], arguments: trl_objects.TrlArguments, processor: Any, local_rank: int
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Tokenize an adapter's rows for training and evaluation as TRL's trainer does. Collective: yes.
 
@@ -73,7 +73,7 @@ def tokenize(
     tokenize_rows = tokenize_pairs if method == "dpo" else _tokenize
     tokenized: list[datasets.Dataset | None] = []
     with preparing_together(
-        trl_setup.trl_class(method, "Trainer"), local_rank, data, getattr(args, "dataset_text_field", "text")
+        trl_objects.trl_class(method, "Trainer"), local_rank, data, getattr(args, "dataset_text_field", "text")
     ):
         for rows in data:
             if rows is not None:

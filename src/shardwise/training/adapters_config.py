@@ -181,7 +181,7 @@ def _make_config(config: RunConfig, name: str, overrides: Mapping[str, Any]) -> 
     """Return the configuration of one adapter, as of a single training in a folder with its name."""
     overrides = dict(overrides)
     method: AdapterMethod = overrides.pop("loss", config.own.loss)
-    # The file's max_steps would end a training for which an adapter sets num_train_epochs.
+    # The file's max_steps would end a training run for which an adapter sets num_train_epochs.
     replaced = {_REPLACED[key] for key in overrides if key in _REPLACED} - overrides.keys()
     # Keys of the file that another loss has do not apply.
     applied = get_keys(method).keys() - replaced

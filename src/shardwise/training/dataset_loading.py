@@ -1,4 +1,4 @@
-"""Datasets of a training: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
+"""Datasets of a training run: loaded, mixed and, where TRL cannot mask assistant tokens, tokenized with masks.
 
 ``datasets`` reads, shuffles and caches, TRL mixes. This module adds local files by name, conversion to
 ``messages``, and assistant masks.

@@ -1,4 +1,4 @@
-"""Inputs of a training of one model or of many LoRAs: arguments, the locked folder, the tokenizer, rows."""
+"""Inputs of a training run of one model or of many LoRAs: arguments, the locked folder, the tokenizer, rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.fsdp import torch_private
-from shardwise.integrations.trainer_runs import checkpoints_in
+from shardwise.integrations.trainer_checkpoints import checkpoints_in
 from shardwise.loading.agreement import require_same_settings
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
 from shardwise.ranks.world import World
 from shardwise.saving.locked_folder import lock_on_first_rank
-from shardwise.training import trl_objects as trl_setup
+from shardwise.training import trl_objects
 from shardwise.training.adapter_rows import tokenize
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.dataset_loading import AnyDataset
@@ -30,18 +30,22 @@ from shardwise.training.rank_comparison import (
 )
 from shardwise.training.run_config import RunConfig
 
+SINGLE: Final = ""
+"""The name under which a single model has its arguments and rows."""
+
 RUN_FOLDER: Final = ".shardwise-run"
 """A folder in ``output_dir`` with the record of its training, locked while the training runs."""
 
 _RUN_FILE: Final = "run.json"
 
 _IDENTITY_OF_BASE: Final = ("model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type")
+"""Keys of the base of many LoRAs that may not change when a run resumes."""
 
 _IDENTITY: Final = (
     *_IDENTITY_OF_BASE,
     *("dataset_name", "dataset_config", "datasets", "use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
 )
-"""Keys that may not change when a training resumes."""
+"""The same for a single model, and for each adapter."""
 
 _OWN_IDENTITY: Final = (
     "dataset_mixer",
@@ -50,14 +54,15 @@ _OWN_IDENTITY: Final = (
     "system_prompt",
     "dataset_prompt_column",
 )
+"""Keys of shardwise that may not change either, once they are set."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """Inputs of a training, equal on every rank.
+    """Inputs of a training run, equal on every rank.
 
     Attributes:
-        arguments: configurations of the adapters by name, as parsed by TRL. The name of a single model is "".
+        arguments: configurations of the adapters by name, as parsed by TRL. The name of a single model is SINGLE.
         processor: the tokenizer, or the processor of a vision-language model.
         data: rows to train on and to evaluate on, by the same names. The rows of adapters are tokenized.
         output: the folder of the run, which has a folder for each adapter.
@@ -65,7 +70,7 @@ class RunInputs:
         request: of a signal to stop.
     """
 
-    arguments: Mapping[str, trl_setup.TrlArguments]
+    arguments: Mapping[str, trl_objects.TrlArguments]
     processor: Any
     data: Mapping[str, tuple[AnyDataset, AnyDataset | None]]
     output: Path
@@ -80,10 +85,10 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the folder or the data cannot be used.
     """
-    configs = read_adapters(config) if config.own.has_adapters else {"": config}
+    configs = read_adapters(config) if config.own.has_adapters else {SINGLE: config}
     with World.current(call="train") as world:
         with world.collective("parse the configuration"):
-            parsed = {name: trl_setup.parse(one) for name, one in configs.items()}
+            parsed = {name: trl_objects.parse(one) for name, one in configs.items()}
         # Ranks of a launcher read files and environments of their own.
         settings: dict[str, str] = {}
         for name, arguments in parsed.items():
@@ -93,7 +98,7 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     # Keys of the base are the same for all. Those of the tokenizer are among those of supervised training.
     first = min(parsed.values(), key=lambda one: one.own.method != "sft")
     output = Path(first.training.output_dir)
-    # The keys that a training keeps when it resumes. Those of an adapter are NAME.KEY.
+    # The keys that a training run keeps when it resumes. Those of an adapter are NAME.KEY.
     identity = get_identity(config, config.method)
     weights = ["*.safetensors"]
     if config.own.has_adapters:
@@ -106,11 +111,11 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     with stopping_on_signals() as request, lock_output(output, identity, weights) as record:
         honor_timeout(config, first)
         with World.current(call="train") as world, world.collective("load the tokenizer"):
-            processor = trl_setup.load_processor(first)
+            processor = trl_objects.load_processor(first)
         data: dict[str, tuple[AnyDataset, AnyDataset | None]] = {}
         for name, arguments in parsed.items():
             with name_adapter(name):
-                data[name] = trl_setup.load_data(arguments, processor, local_rank)
+                data[name] = trl_objects.load_data(arguments, processor, local_rank)
                 if config.own.has_adapters:  # TRL's trainers tokenize rows themselves
                     data[name] = tokenize(data[name], arguments, processor, local_rank)
             for split, dataset in zip(("train", "test"), data[name], strict=True):
@@ -120,7 +125,7 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
 
 @contextmanager
 def name_adapter(name: str) -> Iterator[None]:
-    """Add the name of an adapter to errors of the block. The name of a single model is ""."""
+    """Add the name of an adapter to errors of the block. The name of a single model is SINGLE."""
     try:
         yield
     except ConfigError as error:
@@ -129,14 +134,14 @@ def name_adapter(name: str) -> Iterator[None]:
         raise ConfigError(f"adapters.{name}: {error}") from error
 
 
-def honor_timeout(config: RunConfig, arguments: trl_setup.TrlArguments) -> None:
+def honor_timeout(config: RunConfig, arguments: trl_objects.TrlArguments) -> None:
     """Have ranks wait for each other as long as ``ddp_timeout`` says, if it is set."""
     if "ddp_timeout" in config.values and dist.is_initialized():
         torch_private.set_timeout(arguments.training.ddp_timeout)
 
 
 def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
-    """Return the keys that must be equal when a training resumes, as recorded, without credentials in URLs."""
+    """Return the keys that must be equal when a training run resumes, as recorded, without credentials in URLs."""
     values = {key: config.values.get(key) for key in keys}
     # Only if they are set, because earlier versions recorded none.
     values |= {key: value for key in _OWN_IDENTITY if (value := getattr(config.own, key)) is not None}
@@ -151,8 +156,8 @@ def lock_output(
 
     Args:
         output: the folder.
-        identity: keys that must be equal to those of a training whose weights are in the folder.
-        weights: patterns of files in the folder that are weights of a training.
+        identity: keys that must be equal to those of a training run whose weights are in the folder.
+        weights: patterns of files in the folder that are weights of a training run.
 
     Raises:
         StorageError: another training runs there.
@@ -169,14 +174,14 @@ def lock_output(
                 if world.rank == 0:
                     _record(output, identity, weights)
             yield TrainingRecord(folder / _RUN_FILE)
-            # After an error lock_on_first_rank does it: the lock would keep the next attempt out.
+            # If the block raises, lock_on_first_rank() releases the lock, which would keep the next attempt out.
             if world.rank == 0:
                 saving.locked.release()
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """The record of a training in its output folder, without which its checkpoints do not resume."""
+    """The record of a run in its output folder, without which its checkpoints do not resume."""
 
     file: Path
 
@@ -200,7 +205,7 @@ class TrainingRecord:
 
 
 def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
-    """Write the record of a training, unless the folder has another training."""
+    """Write the record of a training run, unless the folder has another training."""
     file = output / RUN_FOLDER / _RUN_FILE
     # Without weights a record may be replaced: its training has saved nothing that could be mixed up.
     has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)

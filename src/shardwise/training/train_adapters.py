@@ -1,4 +1,4 @@
-"""A training of many LoRAs on one base. Each call of the bank has the rows of a step of each adapter."""
+"""Trains many LoRAs on one base. Each call of the bank has the rows of a step of each adapter."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from shardwise.bank.rows import Request, RowTensors
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
 from shardwise.core.formatting import table_lines
 from shardwise.files.local_writer import open_writer
+from shardwise.integrations.trainer_checkpoints import steps_to_remove
 from shardwise.integrations.trainer_restoring import STATE_FILE
-from shardwise.integrations.trainer_runs import steps_to_remove
 from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
 from shardwise.saving.prepare import SaveOptions
-from shardwise.training import train_model
-from shardwise.training import trl_objects as trl_setup
+from shardwise.training import train_model, trl_objects
 from shardwise.training.adapter_rows import StepOrder, TokenizedRows, require_rows_fit
 from shardwise.training.curves import draw_curves, gather_memory
 from shardwise.training.dataset_loading import require_embedded_tokens
@@ -104,7 +103,7 @@ def _add_adapters(inputs: RunInputs, tokens_per_pass: int, world: World) -> list
         ConfigError: an adapter cannot be trained. The message has its name.
     """
     first = next(iter(inputs.arguments.values()))
-    model = trl_setup.load_base(first)
+    model = trl_objects.load_base(first)
     if first.training.gradient_checkpointing:
         # Reentrant checkpointing needs inputs that require a gradient. Those of a frozen base's first block do not.
         keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
@@ -233,7 +232,7 @@ class AdapterTraining:
     def __init__(
         self,
         name: str,
-        arguments: trl_setup.TrlArguments,
+        arguments: trl_objects.TrlArguments,
         splits: Sequence[TokenizedRows | None],
         shared: SharedBank,
     ) -> None:
@@ -241,7 +240,7 @@ class AdapterTraining:
         self.args: Any = arguments.training
         self.state = TrainerState()
         self._folder = Path(self.args.output_dir)
-        self._lora = trl_setup.lora_config(arguments)
+        self._lora = trl_objects.lora_config(arguments)
         if getattr(self.args, "disable_dropout", False):  # of DPOConfig
             self._lora.lora_dropout = 0.0
         rows, self._held_out = splits

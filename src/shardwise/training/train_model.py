@@ -1,4 +1,4 @@
-"""A training of ``shardwise train`` on one rank: a sharded model in one of TRL's trainers."""
+"""Runs ``shardwise train`` on one rank: a sharded model in one of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.files.urls import without_secrets
 from shardwise.fsdp.torch_private import accelerator
 from shardwise.integrations.trainer import ShardwiseTrainer
-from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in
+from shardwise.integrations.trainer_checkpoints import FolderKind, checkpoints_in
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
-from shardwise.training import trl_objects as trl_setup
+from shardwise.training import trl_objects
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
 from shardwise.training.dataset_loading import find_image_column
 from shardwise.training.image_rows import TowerCallback
 from shardwise.training.run_config import RunConfig
-from shardwise.training.run_inputs import TrainingRecord, honor_timeout, open_inputs
+from shardwise.training.run_inputs import SINGLE, TrainingRecord, honor_timeout, open_inputs
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TrlOutcome:
-    """Outcome of a training on one rank.
+    """Outcome of a training run on one rank.
 
     Attributes:
-        output_dir: folder of the model, or of the checkpoints of a training that was stopped.
+        output_dir: folder of the model, or of the checkpoints of a training run that was stopped.
         steps: optimizer steps.
         has_stopped: whether a signal ended it before its last step.
         metrics: metrics returned by TRL's ``train``.
@@ -57,14 +57,14 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         ShardwiseError: the same on every rank, if the configuration, the data or the model cannot be used.
     """
     with open_inputs(config, local_rank) as inputs:
-        arguments, data, processor = inputs.arguments[""], inputs.data[""], inputs.processor
+        arguments, data, processor = inputs.arguments[SINGLE], inputs.data[SINGLE], inputs.processor
         output, record, request = inputs.output, inputs.record, inputs.request
-        model = trl_setup.load_model(arguments)
+        model = trl_objects.load_model(arguments)
         honor_timeout(config, arguments)  # again, for the process groups of the model's mesh, which are new
         require_pad_token(model, processor)
         # Reference, teacher and reward models, each sharded as well.
-        frozen = trl_setup.load_frozen(arguments)
-        trainer = trl_setup.make_trainer(arguments, model, frozen, processor, data, local_rank)
+        frozen = trl_objects.load_frozen(arguments)
+        trainer = trl_objects.make_trainer(arguments, model, frozen, processor, data, local_rank)
         callback = RunCallback(request, record, trainer)
         trainer.add_callback(callback)
         if find_image_column(data[0]) is not None:
@@ -77,7 +77,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         result = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         state = trainer.state
         has_stopped = trainer.is_stop_requested
-        # A training that was stopped has a checkpoint, which it resumes from, and no model yet.
+        # A training run that was stopped has a checkpoint, which it resumes from, and no model yet.
         with World.current(call="train") as world:
             if not has_stopped:
                 record.require_on_first_rank(world)
@@ -85,7 +85,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
             trainer.save_model(str(output), _internal_call=True)  # which is not uploaded yet
         estimated_bytes = _estimate_peak(config, world.size)
         if world.rank == 0:
-            draw_curves(output, {"": state.log_history}, state.log_history, estimated_bytes)
+            draw_curves(output, {SINGLE: state.log_history}, state.log_history, estimated_bytes)
         if not has_stopped:
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:
@@ -162,7 +162,7 @@ def _estimate_peak(config: RunConfig, ranks: int) -> int | None:
     if kind is None or config.method not in ("sft", "reward") or config.values.get("use_liger_kernel"):
         return None
     try:
-        estimate = trl_setup.plan_run(config, ranks, {"device": kind.type})
+        estimate = trl_objects.plan_run(config, ranks, {"device": kind.type})
     except Exception as error:  # the training has succeeded
         _log.warning("no estimate: %s", error)
         return None
@@ -171,7 +171,7 @@ def _estimate_peak(config: RunConfig, ranks: int) -> int | None:
 
 
 class RunCallback(TrainerCallback):
-    """Ends a training after the step in which a signal arrived, and checks its folder before each checkpoint.
+    """Ends a training run after the step in which a signal arrived, and checks its folder before each checkpoint.
 
     ``ShardwiseTrainer`` makes ranks agree on ``control`` and on exceptions after each step. So a signal to one rank
     stops all of them.

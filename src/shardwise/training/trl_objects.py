@@ -78,7 +78,7 @@ class TrlArguments:
 
 
 class ResumableEarlyStopping(transformers.EarlyStoppingCallback):
-    """Early stopping that continues to count in a training that is resumed, with the patience of today."""
+    """Early stopping that continues to count when a run is resumed, with the current patience."""
 
     def on_train_begin(
         self,
@@ -193,7 +193,7 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
-    """Load the models that a training compares with or asks, sharded. Collective: yes.
+    """Load the models that a training run compares with or asks, sharded. Collective: yes.
 
     Return them and the reward functions as arguments of the trainer, which would load each whole on every rank. The
     reference of a LoRA is the model without it.
@@ -593,7 +593,7 @@ def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
-    """Estimate a training from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
+    """Estimate a training run from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
     A pair of DPO is two rows. Generation and the models that a training compares with or asks are not included, as
     a note states. Many LoRAs are estimated as a pass of ``tokens_per_pass`` tokens of the largest of them, with the
@@ -650,7 +650,7 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
 
 
 def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
-    """Estimate a training of many LoRAs."""
+    """Estimate a training run of many LoRAs."""
     configs = [replace(one, own=replace(one.own, accelerate_config=None)) for one in read_adapters(config).values()]
     parsed = [parse(one) for one in configs]
     loaded: Any = _base_options(parsed[0])

@@ -21,22 +21,22 @@ from shardwise.fsdp.named_tensors import TensorRef, computing_device, local_tens
 from shardwise.fsdp.torch_private import copy_attributes
 
 
-def compute_device(held: Sequence[TensorRef], default: torch.device | None) -> torch.device:
+def get_model_device(refs: Sequence[TensorRef], default: torch.device | None) -> torch.device:
     """Return the device that a model computes on: that of its mesh, otherwise ``default``, otherwise the CPU.
 
     Unsharded tensors (buffers, full parameters) belong there too.
     """
-    for item in held:
+    for item in refs:
         if isinstance(item.tensor, DTensor):
             # The first DTensor decides: the meshes of a model are of one kind of device.
             return computing_device(item.tensor)
     return default or torch.device("cpu")
 
 
-def staging_device(held: Sequence[TensorRef], tensors: Iterable[torch.Tensor]) -> torch.device:
+def staging_device(refs: Sequence[TensorRef], tensors: Iterable[torch.Tensor]) -> torch.device:
     """Return the device of staging buffers: the mesh's, otherwise that of the tensors with values."""
     live = next((tensor for tensor in tensors if not tensor.is_meta), None)
-    return compute_device(held, None if live is None else local_tensor(live).device)
+    return get_model_device(refs, None if live is None else local_tensor(live).device)
 
 
 FsdpParams: TypeAlias = Mapping[nn.Parameter, Any]
@@ -44,10 +44,10 @@ FsdpParams: TypeAlias = Mapping[nn.Parameter, Any]
 
 
 def target_devices(
-    held: Sequence[TensorRef], fsdp_params: FsdpParams, device: torch.device
+    refs: Sequence[TensorRef], fsdp_params: FsdpParams, device: torch.device
 ) -> dict[str, torch.device]:
     """Return the device of each tensor by FQN, or the device that it will be materialized on."""
-    return {item.fqn: _get_device(item, fsdp_params, device) for item in held}
+    return {item.fqn: _get_device(item, fsdp_params, device) for item in refs}
 
 
 def _get_device(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) -> torch.device:
@@ -62,7 +62,7 @@ def _find_fsdp_param(item: TensorRef, fsdp_params: FsdpParams) -> Any:
 
 
 def materialize(
-    held: Sequence[TensorRef], fsdp_params: FsdpParams, device: torch.device
+    refs: Sequence[TensorRef], fsdp_params: FsdpParams, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Allocate uninitialized memory of this rank's shard for every meta tensor. Other tensors are unchanged.
 
@@ -70,7 +70,7 @@ def materialize(
     rank's local tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
     ``requires_grad`` and attributes. Memory: this rank's shards.
     """
-    return {item.fqn: _allocate(item, fsdp_params, device) if item.tensor.is_meta else item.local for item in held}
+    return {item.fqn: _allocate(item, fsdp_params, device) if item.tensor.is_meta else item.local for item in refs}
 
 
 def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) -> torch.Tensor:

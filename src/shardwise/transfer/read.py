@@ -74,17 +74,17 @@ class ReadPlan:
 
 
 def plan_reads(
-    destinations: Iterable[ReadItem],
+    requested: Iterable[ReadItem],
     index: CheckpointIndex,
     policy: ReadPolicy,
     budget_bytes: int,
     start_at: float = 0.0,
     staged_bytes: int | None = None,
 ) -> ReadPlan:
-    """Decide how destinations are filled. Pure: reads nothing, and takes no memory for values.
+    """Decide how tensors are filled. Pure: reads nothing, and takes no memory for values.
 
     Args:
-        destinations: the tensors to fill. Those without boxes are left out.
+        requested: the tensors to fill. Those without boxes are left out.
         index: index of the checkpoint.
         policy: read policy of its storage.
         budget_bytes: memory for the staging of all workers together.
@@ -92,17 +92,17 @@ def plan_reads(
             same part of a remote storage.
         staged_bytes: the size of a worker's staging buffer, if it is smaller than the budget allows.
     """
-    items = tuple(item for item in destinations if item.boxes)
+    items = tuple(item for item in requested if item.boxes)
     leaves = (leaf for item in items for leaf in iter_stored_leaves(item.expression))
     files = sorted({index.entries[leaf.key].file for leaf in leaves})
     computed: list[tuple[int, Computed, Region]] = []
     copied: dict[torch.device, list[tuple[int, Copy]]] = {item.device: [] for item in items}
     # Everything is a copy of stored values or computed from them. Copies are by device, which decides the staging.
-    for number, item in enumerate(items):
+    for target, item in enumerate(items):
         for piece in item.boxes:
             copies, regions = copies_and_computed(item.expression, piece.box, piece.local)
-            copied[item.device] += ((number, copy) for copy in copies)
-            computed += ((number, leaf, region) for leaf, region in regions)
+            copied[item.device] += ((target, copy) for copy in copies)
+            computed += ((target, leaf, region) for leaf, region in regions)
     # One batch for each device: requests of one batch share staging buffers of one kind.
     batches: list[tuple[torch.device, tuple[FileRequest, ...]]] = []
     for device, device_copies in copied.items():
@@ -110,11 +110,11 @@ def plan_reads(
         staging = plan_staging(budget_bytes, policy.concurrency, on_device=not is_on_host)
         nbytes = staging.nbytes if staged_bytes is None else min(staged_bytes, staging.nbytes)
         segments: list[tuple[str, Segment]] = []
-        for number, copy in device_copies:
+        for target, copy in device_copies:
             entry = index.entries[copy.leaf.key]
-            needs_staging = not is_on_host or items[number].dtype != to_torch(copy.leaf.dtype)
+            needs_staging = not is_on_host or items[target].dtype != to_torch(copy.leaf.dtype)
             for segment in iter_segments(
-                copy, number, entry, needs_staging=needs_staging, policy=policy, block_bytes=nbytes
+                copy, target, entry, needs_staging=needs_staging, policy=policy, block_bytes=nbytes
             ):
                 segments.append((entry.file, segment))
         start = start_at if policy.is_remote else 0.0
@@ -157,7 +157,7 @@ class ReadExecutor:
     progress: tqdm | None = None
     written: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0
-    _last: tuple[object, Mapping[str, torch.Tensor]] | None = None
+    _last_block: tuple[object, Mapping[str, torch.Tensor]] | None = None
     """Key and outputs of the last block computed alone, for a request that needs it and follows at once."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -169,14 +169,14 @@ class ReadExecutor:
         """
         # Before the read, against the identities at the time of the headers. After it, against those before it.
         before = read_identities(self.reader, plan.files, self.world.check)
-        self._require_same(self.identities, before)
+        self._require_unchanged(self.identities, before)
         try:
             self._fill(plan, tensors, self.budget_bytes)
         finally:
-            self._last = None  # frees the memory of the last block
-        self._require_same(before, read_identities(self.reader, plan.files, self.world.check))
+            self._last_block = None  # frees the memory of the last block
+        self._require_unchanged(before, read_identities(self.reader, plan.files, self.world.check))
 
-    def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    def _require_unchanged(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
         changed = [file for file, identity in now.items() if before.get(file, identity) != identity]
         if changed:
             raise StorageError(
@@ -188,8 +188,8 @@ class ReadExecutor:
     def _fill(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
         targets = TargetTensors(tensors, [item.fqn for item in plan.items])
         # The outputs of the last block are freed before the reads, unless this plan uses them.
-        if self._last is not None and all(task.key != self._last[0] for task in plan.computed):
-            self._last = None
+        if self._last_block is not None and all(task.key != self._last_block[0] for task in plan.computed):
+            self._last_block = None
         for device, requests in plan.batches:
             self._read_all(requests, targets, device, budget_bytes)
         if plan.computed:
@@ -313,10 +313,10 @@ class ReadExecutor:
                 alone += small
             for task in alone:
                 self.world.check()
-                if self._last is None or self._last[0] != task.key:
-                    self._last = None  # freed before memory of the next is allocated
-                    self._last = task.key, self._compute_alone(task, staging_bytes)
-                self._copy_outputs(task, self._last[1], targets, outputs[0])
+                if self._last_block is None or self._last_block[0] != task.key:
+                    self._last_block = None  # freed before memory of the next is allocated
+                    self._last_block = task.key, self._compute_alone(task, staging_bytes)
+                self._copy_outputs(task, self._last_block[1], targets, outputs[0])
         finally:
             for buffer in outputs:
                 buffer.finish()
@@ -324,7 +324,7 @@ class ReadExecutor:
     @torch.no_grad()
     def _compute_alone(self, task: ComputeTask, budget_bytes: int) -> Mapping[str, torch.Tensor]:
         values = self.read_values(get_inputs(task), budget_bytes)
-        self._last = None  # read_values() has set it, if the inputs were computed from a block
+        self._last_block = None  # read_values() has set it, if the inputs were computed from a block
         return task.evaluate(values)
 
     @torch.no_grad()

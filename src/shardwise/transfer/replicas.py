@@ -227,13 +227,13 @@ def _compare_tensors(
     return boxes, compare_replicas(world, replicas)
 
 
-def require_alike_models(world: World, held: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
+def require_alike_models(world: World, refs: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
     """Check that models and optimizers are the same on all ranks, but for their values. Collective: yes.
 
     Raises:
         RankMismatchError: naming tensors that differ.
     """
-    metadata = {item.fqn: TensorMetadata.from_ref(item) for item in held}
+    metadata = {item.fqn: TensorMetadata.from_ref(item) for item in refs}
     # Digests first: the descriptions of a large model are sent only if one of them differs.
     if len(set(world.all_gather_object(repr_digest(metadata)))) > 1:
         by_rank = world.all_gather_object(metadata)
@@ -256,7 +256,7 @@ class Shares:
     differing: tuple[str, ...]
 
 
-def agree_on_shares(world: World, held: Sequence[TensorRef]) -> Shares:
+def agree_on_shares(world: World, refs: Sequence[TensorRef]) -> Shares:
     """Determine the part that each rank sends, and check that replicas are equal.
 
     Every rank reports the tensors that it holds, because a mesh that is a part of the world (the data-parallel
@@ -269,7 +269,7 @@ def agree_on_shares(world: World, held: Sequence[TensorRef]) -> Shares:
         ShardingError: a tensor has no values, an unsupported placement, or elements that no rank holds.
         RankMismatchError: the ranks hold different tensors, or different values of replicas.
     """
-    saved = [item for item in held if item.kind.is_saved]
+    saved = [item for item in refs if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     with world.all_gather("describe tensors") as exchange:
@@ -350,9 +350,9 @@ def _stored_order(packing: Packing, dims: Sequence[tuple[int, int]]) -> list[tup
 
 @dataclass
 class ShardSender:
-    """Source of this rank's shares of a model's tensors. ``held`` and ``shares`` (of all ranks) are by name."""
+    """Source of this rank's shares of a model's tensors. ``refs`` and ``shares`` (of all ranks) are by name."""
 
-    held: Mapping[str, TensorRef]
+    refs: Mapping[str, TensorRef]
     shares: Mapping[str, Sequence[Boxes]]
     rank: int
     _last: tuple[tuple[str, int], torch.Tensor] | None = field(default=None, init=False)
@@ -369,7 +369,7 @@ class ShardSender:
 
     def values(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor, row-major."""
-        item = self.held[name]
+        item = self.refs[name]
         return strided_view(item.local, locate_box(box, local_boxes(item.tensor, item.fqn))).contiguous()
 
 

@@ -116,7 +116,7 @@ class WorkerPool(Generic[Task, Buffer]):
             with self._lock:
                 self._failure = self._failure or error  # the first one counts
                 self._stop = True
-        # Also after an error, so that run() does not wait for this worker.
+        # Even after an error, so that run() does not wait for this worker.
         with self._finished:
             self._at_work -= 1
             self._finished.notify_all()

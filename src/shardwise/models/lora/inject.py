@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from shardwise.core.consents import describe_faults
 from shardwise.core.errors import ConfigError, KeyMismatchError
-from shardwise.core.expert_factors import ExpertFactors, are_exchanged
+from shardwise.core.expert_factors import ExpertFactors, are_swapped
 from shardwise.core.expression import Bindings, Expression
 from shardwise.core.untrusted import require_quick_patterns
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
@@ -55,7 +55,7 @@ def match_adapter(
     fqns = names_outside(model, refs, AdapterOnly(name))
     by_name = {alias: item for item in refs for alias in item.names}
     version, what = adapter.config.peft_version, adapter.directory
-    tensors = exchange_experts(model, refs, name, adapter.tensors, version, what)
+    tensors = swap_experts(model, refs, name, adapter.tensors, version, what)
     missing = [key for key, fqn in fqns.items() if key not in tensors and fqn in required]
     unexpected = [key for key in tensors if key not in fqns]
     pairs = {key: (by_name[fqns[key]], item) for key, item in tensors.items() if key in fqns}
@@ -77,7 +77,7 @@ def match_adapter(
     return {ref.fqn: item for ref, item in pairs.values()}
 
 
-def exchange_experts(
+def swap_experts(
     model: Any,
     refs: Sequence[TensorRef],
     name: str,
@@ -87,7 +87,7 @@ def exchange_experts(
 ) -> dict[str, Expression]:
     """Return an adapter's tensors with the factors of stacked experts in today's layout.
 
-    See [Note: Exchanged factors] in ``core/expert_factors.py``.
+    See [Note: Swapped factors] in ``core/expert_factors.py``.
 
     Args:
         model: PEFT's model, with the adapter's modules.
@@ -112,12 +112,12 @@ def exchange_experts(
             model_shapes = tuple(lora_A.weight.shape), tuple(lora_B.weight.shape)
             pairs.append((a_key, b_key))
             shapes.append(ExpertFactors(stored_shapes, model_shapes, experts, is_transposed))
-    exchanged = dict(tensors)
-    if are_exchanged(shapes, peft_version, what):
+    swapped = dict(tensors)
+    if are_swapped(shapes, peft_version, what):
         for (a_key, b_key), item in zip(pairs, shapes, strict=True):
-            if item.fits_exchanged:
-                exchanged[a_key], exchanged[b_key] = item.exchange(tensors[a_key], tensors[b_key])
-    return exchanged
+            if item.fits_swapped:
+                swapped[a_key], swapped[b_key] = item.swap(tensors[a_key], tensors[b_key])
+    return swapped
 
 
 def _format_targets(targets: object) -> str:
@@ -305,7 +305,7 @@ def replicate_adapter(tuned: Tuned) -> Tuned:
     """
     if tuned.additions.norms:
         raise ConfigError("use_dora: initializes magnitudes from sharded rows. Pass placement='sharded'")
-    return replace(tuned, stays_whole=dict.fromkeys(tuned.additions.from_tuning, "adapters are replicated"))
+    return replace(tuned, kept_whole_names=dict.fromkeys(tuned.additions.from_tuning, "adapters are replicated"))
 
 
 def matches(name: str, ending: str) -> bool:
@@ -335,8 +335,8 @@ class Tuned:
         base: the transformers model, to which ``fully_shard`` is applied.
         bindings: the checkpoint's expressions, by names in ``model``.
         additions: the added parameters.
-        stays_whole: names of parameters that stay unsharded, with the reason.
-        whole: these parameters, once their dtypes are final.
+        kept_whole_names: names of parameters that stay unsharded, with the reason.
+        kept_whole: these parameters, once their dtypes are final.
         notes: sentences for the report.
     """
 
@@ -344,6 +344,6 @@ class Tuned:
     base: PreTrainedModel
     bindings: Bindings
     additions: Additions = field(default_factory=Additions)
-    stays_whole: Mapping[str, str] = field(default_factory=dict)
-    whole: Mapping[nn.Parameter, str] = field(default_factory=dict)
+    kept_whole_names: Mapping[str, str] = field(default_factory=dict)
+    kept_whole: Mapping[nn.Parameter, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

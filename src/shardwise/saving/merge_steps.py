@@ -32,7 +32,6 @@ from shardwise.loading.meta_model import MetaModel, compare_ties
 from shardwise.loading.plan import LoadPlan, Tie, plan_load
 from shardwise.loading.prepare import get_rules
 from shardwise.models import pretrained
-from shardwise.models.pretrained import progress_bar
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
 from shardwise.saving.plan import plan_save
@@ -40,6 +39,7 @@ from shardwise.saving.prepare import find_main_dtype
 from shardwise.saving.saving_lock import new_save_id
 from shardwise.saving.stream_out import TensorsToSave, stream_out
 from shardwise.saving.write import WrittenTensors
+from shardwise.transfer.progress import progress_bar
 from shardwise.transfer.read import ReadExecutor
 
 BUDGET_BYTES: Final = 32 << 20
@@ -204,7 +204,7 @@ def write_out(
     return written, plan.names
 
 
-def read_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
+def open_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     """Return the index of the checkpoint in a model's folder."""
     index = open_checkpoint(
         opened.reader,

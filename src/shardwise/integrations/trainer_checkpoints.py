@@ -212,7 +212,7 @@ def read_complete_header(folder: Path) -> TrainerHeader:
 
 
 def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tuple[Path | None, bool]:
-    """Find the checkpoint that a training with the output folder ``run`` resumes from.
+    """Find the checkpoint that a training run with the output folder ``run`` resumes from.
 
     Return it, or None to start from the beginning, and whether incomplete checkpoints have to be removed.
 
@@ -223,7 +223,7 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
     kinds = checkpoints_in(run)
     complete = [step for step, kind in kinds.items() if kind is FolderKind.COMPLETE]
     foreign = [step for step, kind in kinds.items() if kind is FolderKind.FOREIGN]
-    # The step of this folder that the training continues from. It is -1 for a training that starts from the
+    # The step of this folder that the training continues from. It is -1 for a training run that starts from the
     # beginning, or from a checkpoint in another folder: then all checkpoints here are of another run.
     source, at = None, -1
     if requested == "newest":

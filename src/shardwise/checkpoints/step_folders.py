@@ -379,7 +379,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     agree, every tensor that the model of ``config.json`` needs must be there, and the fingerprints of the bytes of
     tensors must be those that were recorded. Other small files that differ from the record are reported as changed.
 
-    For a training as a :class:`Checkpointer` writes it (a folder ``step-N``, or the folder of all, of which the
+    For a training run as a :class:`Checkpointer` writes it (a folder ``step-N``, or the folder of all, of which the
     newest is used), all bytes of all its files are compared.
 
     Collective: no. Memory: a few blocks of 8 MiB.
@@ -412,7 +412,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
 
 
 def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
-    """Open a training's checkpoint, or the newest in a folder of them. None for other directories."""
+    """Open a training run's checkpoint, or the newest in a folder of them. None for other directories."""
     if is_url(directory):
         return None
     folder = Path(os.path.abspath(os.path.expanduser(directory)))
