@@ -308,7 +308,7 @@ class FusedPass:
         selected = hidden_states.flatten(0, 1).index_select(0, self._flat).unsqueeze(1)
         logprobs = []
         for start, stop in zip(self._chunk_bounds, self._chunk_bounds[1:], strict=False):
-            # Within a chunk, each position is a row of one token, for the model as for adapters on its output layer.
+            # In a chunk, each position is a row of one token, for the model and for adapters on its output layer.
             route = self.route.of_positions(self._row_numbers[start:stop], self._positions[start:stop])
             inputs = selected[start:stop], self._targets[start:stop]
             arguments = self._model, decoder_output, *inputs, route, self._active_route, self._num_top
