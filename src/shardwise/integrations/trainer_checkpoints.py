@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.checkpoints.folder import find_latest
+from shardwise.checkpoints.step_folders import find_latest
 from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.folders import folders_in, remove_files

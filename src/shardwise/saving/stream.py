@@ -191,7 +191,7 @@ def _make_merging_sender(
     dtypes = {name: to_torch(output.dtype) for name, output in outputs.items()}
     every_rank = range(world.size)
     matrices = dict(_gather_full(world, outputs, dtypes, sender, every_rank, refs, None, options.bucket_bytes))
-    base_refs = {name: sender.held[fqn] for name, fqn in adapted.inside.items()}
+    base_refs = {name: sender.refs[fqn] for name, fqn in adapted.inside.items()}
     with world.collective("plan packed rows"):
         packed = find_packed_rows(base_refs)
     # Shares of packed weights count bytes. Those of the outputs count values, two for each byte.
