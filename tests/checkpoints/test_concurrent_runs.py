@@ -81,7 +81,7 @@ def test_what_counts_by_the_time_it_is_tidied_up_stays(saved, monkeypatch):
     metadata = root / "step-2" / ".metadata"
     ready = root / "step-2" / "..metadata.0123abcd.incomplete"
     os.rename(metadata, ready)
-    incomplete_steps = write.folder.incomplete_steps
+    incomplete_steps = write.step_folders.incomplete_steps
 
     def goes_on(place):
         found = incomplete_steps(place)
@@ -89,7 +89,7 @@ def test_what_counts_by_the_time_it_is_tidied_up_stays(saved, monkeypatch):
         return found
 
     checkpointer = Checkpointer(root)
-    monkeypatch.setattr(write.folder, "incomplete_steps", goes_on)
+    monkeypatch.setattr(write.step_folders, "incomplete_steps", goes_on)
     with pytest.raises(StorageError, match="another run has saved step 2 there"):
         checkpointer.save(3, training.state)
     monkeypatch.undo()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from shardwise.core.errors import FormatError
 from shardwise.core.tensors import DType, numel
 from shardwise.files import safetensors_files as safetensors_header
-from shardwise.files.safetensors_files import _RANK, lay_out, parse_header
+from shardwise.files.safetensors_files import _POSITION, lay_out, parse_header
 from shardwise.fsdp.torch_private import from_torch, to_torch
 
-WRITABLE = sorted(_RANK, key=lambda dtype: dtype.label)
+WRITABLE = sorted(_POSITION, key=lambda dtype: dtype.label)
 tensors = st.dictionaries(
     st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6).filter(
         lambda key: key != "__metadata__"

@@ -148,10 +148,10 @@ def test_all_bad_keys_are_reported_without_torch(tmp_path: Path) -> None:
     read_file.write_text(yaml.safe_dump({**COMMON, "adapters": {"ada": {"lora_q": 1}, "bob": {"lora_z": 1}}}))
     program = (
         "import sys\n"
-        "from shardwise.cli.train import _read\n"
+        "from shardwise.cli.train import _read_config\n"
         "from shardwise.core.errors import ConfigError\n"
         "try:\n"
-        f"    _read([{str(read_file)!r}])\n"
+        f"    _read_config([{str(read_file)!r}])\n"
         "except ConfigError as error:\n"
         "    print(error)\n"
         "print('torch' in sys.modules)\n"
