@@ -15,13 +15,18 @@ from tinker import types
 
 from shardwise.serve.vllm import VllmClient
 
+# What vLLM takes from the base's generation config otherwise.
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+
 # Of vLLM 0.11 and later: vllm/entrypoints/openai, CompletionRequest and LoadLoRAAdapterRequest.
 FIELDS = {
     "/v1/completions": {
         *("model", "prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids"),
         *("ignore_eos", "logprobs", "prompt_logprobs", "return_token_ids", "skip_special_tokens"),
+        *NEUTRAL,
     },
     "/v1/load_lora_adapter": {"lora_name", "lora_path"},
+    "/v1/unload_lora_adapter": {"lora_name"},
 }
 
 
@@ -29,6 +34,8 @@ class StandIn(BaseHTTPRequestHandler):
     """Continues each prompt with its last token, plus 1, 2, ..."""
 
     requests: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
+    adapters: set[str] = set()  # noqa: RUF012
+    url = ""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -37,12 +44,20 @@ class StandIn(BaseHTTPRequestHandler):
             self.answer(400, {"error": f"unknown {set(body) - FIELDS[self.path]}"})
         elif self.path == "/v1/load_lora_adapter":
             is_there = Path(body["lora_path"], "adapter_config.json").is_file()
-            self.answer(200 if is_there else 404, {})
-        else:
-            known = {request["lora_name"] for path, request in self.requests if path.endswith("adapter")} | {"base"}
-            if body["model"] not in known:
-                self.answer(404, {"error": "no such model"})
+            if body["lora_name"] in self.adapters:
+                self.answer(400, {"error": "has already been loaded"})
                 return
+            if is_there:
+                self.adapters.add(body["lora_name"])
+            self.answer(200 if is_there else 404, {})
+        elif self.path == "/v1/unload_lora_adapter":
+            self.answer(200 if body["lora_name"] in self.adapters else 404, {})
+            self.adapters.discard(body["lora_name"])
+        elif body["max_tokens"] < 1:
+            self.answer(400, {"error": "max_tokens must be at least 1"})
+        elif body["model"] not in {*self.adapters, "base"}:
+            self.answer(404, {"error": "no such model"})
+        else:
             tokens = [body["prompt"][-1] + number + 1 for number in range(body["max_tokens"])]
             choice = {
                 "finish_reason": "length",
@@ -68,10 +83,11 @@ class StandIn(BaseHTTPRequestHandler):
 @pytest.fixture
 def vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         StandIn.requests.clear()
-        client = VllmClient(f"http://127.0.0.1:{server.server_port}", "base")
-        monkeypatch.setattr(served.server._service, "vllm", client)
+        StandIn.adapters.clear()
+        StandIn.url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(served.server._service, "vllm", VllmClient(StandIn.url, "base"))
         yield StandIn
         server.shutdown()
 
@@ -85,10 +101,16 @@ def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> N
         output = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=3, seed=1, stop=[9])).result()
         assert [list(each.tokens) for each in output.sequences] == [[6, 7, 8]] * 2
     assert sampler.compute_logprobs(prompt).result() == [None, -4.0, -5.0]
+    one = types.ModelInput.from_ints([3])
+    scores = sampler.sample(one, 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=2).result()
+    assert scores.topk_prompt_logprobs == [None]
     paths = [path for path, _ in vllm.requests]
-    assert paths == ["/v1/load_lora_adapter", *["/v1/completions"] * 3], "an adapter is loaded once"
+    assert paths == ["/v1/load_lora_adapter", *["/v1/completions"] * 4], "an adapter is loaded once"
     assert vllm.requests[1][1]["stop_token_ids"] == [9]
     assert vllm.requests[1][1]["ignore_eos"] is True
+    assert {name: vllm.requests[1][1].get(name) for name in NEUTRAL} == NEUTRAL
+    output = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=0)).result()
+    assert [(list(each.tokens), each.stop_reason) for each in output.sequences] == [([], "length")] * 2
     for _ in range(2):  # under one name, and so in one folder
         latest = client.create_sampling_client(model.save_weights_for_sampler("latest").result().path).result()
         latest.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
@@ -96,6 +118,34 @@ def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> N
     base = client.create_sampling_client(base_model="base").result()
     base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
     assert vllm.requests[-1][1]["model"] == "base"
+
+
+def test_adapters_are_loaded_again_when_a_server_was_started_again(
+    served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
+    model = client.create_lora_training_client("base", rank=2).result()
+    paths = [model.save_weights_for_sampler(name).result().path for name in ("first", "second")]
+    first, second = (client.create_sampling_client(path).result() for path in paths)
+
+    def sample(sampler: Any, num_loads: int) -> None:
+        """Two requests at once, which load an adapter as often together."""
+        vllm.requests.clear()
+        params = types.SamplingParams(max_tokens=1)
+        futures = [sampler.sample(types.ModelInput.from_ints([3]), 1, params) for _ in range(2)]
+        assert [list(future.result().sequences[0].tokens) for future in futures] == [[4]] * 2
+        assert [path for path, _ in vllm.requests].count("/v1/load_lora_adapter") == num_loads
+
+    sample(first, 1)
+    monkeypatch.setattr(served.server._service, "vllm", VllmClient(vllm.url, "base"))
+    sample(first, 1)
+    vllm.adapters.clear()
+    sample(first, 1)
+    sample(first, 0)
+    monkeypatch.setattr("shardwise.serve.vllm._NUM_LOADED", 1)
+    sample(second, 1)
+    assert len(vllm.adapters) == 1, "the first was unloaded"
+    sample(first, 1)
 
 
 def test_an_error_of_vllm_is_one_of_the_request(

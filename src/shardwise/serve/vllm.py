@@ -7,8 +7,8 @@ must see the folder under the same path.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
+import secrets
 from typing import Any, Final
 
 import httpx
@@ -19,6 +19,12 @@ from shardwise.core.errors import ConfigError
 from shardwise.serve.operations import Generate
 
 _TIMEOUT_S: Final = 600.0
+
+_NUM_LOADED: Final = 256
+"""Adapters that vLLM has at a time. For a new one, the one that was used longest ago is unloaded."""
+
+_NEUTRAL: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+"""What vLLM takes from the model's generation config where a request leaves it out."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +40,9 @@ class VllmClient:
     def __init__(self, url: str, base: str) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S)
         self._base = base
-        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._loading: dict[tuple[str, str | None], asyncio.Task[str]] = {}
+        """Names of adapters in vLLM by folder and name here, the one used last at the end. A checkpoint that is
+        saved again into its folder has another name here."""
 
     async def sample(self, operation: Generate) -> SampleOutput:
         """Return sequences of a prompt. Their log probabilities are those of vLLM.
@@ -42,15 +50,13 @@ class VllmClient:
         Raises:
             ConfigError: vLLM is not there, or refuses. The message has its reason.
         """
-        name = self._base
-        if operation.folder is not None:
-            name = await self._load(operation)
         sample = operation.settings
         stop = sample["stop"]
         body = {
-            "model": name,
             "prompt": list(operation.prompt),
-            **{key: sample[key] for key in ("n", "max_tokens", "temperature", "top_p", "seed")},
+            **{key: sample[key] for key in ("n", "temperature", "top_p", "seed")},
+            **_NEUTRAL,
+            "max_tokens": max(sample["max_tokens"], 1),
             "top_k": sample["top_k"] or -1,
             # None is the end of text of the model's generation config, which vLLM knows.
             "stop_token_ids": stop or [],
@@ -61,36 +67,64 @@ class VllmClient:
         }
         if sample["prompt_logprobs"] or sample["top_prompt_logprobs"]:
             body["prompt_logprobs"] = sample["top_prompt_logprobs"]
+        response = await self._complete(operation, body)
         try:
-            answer = await self._post("/v1/completions", body)
-            return read_answer(answer, operation.prompt, sample["top_prompt_logprobs"])
+            output = read_answer(response.json(), operation.prompt, sample["top_prompt_logprobs"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"vLLM: its answer lacks {error}. Is it older than 0.11?") from error
+        if sample["max_tokens"] == 0:  # vLLM samples at least one token
+            output.sequences[:] = [SampledSequence() for _ in output.sequences]
+        return output
 
-    async def _load(self, operation: Generate) -> str:
-        """Have vLLM load the adapter of a folder, once. Return its name there."""
-        folder = operation.folder
-        # The model's name, too: a checkpoint that is saved again into its folder has another one.
-        name = "shardwise-" + hashlib.sha256(f"{folder} {operation.model}".encode()).hexdigest()[:24]
-        if name not in self._loading or (self._loading[name].done() and self._loading[name].exception()):
-            body = {"lora_name": name, "lora_path": folder}
-            self._loading[name] = asyncio.ensure_future(self._post_load(body))
-        await self._loading[name]
+    async def _complete(self, operation: Generate, body: dict[str, Any]) -> httpx.Response:
+        """Post a request for completions. Load its adapter first, unless vLLM has it."""
+        path = "/v1/completions"
+        if operation.folder is None:
+            return _require_success(await self._post(path, {**body, "model": self._base}))
+        key = operation.folder, operation.model
+        loading = self._get_loading(key)
+        response = await self._post(path, {**body, "model": await loading})
+        if response.status_code == 404:  # vLLM was started again, or has unloaded the adapter
+            # Another sample may have begun to load it again.
+            if self._loading.get(key) is loading:
+                del self._loading[key]
+            response = await self._post(path, {**body, "model": await self._get_loading(key)})
+        return _require_success(response)
+
+    def _get_loading(self, key: tuple[str, str | None]) -> asyncio.Task[str]:
+        """Return the load of an adapter, which may be done. Begin it if there is none, or it has failed."""
+        loading = self._loading.pop(key, None)
+        if loading is None or (loading.done() and loading.exception()):
+            loading = asyncio.ensure_future(self._load(key[0]))
+        self._loading[key] = loading
+        return loading
+
+    async def _load(self, folder: str) -> str:
+        """Have vLLM load an adapter. Return its name there."""
+        while len(self._loading) > _NUM_LOADED:
+            oldest = self._loading.pop(next(iter(self._loading)))
+            if oldest.done() and not oldest.exception():
+                await self._post("/v1/unload_lora_adapter", {"lora_name": oldest.result()})
+        # A new name in each load: vLLM refuses one that it has, also from a server that was here before.
+        name = f"shardwise-{secrets.token_hex(12)}"
+        _require_success(await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}))
         return name
 
-    async def _post_load(self, body: dict[str, Any]) -> None:
-        await self._post("/v1/load_lora_adapter", body)
-
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         try:
-            response = await self._http.post(path, json=body)
+            return await self._http.post(path, json=body)
         except httpx.HTTPError as error:
             raise ConfigError(f"vLLM at {self._http.base_url}: {type(error).__name__}. Is it running?") from error
-        if response.status_code != 200:
-            # Its text may have the path of a folder, so it is in the log alone.
-            _log.error("vLLM: %s answered %d, %s", path, response.status_code, response.text)
-            raise ConfigError(f"vLLM: {path} answered {response.status_code}. The server's log has its reason")
-        return response.json() if path == "/v1/completions" else None
+
+
+def _require_success(response: httpx.Response) -> httpx.Response:
+    """Return a response. Raise ConfigError if its status is not 200."""
+    if response.status_code != 200:
+        path = response.url.path
+        # Its text may have the path of a folder, so it is in the log alone.
+        _log.error("vLLM: %s answered %d, %s", path, response.status_code, response.text)
+        raise ConfigError(f"vLLM: {path} answered {response.status_code}. The server's log has its reason")
+    return response
 
 
 def read_answer(answer: Any, prompt: tuple[int, ...], num_top: int) -> SampleOutput:
@@ -113,6 +147,7 @@ def read_answer(answer: Any, prompt: tuple[int, ...], num_top: int) -> SampleOut
         sorted(((-float(each["logprob"]), int(token)) for token, each in entry.items()))[:num_top]
         for entry in of_prompt[1:]
     ]
-    ids = torch.tensor([[token for _, token in top] for top in tops])
-    values = torch.tensor([[-negative for negative, _ in top] for top in tops])
+    shape = (len(tops), num_top)  # also where there are none, after a prompt of one token
+    ids = torch.tensor([[token for _, token in top] for top in tops], dtype=torch.int64).view(shape)
+    values = torch.tensor([[-negative for negative, _ in top] for top in tops]).view(shape)
     return SampleOutput(sequences, own, (ids, values))
