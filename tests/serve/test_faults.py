@@ -281,19 +281,34 @@ def test_an_optimizer_that_a_checkpoint_does_not_have(users: dict[str, User]) ->
 
 
 def test_saves_under_one_name_that_are_sent_at_once(served: Served, users: dict[str, User]) -> None:
-    """Neither replaces the other unless it says so."""
-    ada = users["ada"]
+    """Neither replaces the other unless it says so. Their results are kept without their requests."""
+    ada, metadata = users["ada"], {"note": "x" * 60_000}
     model = ada.create()
     with one_turn(served, users["dee"]):
         promises = [
-            ada.post("save_weights", model_id=model, seq_id=seq_id, path="one", overwrite=overwrite)
+            ada.post(
+                "save_weights",
+                model_id=model,
+                seq_id=seq_id,
+                path="one",
+                overwrite=overwrite,
+                user_metadata=metadata,
+            )
             for seq_id, overwrite in ((1, False), (2, False), (3, True))
         ]
     first, second, third = (ada.retrieve(promise) for promise in promises)
     assert first == third
-    assert second["error"] == "path 'one': exists already. Pass overwrite=True, or another name"
+    assert second["error"] == "path 'one': is being saved already. Pass overwrite=True, or another name"
     again = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=4, path="one"))
-    assert again["error"] == second["error"]
+    assert again["error"] == "path 'one': exists already. Pass overwrite=True, or another name"
+    # Only the bytes of a result are counted, so that it must not hold its request.
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    body = {"base_model": "base", "prompt": prompt, "sampling_params": {"max_tokens": 1, "stop": "text"}}
+    promises.append(ada.post("asample", **body))
+    assert "has no tokenizer" in ada.retrieve(promises[-1])["error"]
+    for promise in promises:
+        request = served.server._service.futures[promise["request_id"]]
+        assert (request.operation, request.checkpoint, request.answer) == (None, None, {})
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_saved_again(

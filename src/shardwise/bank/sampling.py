@@ -35,7 +35,8 @@ _CHECKED_STEPS: Final = 16
 """After as many steps, ranks tell each other whether all sequences have ended."""
 
 _LARGEST_ROUNDING: Final = 0.05
-"""Of log probabilities, relative to their spread, in 16 bits too. Padding that is read changes them by more."""
+"""Of log probabilities, relative to their spread, in 16 bits too. Padding that is read is assumed to change them by
+more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +298,7 @@ class _Sequences:
 def _may_pad(base: SharedBase, lengths: Lengths) -> bool:
     """Return whether prompts of unequal lengths may share a batch, equal on all ranks. Collective: yes.
 
-    See [Note: Padding that is read].
+    See [Note: Padding that is read]. The first call that has to know runs the base four times.
     """
     if all(len({prompt for prompt, _ in of_rank}) < 2 for of_rank in lengths):
         return True

@@ -15,7 +15,8 @@ from shardwise.bank.rows import RowTensors
 class Pass:
     """Rows of a model, with a loss, or to be scored. ``model`` is an adapter's name, or None for the base.
 
-    One that ``is_refused`` has no rows: ranks note that the batch of its model lacks a part.
+    One that ``is_refused`` stands for any request of a model that failed before its turn, and has no rows. With
+    ``backward``, ranks note that the batch of its model lacks a part.
     """
 
     request_id: str
@@ -111,7 +112,10 @@ TurnOperation: TypeAlias = Pass | OptimStep | LaterOperation | Generate
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Operations in the order of their parts. A turn without any keeps ranks from waiting too long."""
+    """Operations. Ranks carry them out part by part; the order counts within a part.
+
+    A turn without any keeps ranks from waiting too long.
+    """
 
     operations: tuple[TurnOperation, ...] = ()
     is_last: bool = False

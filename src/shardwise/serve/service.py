@@ -112,7 +112,7 @@ class QueuedRequest:
         request_id: clients retrieve the result by it.
         key: the user.
         is_new: False for one that was sent before. Only its id is used.
-        operation: what ranks carry out. None at the end.
+        operation: what ranks carry out. None once the request is done.
         answer: what the result needs beside the operation's outcome, or all of the result.
         checkpoint: is recorded when the operation is done.
         may_replace: whether the checkpoint may replace one of its name.
@@ -510,7 +510,10 @@ class Service:
         return request
 
     def _set_result(self, request: QueuedRequest, result: bytes | Mapping[str, Any] | Refusal) -> None:
+        """Set the result of a request, which is kept without the rest, since only a result's bytes are counted."""
         request.result = result
+        request.operation = request.checkpoint = request.sampler = None
+        request.answer = {}
         request.is_done.set()
         if isinstance(result, Refusal):
             self.counters.failures[request.key.name] += 1
@@ -616,12 +619,14 @@ class Service:
             save, checkpoint = request.operation, request.checkpoint
             if not isinstance(save, SaveModel) or checkpoint is None or self.store is None:
                 continue
-            is_taken = save.folder in saved or self.store.find(request.key.folder, checkpoint.path) is not None
-            if is_taken and not request.may_replace:
-                text = f"path {checkpoint.name!r}: exists already. Pass overwrite=True, or another name"
-                self._set_result(request, Refusal(text))
-                request.operation = Pass(request.request_id, save.model, (), is_refused=True)
+            is_being_saved = save.folder in saved
             saved.add(save.folder)
+            if request.may_replace or not (is_being_saved or self.store.find(request.key.folder, checkpoint.path)):
+                continue
+            fault = "is being saved" if is_being_saved else "exists"
+            text = f"path {checkpoint.name!r}: {fault} already. Pass overwrite=True, or another name"
+            self._set_result(request, Refusal(text))
+            request.operation = Pass(request.request_id, save.model, (), is_refused=True)
 
     def _make_turn(self, requests: Sequence[QueuedRequest]) -> Turn:
         operations = tuple(request.operation for request in requests if request.operation is not None)
@@ -662,7 +667,8 @@ class Service:
         self, requests: Sequence[QueuedRequest], outcomes: Mapping[str, Any], duration_s: float
     ) -> None:
         """Set the results of a turn, and note what they tell about models."""
-        if any(isinstance(request.operation, Pass) for request in requests):
+        operations = [request.operation for request in requests]
+        if any(isinstance(operation, Pass) and not operation.is_refused for operation in operations):
             self._last_turn_s = duration_s
         counters = self.counters
         counters.turns += bool(requests)
