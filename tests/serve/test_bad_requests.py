@@ -241,6 +241,8 @@ def test_numbers_that_no_float_can_have(ada: User) -> None:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
     body = {"base_model": "base", "prompt": prompt, "sampling_params": {"max_tokens": 2, "top_k": huge}}
     assert isinstance(ada.retrieve(ada.post("asample", **body)), bytes)
+    too_long = ada.post("asample", **{**body, "sampling_params": {"max_tokens": 127}})
+    assert "takes up to 128 in all" in ada.retrieve(too_long)["error"]
     model = ada.create()
     step = ada.post("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": huge})
     assert ada.retrieve(step)["category"] == "user"

@@ -1,46 +1,69 @@
-"""Turns and stops of a service without ranks: its operations have the outcomes of a test."""
+"""A service without ranks, whose operations have the outcomes of a test; options of the command, and its keys."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+from click.testing import CliRunner
 from tests.support.local_ranks import LIMIT_S
 
 from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.sampling import SampleOutput
+from shardwise.cli.serve import serve_command
+from shardwise.core.errors import ConfigError
 from shardwise.serve.checkpoints import CheckpointStore
 from shardwise.serve.engine import deal_rows
-from shardwise.serve.keys import LOCAL
+from shardwise.serve.keys import LOCAL, read_keys
 from shardwise.serve.operations import CreateModel, Generate, SampleAnswer, SaveModel, Turn
-from shardwise.serve.service import Service, Settings, name_model
+from shardwise.serve.service import Model, Service, Settings, name_model
 
 
-async def run_turn(service: Service) -> Turn:
+async def run_turn(service: Service, duration_s: float = 0.0) -> Turn:
     turn, requests = await service.take_turn(LIMIT_S)
-    await service.finish_turn(requests, {each.request_id: None for each in turn.operations}, 0.0)
+    await service.finish_turn(requests, {each.request_id: None for each in turn.operations}, duration_s)
     return turn
 
 
-def test_a_session_that_is_closed_during_a_stop(tmp_path: Path) -> None:
-    """Its models are saved once, and none of them is lost."""
+async def create(service: Service) -> Model:
+    session = service.open_session(LOCAL, None)
+    with service.open_model(session, 1, 4, frozenset(("attn",)), None) as request:
+        model_id = name_model(session, 1)
+        request.operation = CreateModel(request.request_id, model_id, 4, 0, frozenset(("attn",)))
+    await run_turn(service)
+    return service.models[model_id]
+
+
+def test_a_session_that_is_closed_during_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its models are saved once, and none of them is lost. vLLM loads from folders, so their paths are absolute."""
+    monkeypatch.chdir(tmp_path)
 
     async def close() -> tuple[Service, list[Turn]]:
-        service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
-        session = service.open_session(LOCAL, None)
-        with service.open_model(session, 1, 4, frozenset(("attn",)), None) as request:
-            model_id = name_model(session, 1)
-            request.operation = CreateModel(request.request_id, model_id, 4, 0, frozenset(("attn",)))
-        await run_turn(service)
+        service = Service(Settings("base", "base"), CheckpointStore(Path("checkpoints")))
+        model = await create(service)
         await service.begin_stop()
-        service.close_session(session, "finished")
+        service.close_session(model.session, "finished")
         return service, [await run_turn(service) for _ in range(2)]
 
     service, (first, second) = asyncio.run(close())
-    folders = [Path(each.folder).name for each in first.operations if isinstance(each, SaveModel)]
-    assert (folders, first.is_last, second.is_last) == (["finished"], False, True)
+    (folder,) = (Path(each.folder) for each in first.operations if isinstance(each, SaveModel))
+    assert (folder.name, first.is_last, second.is_last) == ("finished", False, True)
+    assert folder.is_relative_to(tmp_path / "checkpoints")
     assert service.lost_models == []
+
+
+def test_turns_do_not_wait_as_long_as_one_without_a_pass() -> None:
+    async def refuse() -> float:
+        service = Service(Settings("base", "base"), None)
+        with service.place(await create(service), 1, b"body"):
+            raise ConfigError("refused")
+        await run_turn(service, duration_s=100.0)
+        return service._last_turn_s
+
+    assert asyncio.run(refuse()) == 0.0
 
 
 def test_samples_of_vllm_are_waited_for_at_a_stop() -> None:
@@ -68,6 +91,43 @@ def test_samples_of_vllm_are_waited_for_at_a_stop() -> None:
     are_last, result = asyncio.run(stop())
     assert are_last == [False, False, False, True]
     assert isinstance(result, bytes)
+
+
+@pytest.mark.parametrize("name", ["ada", "no", "null", "0123", "1e3", "a: b", "é" * 70, '"'])
+def test_the_name_of_a_new_key(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "keys.yaml"
+    text = CliRunner().invoke(serve_command, ["--new-key", name]).output
+    file.write_text(text)
+    assert [key.name for key in read_keys(file).values()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ada: {sha256: A}\nbo: {sha256: B}\nada: {sha256: B}", "ada is there twice, again in line 3"),
+        ("ada: {sha256: A, max_models: 1, max_models: 2}", "max_models is there twice, again in line 1"),
+        ("0123: {sha256: A}", "83: is not a name. Write text, in quotes"),
+        ("ada: {sha256: A, no: 1}", "Keys should be strings"),
+        ("ada: 2026-02-30", "cannot be read"),
+        ("ada: {max_models: 1}", "ada: has no sha256"),
+    ],
+)
+def test_a_file_of_keys_that_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text.replace("A", "a" * 64).replace("B", "b" * 64))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read_keys(file)
+
+
+def test_the_name_of_a_base_in_the_working_folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    monkeypatch.setattr(
+        "shardwise.cli.serve.run_ranks", lambda *arguments, **_: names.append(arguments[2].settings.name)
+    )
+    monkeypatch.chdir(base)
+    for model in (".", "../base", str(base), "owner/base"):
+        assert CliRunner().invoke(serve_command, [model]).exit_code == 0
+    assert names == ["base", "base", "base", "owner/base"]
 
 
 def test_rows_are_dealt_so_that_passes_are_short() -> None:

@@ -26,7 +26,9 @@ _PACKAGES = ("peft", "prometheus_client", "starlette", "tinker", "uvicorn", "yam
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option("--keys", type=click.Path(path_type=Path), help="YAML file of users. Without one, anyone may call.")
 @click.option("--new-key", metavar="NAME", help="Print a new key and its entry for --keys, and end.")
-@click.option("--state", type=click.Path(path_type=Path), help="Folder for checkpoints.")
+@click.option(
+    "--state", type=click.Path(path_type=Path), help="Folder for checkpoints. Without one, nothing is saved."
+)
 @click.option("--served-model-name", help="Name of the base for clients.  [default: MODEL, or its folder's name]")
 @click.option("--tokenizer", help="Name of the tokenizer for clients.  [default: the served name]")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, ...")
@@ -59,7 +61,7 @@ def serve_command(
 ) -> None:
     """Serve MODEL to clients of the tinker package: each trains LoRAs, and all share the base's passes.
 
-    Exit codes: 0 stopped by a signal, with all models saved as "shutdown"; 2 an error.
+    Exit codes: 0 stopped by a signal, with all models saved as "shutdown" if there is --state; 2 an error.
     """
     # Before the imports below, which would name one package at a time.
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
@@ -83,7 +85,7 @@ def serve_command(
         from shardwise.serve.service import Settings
 
     # A path on this machine tells clients nothing, so they see the name of the folder.
-    name = served_model_name or (Path(model).name if Path(model).exists() else model)
+    name = served_model_name or (os.path.basename(os.path.abspath(model)) if Path(model).exists() else model)
     settings = Settings(name, tokenizer or name, max_tokens_per_turn, fuse_wait, session_timeout)
     options = ServeOptions(model, settings, host, port, keys, state, max_tokens_per_pass, dtype, vllm, log_requests)
     run_ranks(nproc_per_node, serve_on_rank, options, libraries=None)

@@ -59,7 +59,7 @@ class CheckpointStore:
     """The checkpoints of all users in a folder."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root = root.absolute()  # vLLM, which loads from it, has another working directory
 
     def folder(self, user: str, checkpoint: Checkpoint) -> Path:
         """Return the folder of a checkpoint, which need not exist.

@@ -6,8 +6,10 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pydantic
+import yaml
 
 from shardwise.core.errors import ConfigError
 
@@ -59,27 +61,37 @@ def find_key(keys: Mapping[str, UserKey] | None, text: str) -> UserKey | None:
     return LOCAL if keys is None else keys.get(hashlib.sha256(text.encode()).hexdigest())
 
 
+class _KeysLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a name that is there twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: Any, *arguments: Any, **options: Any) -> Any:
+        names: set[str] = set()
+        for name, _ in node.value:
+            if str(name.value) in names:
+                raise ValueError(f"{name.value} is there twice, again in line {name.start_mark.line + 1}")
+            names.add(str(name.value))
+        return super().construct_mapping(node, *arguments, **options)
+
+
 def read_keys(file: Path) -> dict[str, UserKey]:
     """Return the users of a YAML file, by digest: names, each with ``sha256`` and limits of :class:`UserKey`.
 
     Raises:
         ConfigError: the file cannot be read, or its values are invalid.
     """
-    import yaml
-
     try:
-        values = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.load(file.read_text(), _KeysLoader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read, {error}") from error
     keys: dict[str, UserKey] = {}
     for name, entry in (values if isinstance(values, dict) else {}).items():
         where = f"{file}: {name}"
-        if not name or not isinstance(entry, dict) or "sha256" not in entry or "name" in entry:
-            raise ConfigError(
-                f"{where}: is not a name with the sha256 of a key. Run shardwise serve --new-key NAME"
-            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{where}: is not a name. Write text, in quotes if YAML reads another value")
+        if not isinstance(entry, dict) or "sha256" not in entry or "name" in entry:
+            raise ConfigError(f"{where}: has no sha256 of a key. Run shardwise serve --new-key NAME")
         try:
-            key = UserKey(name=str(name), **entry)
+            key = UserKey.model_validate({**entry, "name": name})
         except pydantic.ValidationError as error:
             known = ", ".join(each for each in UserKey.model_fields if each != "name")
             raise ConfigError(f"{where}: {describe_faults(error)}. Use {known}") from error
@@ -99,4 +111,5 @@ def make_key(name: str) -> str:
     """Return a new key and its entry for the file of keys, as text."""
     key = PREFIX + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
-    return f"# The key, which only the user needs: {key}\n{name}:\n  sha256: {digest}"
+    entry = yaml.safe_dump({name: {"sha256": digest}}, allow_unicode=True)
+    return f"# The key, which only the user needs: {key}\n{entry.rstrip()}"

@@ -23,7 +23,7 @@ _MAX_SAMPLES, _MAX_TOP = 1024, 100
 
 @dataclass(frozen=True, slots=True)
 class ServedBase:
-    """The base: tokens of its vocabulary, the longest row in tokens, and the name of its class."""
+    """The base: tokens of its vocabulary, the longest row of this server in tokens, and the name of its class."""
 
     vocab_size: int
     max_length: int
@@ -68,7 +68,8 @@ def read_sample(
     max_tokens = max(base.max_length - len(prompt), 0) if params.max_tokens is None else params.max_tokens
     if max_tokens < 0 or len(prompt) + max_tokens > base.max_length:
         raise ConfigError(
-            f"prompt of {len(prompt)} tokens and max_tokens={max_tokens}: the model has {base.max_length}"
+            f"prompt of {len(prompt)} tokens and max_tokens={max_tokens}: this server takes up to "
+            f"{base.max_length} in all, by the length of the model or --max-tokens-per-pass. Ask for fewer"
         )
     if not 1 <= body.num_samples <= _MAX_SAMPLES:
         raise ConfigError(f"num_samples={body.num_samples}: is not 1 to {_MAX_SAMPLES}")
