@@ -173,12 +173,7 @@ class ShardwiseTrainer(_Trainer):
         if is_split:
             accelerate_compat.split_sequences(self.accelerator, config, self._trained)
         size = dist.get_world_size() if dist.is_initialized() else 1
-        if self.args.world_size != size:
-            raise ConfigError(
-                f"accelerate counts {self.args.world_size} processes, and the model's process group has {size} "
-                "ranks, so that all ranks would train on the same rows. Launch by torchrun or accelerate launch, "
-                "and on CPUs pass use_cpu=True"
-            )
+        accelerate_compat.require_ranks(self.args.world_size, size)
         if self.is_fsdp_enabled:
             raise double_sharding_error("ACCELERATE_USE_FSDP, or accelerate's configuration,")
         if self.is_deepspeed_enabled:
