@@ -533,14 +533,26 @@ class ShardwiseTrainer(_Trainer):
                 "there (sync_ref_model), as in TRL. Set sync_ref_model: false to keep it as it is",
                 checkpoint,
             )
+        requested = self._optimizer_settings()
         with Checkpointer(
             Path(checkpoint) / trainer_checkpoints.STATE_FOLDER, keep=None, only=self._only()
         ) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
+        if self._optimizer_settings() != requested:
+            _log.warning(
+                "%s: learning_rate and weight_decay stay those of the checkpoint, not those of the arguments. To "
+                "change them, begin in another output_dir",
+                checkpoint,
+            )
         setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
         # The Trainer skips batches after this, which draws random numbers.
         self._generators = generator_states()
         _log.info("%s", report)
+
+    def _optimizer_settings(self) -> list[tuple[Any, ...]]:
+        """Return the first learning rate and the weight decay of each parameter group, as far as it has them."""
+        groups = plain_optimizer(self.optimizer).param_groups
+        return [(group.get("initial_lr"), group.get("weight_decay")) for group in groups]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Do nothing. The Checkpointer has restored the scaler."""
