@@ -18,7 +18,7 @@ from tests.training.on_ranks import by_command
 
 from shardwise.cli import main
 from shardwise.cli.launch import read_launch
-from shardwise.cli.train import SOME_FAILED, STOPPED, _exit_code, _print
+from shardwise.cli.train import SOME_FAILED, STOPPED, _exit_code, _print_outcome
 from shardwise.core.errors import ConfigError
 
 
@@ -155,7 +155,7 @@ def test_the_outcome_is_json_even_if_a_loss_is_not_finite(capsys: pytest.Capture
     from shardwise.training.train_model import TrlOutcome
 
     outcome = TrlOutcome("out", 2, False, {"loss": math.nan}, ({"loss": math.inf},), ("NaN",))
-    _print(outcome, as_json=True)
+    _print_outcome(outcome, as_json=True)
     told = capsys.readouterr().out
     assert "Infinity" not in told
     assert json.loads(told)["metrics"] == {"loss": None}
