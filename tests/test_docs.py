@@ -110,8 +110,12 @@ def test_a_page_runs_as_it_stands(name: str, prepared: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("block", of("sh"))
-def test_commands_are_understood(block: Block):
-    """By the options of the program that is called, without calling it."""
+def test_commands_are_understood(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the options of the program that is called, without calling it, with the configurations of the page."""
+    for one in EVERY:
+        if one.page == block.page and one.kind == "yaml" and one.title is not None:
+            (tmp_path / one.title).write_text(one.code)
+    monkeypatch.chdir(tmp_path)
     for line in commands(block.code):
         check(line)
 

@@ -17,6 +17,7 @@ from shardwise.core.errors import RankMismatchError as RankMismatchError
 from shardwise.core.errors import ShardingError as ShardingError
 from shardwise.core.errors import ShardwiseError as ShardwiseError
 from shardwise.core.errors import StorageError as StorageError
+from shardwise.core.errors import TrainingError as TrainingError
 from shardwise.fsdp.wrap import Sharding as Sharding
 from shardwise.integrations.accelerate_reading import load_accelerate_model as load_accelerate_model
 from shardwise.integrations.accelerate_reading import load_accelerate_optimizer as load_accelerate_optimizer

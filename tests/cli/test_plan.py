@@ -200,8 +200,9 @@ def test_a_training_by_its_configuration(training):
     }
     file = Path(training).with_name("accelerate.json")
     file.write_text(json.dumps(replicated))
-    hsdp = planned(training, "--accelerate_config", str(file))
+    hsdp = planned(training, "--accelerate_config", str(file), "--optim", "sgd", "--seq=16")
     assert hsdp["mesh"] == {"replicate": 2, "shard": 2}
+    assert (hsdp["training"]["optim"], hsdp["training"]["max_length"]) == ("sgd", 16)
     more = planned(training, "--gradient_checkpointing", "false", "--ranks=4")
     assert more["summary"]["training_bytes"] > found["summary"]["training_bytes"]
     swept = planned(training, "--sweep={lora_r: [4, 8]}", "--ranks=2", "--device=cpu", "--tokens_per_pass=64")
@@ -215,7 +216,8 @@ def test_a_training_by_its_configuration(training):
     ("arguments", "message"),
     [
         ([], "num_process"),
-        (["--ranks=2", "--seq=16"], "max_length: its option is for a model"),
+        (["--ranks=2", "--mesh=shard=2"], "--mesh: is for a model, and "),
+        (["--ranks=2", "--dtype=float17"], "dtype: 'float17' is not a choice"),
         (["--ranks=2", "--max_lenght=16"], "Did you mean max_length?"),
     ],
 )

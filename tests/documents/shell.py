@@ -5,6 +5,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import click
 from tests.documents.blocks import ROOT
@@ -12,6 +13,7 @@ from tests.documents.blocks import ROOT
 from shardwise.cli import main
 from shardwise.training.arguments import METHODS
 from shardwise.training.keys import get_keys
+from shardwise.training.run_config import read_run_config
 
 
 def check(line: str) -> None:
@@ -37,6 +39,8 @@ def _shardwise(arguments: Sequence[str]) -> None:
         known = {key for method in METHODS for key in get_keys(method)}
         for key in (argument.partition("=")[0] for argument in made.params["arguments"]):
             assert not key.startswith("--") or key.removeprefix("--") in known, f"no such key: {key}"
+        if any(Path(argument).is_file() for argument in made.params["arguments"]):  # as the page has it
+            read_run_config(made.params["arguments"])
 
 
 def _torchrun(arguments: Sequence[str]) -> None:

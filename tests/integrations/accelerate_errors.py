@@ -171,6 +171,7 @@ CASES: dict[str, Callable[[str], Any]] = {
     "two minds about loading": _two_minds,
     "a class that is not there": _no_such_class,
     "each rank alone": _each_alone,
+    "ranks that are not counted": lambda _: Accelerator().prepare(_sharded(_small())),
     "left on meta on one rank": _left_on_one_rank,
 }
 

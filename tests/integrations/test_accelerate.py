@@ -194,6 +194,7 @@ SAID = {
     "two minds about loading": ("ConfigError", "cpu_ram_efficient_loading=False. Set both, or neither"),
     "a class that is not there": ("ValueError", "Could not find the transformer layer class Qwen3DecoderLayr"),
     "each rank alone": ("ConfigError", "takes each of the 2 ranks for a single process"),
+    "ranks that are not counted": ("ConfigError", "accelerate counts 1 processes, and the model"),
     "left on meta on one rank": ("RankMismatchError", "the list of tensors that from_pretrained has left on meta"),
 }
 

@@ -171,6 +171,9 @@ def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> 
     [(more, warnings), _] = two.run(warned, again)
     assert more.last_step == 3, "the model goes on, with an optimizer of its own"
     assert "optimizer and the learning-rate schedule start from the beginning" in warnings[0]
+    faster = saving(folder, tmp_path / "alone", model="lora", max_steps=4, learning_rate=0.5).but(resume=True)
+    [(_, warnings), _] = two.run(warned, faster)
+    assert "learning_rate and weight_decay stay those of the checkpoint" in warnings[0]
 
 
 def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> None:

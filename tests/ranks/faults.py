@@ -1,8 +1,10 @@
 """Functions that ranks run and that fail."""
 
 import os
+import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ from shardwise.loading.agreement import require_same_settings
 from shardwise.loading.audit import require_equal_buffers
 from shardwise.ranks.call_arguments import comparing_arguments
 from shardwise.ranks.collective_errors import translate_collective_errors
+from shardwise.ranks.stop_signals import stopping_on_signals
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.replicas import require_alike_models
 from shardwise.transfer.tensor_metadata import collect_boxes, metadata_by_name
@@ -247,6 +250,26 @@ def exit_on(rank: int) -> None:
 def sleep_on(rank: int) -> None:
     if dist.get_rank() == rank:
         threading.Event().wait()
+
+
+def terminate(process: int) -> None:
+    """Send SIGTERM to the process that started the ranks, and go on."""
+    if dist.get_rank() == 0:
+        os.kill(process, signal.SIGTERM)
+    threading.Event().wait()
+
+
+def terminate_when_stoppable(process: int) -> bool:
+    """The same once the first rank, and not the other one, can be asked to stop. Return whether it was."""
+    if dist.get_rank() > 0:
+        dist.barrier()
+        return False
+    with stopping_on_signals() as request:
+        os.kill(process, signal.SIGTERM)
+        while not request.is_made:
+            time.sleep(0.01)
+        dist.barrier()
+    return True
 
 
 def raise_here(rank: int) -> int:

@@ -25,6 +25,7 @@ from shardwise.ranks.processes import (
     select_accelerator,
     this_device,
 )
+from shardwise.ranks.stop_signals import StoppedNowError
 
 
 @pytest.fixture
@@ -49,6 +50,16 @@ def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
         run_spawned(2, faults.raise_here, 1)
     with pytest.raises(RankEndedError, match="rank 1: its process ended with exit code 7"):
         run_spawned(2, faults.exit_on, 1)
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("forked")
+def test_a_signal_ends_all_ranks_until_the_first_one_can_be_asked():
+    """Before, they import TRL and have no handlers. Of the others, those that are not ready go on."""
+    with pytest.raises(StoppedNowError) as caught:
+        run_spawned(2, faults.terminate, os.getpid(), asks_first=True)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert run_spawned(2, faults.terminate_when_stoppable, os.getpid(), asks_first=True) == [True, False]
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_a_program_does_not_keep_what_shields_children():
             child.kill()
 
 
-@pytest.mark.parametrize("block", [stopping_on_signals, lambda: processes._signals([], asks_first=False)])
+@pytest.mark.parametrize("block", [stopping_on_signals, lambda: processes._signals([], None)])
 def test_a_handler_of_c_code_becomes_the_default_one(monkeypatch, block):
     with monkeypatch.context() as patched:
         patched.setattr(signal, "getsignal", lambda _number: None)

@@ -108,6 +108,10 @@ micro_batch_size: 1
 num_epochs: 2
 learning_rate: 5.0e-6
 bf16: true
+val_set_size: 0.1
+eval_steps: 50
+save_steps: 100
+warmup_steps: 10
 """
 
 FACTORY_LORA = """
@@ -244,6 +248,7 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "eval_steps": 1 / 16,
                 "save_strategy": "steps",  # as for evaluations, which load_best_model_at_end requires
                 "save_steps": 1 / 4,
+                "save_total_limit": 4,
                 "pad_token": "<|end_of_text|>",
                 "early_stopping_patience": 3,
                 "load_best_model_at_end": True,
@@ -274,6 +279,8 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "fp16": True,
                 "bf16": False,
                 "save_strategy": "epoch",
+                "save_total_limit": 4,
+                "warmup_steps": 0.03,
                 "assistant_only_loss": True,
                 "use_liger_kernel": True,
             },
@@ -338,10 +345,26 @@ def test_every_key_is_converted_or_named(text: str, expected: dict[str, Any], le
                 "num_train_epochs": 1,
                 "cpu_offload": True,
                 "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+                "save_strategy": "epoch",
+                "warmup_steps": 0.03,
             },
             {"assistant_only_loss", "test_split_size", "eval_strategy", "fsdp", "chat_template", "hub_token"},
         ),
-        (AXOLOTL_DPO, {"method": "dpo", "beta": 0.2, "lora_alpha": 32}, {"packing", "assistant_only_loss"}),
+        (
+            AXOLOTL_DPO,
+            {
+                "method": "dpo",
+                "beta": 0.2,
+                "lora_alpha": 32,
+                "warmup_steps": 10,
+                "test_split_size": 0.1,
+                "eval_strategy": "steps",
+                "eval_steps": 50,
+                "save_strategy": "steps",
+                "save_steps": 100,
+            },
+            {"packing", "assistant_only_loss"},
+        ),
         (
             FACTORY_QLORA,
             {**QLORA, "lora_r": 8, "lora_alpha": 16, "packing": True, "max_length": 2048, "learning_rate": 5e-5},

@@ -94,6 +94,10 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("training:\n  epochs: 3", r"training: is not a key of sft"),
         ("hub_modl_id: x", r"hub_modl_id: is not a key of sft. Did you mean hub_model_id\?"),
         ("lora_model_rank: 4", "lora_model_rank: is not a key of sft. Remove it if it only steers your own script"),
+        (
+            "nproc_per_node: 2",
+            "nproc_per_node: is not a key of sft, .*Write --nproc-per-node, or set num_processes",
+        ),
         ("adapter: lora", "adapter: is not a key of sft, it is axolotl's. Set use_peft"),
         ("finetuning_type: lora", "finetuning_type: is not a key of sft, it is LLaMA-Factory's. Set use_peft"),
         ("max_seq_length: 8\nmax_length: 16", "max_seq_length: is a former name of max_length, which has another"),
@@ -206,6 +210,16 @@ def test_text_on_the_command_line_stays_text() -> None:
     for text, value in (("", None), ("null", None), ("false", False), ("out/a: b", "out/a: b")):
         assert read_run_config(["--resume_from_checkpoint", text]).values["resume_from_checkpoint"] == value
     assert not read_run_config(["--resume_from_checkpoint", "true"]).values  # as is the default here
+
+
+def test_paths_below_the_home_folder_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    file = config(tmp_path, "model_name_or_path: ~/m\ndatasets: [{path: ~/a.jsonl}]\ntokenizer_name_or_path: ~/t")
+    found = read_run_config([file, "--output_dir", "~/out", "--run_name=~"])
+    assert found.values["model_name_or_path"] == "/home/ada/m"
+    assert found.values["datasets"] == [{"path": "/home/ada/a.jsonl"}]
+    assert (found.values["output_dir"], found.values["run_name"]) == ("/home/ada/out", "~")
+    assert found.own.tokenizer_name_or_path == "/home/ada/t"
 
 
 CONVERTED = ("warmup_ratio", "gamma_beta_ratio", "model_init_kwargs", "unsloth_configs", "unsloth_lora_r")

@@ -281,10 +281,14 @@ def plan_command(
 def _estimate_config(
     file: str, overrides: tuple[str, ...], ranks: int | None, placed: PlanOptions, options: dict[str, Any]
 ) -> Estimate:
-    """Plan the training of a configuration."""
-    if unused := [name for name, value in options.items() if value]:
-        raise ConfigError(f"{unused[0]}: its option is for a model. Set it in {file}, or by --KEY VALUE")
-    config = _read_config([file, *overrides])
+    """Plan the training of a configuration. Options that have the names of keys replace those of the file."""
+    words = [file, *overrides]
+    for name, value in options.items():
+        if value and name in ("mesh", "tuning", "revision"):
+            raise ConfigError(f"--{name}: is for a model, and {file} is a configuration. Leave it out")
+        if value:
+            words.append(f"--{name}={value}")
+    config = _read_config(words)
     ranks = ranks or _num_ranks(config)
     if ranks is None:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")

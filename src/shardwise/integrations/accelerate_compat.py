@@ -95,6 +95,24 @@ def require_parallelism(accelerator: Any) -> None:
         )
 
 
+def require_ranks(processes: int, ranks: int) -> None:
+    """Check that accelerate, which gives each process rows of its own, counts all ranks.
+
+    Args:
+        processes: number of processes that accelerate counts.
+        ranks: number of ranks of the model's process group.
+
+    Raises:
+        ConfigError: the numbers differ.
+    """
+    if processes != ranks:
+        raise ConfigError(
+            f"accelerate counts {processes} processes, and the model's process group has {ranks} ranks, so that "
+            "all ranks would train on the same rows. Launch by torchrun or accelerate launch, and on CPUs pass "
+            "Accelerator(cpu=True), or use_cpu=True to the Trainer's arguments"
+        )
+
+
 def is_context_parallel(accelerator: Any) -> bool:
     """Return whether ``maybe_context_parallel`` splits sequences."""
     config = accelerator.parallelism_config

@@ -262,8 +262,13 @@ def _prepare_sharded(
     models: Sequence[nn.Module],
     device_placement: Sequence[bool] | None,
 ) -> Any:
-    """Prepare everything except the model, and register the model. Collective: yes."""
+    """Prepare everything except the model, and register the model. Collective: yes.
+
+    Raises:
+        ConfigError, ShardingError: the call is not supported, or accelerate counts other ranks.
+    """
     with world.collective("check the arguments"):
+        compat.require_ranks(accelerator.num_processes, world.size)
         _require_supported(accelerator, objects, models, device_placement)
     # First: accelerate prepares optimizers and data loaders by the distributed type.
     if not accelerator.is_fsdp2:

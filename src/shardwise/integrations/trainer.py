@@ -173,12 +173,7 @@ class ShardwiseTrainer(_Trainer):
         if is_split:
             accelerate_compat.split_sequences(self.accelerator, config, self._trained)
         size = dist.get_world_size() if dist.is_initialized() else 1
-        if self.args.world_size != size:
-            raise ConfigError(
-                f"accelerate counts {self.args.world_size} processes, and the model's process group has {size} "
-                "ranks, so that all ranks would train on the same rows. Launch by torchrun or accelerate launch, "
-                "and on CPUs pass use_cpu=True"
-            )
+        accelerate_compat.require_ranks(self.args.world_size, size)
         if self.is_fsdp_enabled:
             raise double_sharding_error("ACCELERATE_USE_FSDP, or accelerate's configuration,")
         if self.is_deepspeed_enabled:
@@ -538,14 +533,26 @@ class ShardwiseTrainer(_Trainer):
                 "there (sync_ref_model), as in TRL. Set sync_ref_model: false to keep it as it is",
                 checkpoint,
             )
+        requested = self._optimizer_settings()
         with Checkpointer(
             Path(checkpoint) / trainer_checkpoints.STATE_FOLDER, keep=None, only=self._only()
         ) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
+        if self._optimizer_settings() != requested:
+            _log.warning(
+                "%s: learning_rate and weight_decay stay those of the checkpoint, not those of the arguments. To "
+                "change them, begin in another output_dir",
+                checkpoint,
+            )
         setattr(self, compat.TOKENS, report.user.get("num_tokens", 0))
         # The Trainer skips batches after this, which draws random numbers.
         self._generators = generator_states()
         _log.info("%s", report)
+
+    def _optimizer_settings(self) -> list[tuple[Any, ...]]:
+        """Return the first learning rate and the weight decay of each parameter group, as far as it has them."""
+        groups = plain_optimizer(self.optimizer).param_groups
+        return [(group.get("initial_lr"), group.get("weight_decay")) for group in groups]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Do nothing. The Checkpointer has restored the scaler."""

@@ -38,6 +38,7 @@ from shardwise.ranks.stop_signals import (
     STOP_SIGNALS,
     StoppedNowError,
     acknowledge_stop,
+    announce_stoppable,
     get_handlers,
     ignore_stop_signals,
     raise_signal,
@@ -64,18 +65,18 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     """Call the function of an importable module on ``size`` new processes. Return its values (picklable) by rank.
 
     ``torch.multiprocessing`` starts the processes. Each has its own accelerator, if the machine has any. When this
-    process is interrupted or terminated, the ranks are ended. With ``asks_first`` the request is passed on to them,
-    and they have unlimited time until a later signal.
+    process is interrupted or terminated, the ranks are ended. With ``asks_first`` the request is passed on to them
+    once the first one is in a block of ``stopping_on_signals``, and they have unlimited time until a later signal.
 
     Raises:
         ShardwiseError: as raised by the function, from the rank that failed first.
         RankError: a rank failed otherwise, or ended.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
-        # The folder has the store of the process group, the file "begun", and the outcome of each rank.
+        # The folder has the store of the process group, "begun" and "stoppable" of the first rank, and outcomes.
         call = size, folder, function, args
         context: Any = start_processes(_run_rank, call, size, join=False, start_method="spawn")
-        with _signals(context.processes, asks_first=asks_first):
+        with _signals(context.processes, Path(folder, "stoppable") if asks_first else None):
             try:
                 first = _join_all(context, Path(folder, "begun"))
             # Even when a signal raises here: no rank outlives this call.
@@ -127,8 +128,8 @@ def _read_outcome(file: Path, rank: int, exit_code: int | None) -> Any:
 
 
 @contextmanager
-def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None]:
-    """Raise on stop signals. With ``asks_first``, the first one is passed on to the ranks instead.
+def _signals(ranks: Sequence[BaseProcess], stoppable: Path | None) -> Iterator[None]:
+    """Raise on stop signals. Once the file ``stoppable`` exists, the first one is passed on to the ranks instead.
 
     See [Note: One request] in ``ranks/stop_signals.py``.
     """
@@ -139,8 +140,9 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal requested_s
-        # This process ends now, and its ranks with it: nobody is to be asked, or this is a second request.
-        if not asks_first or (requested_s is not None and time.monotonic() - requested_s > SAME_REQUEST_S):
+        # This process ends now, and its ranks with it: no rank can be asked, or this is a second request.
+        is_second = requested_s is not None and time.monotonic() - requested_s > SAME_REQUEST_S
+        if is_second or stoppable is None or not stoppable.exists():
             raise_signal(number)
         if requested_s is None:
             requested_s = time.monotonic()
@@ -167,6 +169,11 @@ def _signals(ranks: Sequence[BaseProcess], *, asks_first: bool) -> Iterator[None
 def _run_rank(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> None:
     """Join the other ranks, call the function, and write its outcome to a file in ``folder``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
+    # A request reaches all ranks as soon as the first one is stoppable. One that is not yet, or no longer, goes on:
+    # ranks agree on a request to any of them.
+    signal.signal(RELAYED, signal.SIG_IGN)
+    if rank == 0:
+        announce_stoppable(Path(folder, "stoppable"))
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: sent when the parent ends
     # A spawned process would spawn its own children, too: data workers start as they do under other launchers.
     multiprocessing.set_start_method(None, force=True)

@@ -3,7 +3,7 @@
 [Note: One request] A signal to a process group reaches a rank that ``shardwise train`` has started twice, directly
 and from its parent process. The parent passes a request on as SIGUSR2, which is never more than a request. Of the
 other signals, those within a second of the first are the same request (``timeout`` sends two), and a later one
-means "now".
+means "now". So does any before the first rank is in the block of ``stopping_on_signals``, which makes a file then.
 
 [Note: Signals in a collective] Python runs a handler in the main thread between two bytecodes, so never while that
 thread is in a collective of torch, or computes for long. So a thread of its own receives the numbers of signals
@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -161,6 +162,14 @@ class StopRequest:
 _shielded: list[StopRequest] = []
 """The requests of this process whose blocks have not been left."""
 
+_announcements: list[Path] = []
+"""Files that a parent process looks for before it passes a request on."""
+
+
+def announce_stoppable(file: Path) -> None:
+    """Have this process make a file as soon as a stop can be requested of it, by ``stopping_on_signals``."""
+    _announcements.append(file)
+
 
 def _shield_child() -> None:
     """Keep stop signals from a child that was forked within a block. See [Note: Signals to data workers]."""
@@ -203,10 +212,14 @@ def stopping_on_signals() -> Iterator[StopRequest]:
     # Before the handlers: a signal that is handled has been seen by the receiver's thread, too.
     fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     for number, handler in handlers.items():
-        if handler != signal.SIG_IGN:  # SIGINT of started ranks: the parent process passes Ctrl-C on
+        # Started ranks ignore SIGINT, since the parent process passes Ctrl-C on, and outside of the block RELAYED.
+        if handler != signal.SIG_IGN or number == RELAYED:
             signal.signal(number, request.handle)
     _shielded.append(request)
     try:
+        # After the handlers: the parent process passes requests on once the file exists.
+        for file in _announcements:
+            file.touch()
         yield request
     finally:
         _shielded.remove(request)

@@ -49,6 +49,7 @@ REJECTED: Final[Mapping[str, str]] = {
 """TRL's keys that are rejected if they are set, with the reason and the remedy."""
 
 MISTAKEN: Final[Mapping[str, str]] = {
+    "nproc_per_node": "it is an option of the command. Write --nproc-per-node, or set num_processes",
     "adapter": "it is axolotl's. Set use_peft and the keys lora_*, or load_in_4bit, too",
     "dataset": "it is LLaMA-Factory's. Set dataset_name",
     "finetuning_type": "it is LLaMA-Factory's. Set use_peft and the keys lora_*, or trainable_layers",

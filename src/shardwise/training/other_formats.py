@@ -75,7 +75,7 @@ def _explain(program: str, given: Mapping[str, Any]) -> str:
             if not faults or name == "method":  # one that is not supported is an error of that configuration, too
                 config[name] = new
                 origin = (f"{key}: {advice}" if advice else key) if key in given else f"the default of {program}"
-                origins[name] = "" if name == key else f"  # {origin}"
+                origins.setdefault(name, "" if name == key else f"  # {origin}")
             elif key in given:
                 reason = advice or REJECTED.get(name) or (faults[0] if get_types(name) else "")
                 comments.append(f"# {_line(key, value)}" + (f"  # {reason}" if reason else ""))
@@ -125,6 +125,8 @@ def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]
         return {names[key]: [name.strip() for name in value.split(",")]}
     if key == "lora_target_modules" and keys.get("lora_target_linear"):  # which adds them to all others
         return {"": value}
+    if key == "eval_steps" and keys.get("val_set_size"):
+        return {"eval_strategy": "steps", key: value}
     # 4 in each of 2 epochs are 8 in all, one after each 0.125 of the steps.
     epochs = keys.get("num_epochs")
     is_per_epoch = key == "saves_per_epoch" or (key == "evals_per_epoch" and keys.get("val_set_size"))

@@ -4,6 +4,7 @@ A configuration is a YAML file as for ``trl sft --config``, with overrides ``--k
 Keys of older versions and of published scripts are translated first: ``former_keys.py``.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -76,6 +77,7 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     source = file or "the command line"
     if explanation := explain_other_format(values):
         raise ConfigError(f"{source}: {explanation}")
+    values = _expand_home(values)
     # The method decides which keys exist, so it is needed before keys are translated and checked.
     named: Any = values.get("loss") or values.get("method", "sft")  # many LoRAs are of several methods
     valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
@@ -96,6 +98,17 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     if not config.own.has_adapters:  # their keys are complete with those of each adapter only
         raise_faults(source, list(find_conflicts(config.values, config.own)))
     return config
+
+
+def _expand_home(value: Any) -> Any:
+    """Expand paths that begin with ``~/``, also in lists and mappings: libraries take them as they are."""
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)
+    if isinstance(value, list):
+        return [_expand_home(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _expand_home(item) for key, item in value.items()}
+    return value
 
 
 def raise_faults(source: str, faults: Sequence[str]) -> None:
