@@ -89,7 +89,9 @@ class ResumableEarlyStopping(transformers.EarlyStoppingCallback):
     ) -> None:
         super().on_train_begin(args, state, control, **others)  # type: ignore[no-untyped-call]
         states: Any = state.stateful_callbacks
-        if saved := states.get(type(self).__name__):
+        self.early_stopping_patience_counter = 0
+        # Before the first step they are states of the callbacks, which may have counted in an earlier training.
+        if state.global_step > 0 and (saved := states.get(type(self).__name__)):
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
