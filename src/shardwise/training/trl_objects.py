@@ -419,8 +419,8 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
     is_masked = arguments.own.method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
         # The splits that are used, each of which must have rows.
-        splits, test_splits = dataset_loading.load(script, arguments.mixture, arguments.own)
-        used = [(splits, script.dataset_train_split)]
+        train_splits, test_splits = dataset_loading.load(script, arguments.mixture, arguments.own)
+        used = [(train_splits, script.dataset_train_split)]
         if training.eval_strategy != "no":
             used.append((test_splits, script.dataset_test_split))
         for splits, name in used:
