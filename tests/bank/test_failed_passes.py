@@ -18,7 +18,7 @@ from tests.support.world import require_words, run_forked
 from tests.truth import require_equal
 
 import shardwise
-from shardwise.bank import passes
+from shardwise.bank import batch, passes
 from shardwise.bank.memory import estimate_pass
 from shardwise.core.errors import ShardwiseError, TrainingError
 from shardwise.core.reports import Available
@@ -169,6 +169,16 @@ def test_the_memory_of_several_targets_counts(base: Path) -> None:
         )
         with mock.patch.object(passes, "available_memory", return_value=Available(None, free)), expected:
             bank.compute_logprobs([(None, rows)])
+
+
+def test_memory_that_glibc_keeps_is_returned_before_a_pass_is_refused(base: Path) -> None:
+    bank = bank_of(base, {})
+    free = [0]
+    available = mock.patch.object(passes, "available_memory", side_effect=lambda _device: Available(None, free[-1]))
+    trim = mock.patch.object(batch, "trim_heap", side_effect=lambda: free.append(1 << 40))
+    with available, trim:
+        bank.compute_logprobs([(None, {"input_ids": torch.arange(8).view(2, 4)})])
+    assert len(free) == 2
 
 
 def test_a_step_that_fails_on_one_rank(worlds: Any, base: Path) -> None:

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+
+from shardwise.ranks import processes
 
 _MEBIBYTE = 1 << 20
 _IS_GLIBC = "CS_GNU_LIBC_VERSION" in os.confstr_names
@@ -37,10 +40,14 @@ from types import SimpleNamespace
 def serve(options):
     import torch
     from shardwise.core.machine import process_memory
-    block = torch.ones(256 << 20, dtype=torch.uint8)  # larger than any that glibc keeps by itself
+    from shardwise.transfer.memory import trim_heap
+    # Larger than any that glibc keeps by itself.
+    blocks = [torch.ones(mebibytes << 20, dtype=torch.uint8) for mebibytes in (200, 200, 112)]
     full = process_memory()
-    del block
-    print(full - process_memory())
+    del blocks
+    freed = full - process_memory()
+    trim_heap()  # as the bank does before it refuses a pass
+    print(freed, full - process_memory())
 
 sys.modules["shardwise.serve.run"] = SimpleNamespace(serve=serve)
 from shardwise.cli.serve import serve_on_rank
@@ -48,23 +55,49 @@ serve_on_rank(None)
 """
 
 
-def freed_bytes(program: str = _RANK, **variables: str) -> int:
-    """Bytes that come back when a training frees every other of 100 blocks of 2 MiB, or a server one of 256."""
+def freed_bytes(program: str = _RANK, **variables: str) -> list[int]:
+    """Bytes that come back when a training frees every other of 100 blocks of 2 MiB.
+
+    When a server frees blocks of 512 MiB, and when it then trims its heap.
+    """
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | variables
     command = [sys.executable, "-c", program]
-    return int(subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600).stdout)
+    ended = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
+    return [int(word) for word in ended.stdout.split()]
 
 
 @pytest.mark.skipif(not _IS_GLIBC, reason="another allocator")
 def test_a_training_returns_what_it_frees() -> None:
-    assert freed_bytes() >= 95 * _MEBIBYTE
+    assert freed_bytes()[0] >= 95 * _MEBIBYTE
 
 
 @pytest.mark.skipif(not _IS_GLIBC, reason="another allocator")
 def test_a_threshold_of_the_users_stays() -> None:
-    assert freed_bytes(MALLOC_MMAP_THRESHOLD_=str(32 * _MEBIBYTE)) <= 5 * _MEBIBYTE
+    assert freed_bytes(MALLOC_MMAP_THRESHOLD_=str(32 * _MEBIBYTE))[0] <= 5 * _MEBIBYTE
 
 
 @pytest.mark.skipif(not _IS_GLIBC, reason="another allocator")
-def test_a_server_keeps_what_it_frees() -> None:
-    assert freed_bytes(_SERVER) <= 5 * _MEBIBYTE
+def test_a_server_keeps_what_it_frees_until_it_trims_its_heap() -> None:
+    freed, trimmed = freed_bytes(_SERVER)
+    assert freed <= 5 * _MEBIBYTE
+    assert trimmed >= (512 - 64) * _MEBIBYTE
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_accepted", "options"),
+    [
+        ({}, True, [processes._MMAP_THRESHOLD, processes._TRIM_THRESHOLD]),
+        ({}, False, [processes._MMAP_THRESHOLD]),  # glibc before 2.35
+        ({"MALLOC_TRIM_THRESHOLD_": "1048576"}, True, []),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1048576"}, True, []),
+    ],
+)
+def test_thresholds_are_set_together_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_accepted: bool, options: list[int]
+) -> None:
+    library = mock.Mock()
+    library.mallopt.return_value = int(is_accepted)
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda _name: library)
+    monkeypatch.setattr("shardwise.fsdp.torch_private.accelerator", lambda: None)
+    processes.keep_freed_blocks(environment)
+    assert [call.args[0] for call in library.mallopt.call_args_list] == options

@@ -205,9 +205,11 @@ def test_a_training_by_its_configuration(training):
     assert (hsdp["training"]["optim"], hsdp["training"]["max_length"]) == ("sgd", 16)
     more = planned(training, "--gradient_checkpointing", "false", "--ranks=4")
     assert more["summary"]["training_bytes"] > found["summary"]["training_bytes"]
-    swept = planned(training, "--sweep={lora_r: [4, 8]}", "--ranks=2", "--device=cpu", "--tokens_per_pass=64")
+    by_file = ["--accelerate_config", str(file), "--device=cpu", "--tokens_per_pass=64"]
+    swept = planned(training, "--sweep={lora_r: [4, 8]}", *by_file)
+    assert swept["mesh"] == {"replicate": 2, "shard": 2}
     assert swept["trainable_parameters"] > 0
-    assert swept["training"]["optimizer_bytes"] == [8 * swept["trainable_parameters"]] * 2
+    assert swept["training"]["optimizer_bytes"] == [8 * swept["trainable_parameters"]] * 4
     assert swept["training"]["gradient_bytes"] == 4 * swept["trainable_parameters"]
     assert (swept["training"]["batch_size"], swept["training"]["max_length"]) == (2, 32)
 

@@ -132,6 +132,8 @@ def test_consent_is_honoured(qwen3, changed):
         ({"ranks": 8, "nodes": 2}, ConfigError, "plan.. got an unexpected keyword argument 'nodes'"),
         ({"ranks": 8, "mesh": {"shard": 4}}, ConfigError, "has 4 ranks, not 8"),
         ({"ranks": 8, "mesh": {"shrad": 8}}, ConfigError, "no axis 'shrad'"),
+        ({"ranks": 2, "sharding": Sharding(replicas=2)}, ConfigError, "2 replicas: 2 ranks cannot be divided"),
+        ({"ranks": 8, "sharding": Sharding(replicas=3)}, ConfigError, "3 replicas: 8 ranks .* Use 6 ranks or"),
         ({"ranks": 2, "dtype": "int8"}, ConfigError, "int8"),
         ({"ranks": 2, "sharding": Sharding(wrap=Classes(("Bert",)))}, ShardingError, "matches nothing in Qwen3"),
         ({"ranks": 2, "config_overrides": {"num_layers": 3}}, ConfigError, "num_layers"),

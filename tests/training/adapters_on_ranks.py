@@ -4,11 +4,15 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch.distributed as dist
 from tests.training import tiny
 from tests.training.on_ranks import COMMON, words
 
 from shardwise.cli.train import run_on_rank
+from shardwise.fsdp.torch_private import get_given_timeout
+from shardwise.training import trl_objects
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import read_run_config
 from shardwise.training.train_model import TrlOutcome
@@ -98,6 +102,20 @@ def config(given: dict[str, Any]) -> list[str]:
 def train(given: dict[str, Any]) -> TrlOutcome:
     """Train on this rank."""
     return run_on_rank(read_run_config(config(given)))
+
+
+def train_with_timeout(given: dict[str, Any]) -> TrlOutcome:
+    """Train on this rank with ``ddp_timeout``, which holds for a process group of the base's mesh."""
+    load_base, groups = trl_objects.load_base, []
+
+    def load_with_group(*positional: Any) -> Any:
+        groups.append(dist.new_group())
+        return load_base(*positional)
+
+    with mock.patch.object(trl_objects, "load_base", load_with_group):
+        outcome = train({**given, "ddp_timeout": 900})
+    assert get_given_timeout(groups[0]) == 900
+    return outcome
 
 
 def train_alone(given: dict[str, Any], name: str) -> list[float]:

@@ -35,7 +35,7 @@ from transformers import (
 
 from shardwise.cli.train import move_token_to_environment, run_on_rank
 from shardwise.core.errors import ShardwiseError
-from shardwise.fsdp.torch_private import is_compiled_in_place
+from shardwise.fsdp.torch_private import get_given_timeout, is_compiled_in_place
 from shardwise.integrations import ShardwiseTrainer
 from shardwise.ranks import slow_ranks
 from shardwise.training import trl_objects as trl_setup
@@ -287,18 +287,24 @@ def first_rows(cases: list[dict[str, Any]]) -> list[tuple[bool, dict[str, list[i
 def shares_of_reference(values: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
     """Train on this rank; the elements of each parameter of the reference, and those that this rank holds.
 
-    Before the first step, and after the last.
+    Before the first step, and after the last. ``ddp_timeout`` holds for a process group of the reference's mesh.
     """
-    train_by_transformers = transformers.Trainer.train
-    found = []
+    train_by_transformers, load_frozen = transformers.Trainer.train, trl_setup.load_frozen
+    found, groups = [], []
+
+    def load_with_group(*positional: Any) -> Any:
+        groups.append(dist.new_group())
+        return load_frozen(*positional)
 
     def look(trainer: Any, *positional: Any, **keywords: Any) -> Any:
+        assert get_given_timeout(groups[0]) == values["ddp_timeout"]
         found.append(_shares(trainer.ref_model))
         done = train_by_transformers(trainer, *positional, **keywords)
         found.append(_shares(trainer.ref_model))
         return done
 
-    with mock.patch.object(transformers.Trainer, "train", look):
+    loading = mock.patch.object(trl_setup, "load_frozen", load_with_group)
+    with loading, mock.patch.object(transformers.Trainer, "train", look):
         train(values)
     return found
 

@@ -1,4 +1,4 @@
-"""What callbacks know of a training that resumes, on one rank."""
+"""What callbacks know and change of a training, also of one that resumes, on one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,20 @@ class OwnTrainer(ShardwiseTrainer, Trainer):
     """A trainer as a user would make it."""
 
 
+class NumberedRows(list[Any]):
+    """Rows with an attribute that streams have, too."""
+
+    n_shards = 2
+
+
+class SaveAt(TrainerCallback):
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        control.should_save = control.should_save or state.global_step in self.steps
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
@@ -29,19 +43,23 @@ class StopAt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def train(folder: Path, *callbacks: TrainerCallback, resume: bool = False, **settings: Any) -> Any:
+def make_trainer(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2, **settings}
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
-    trainer = OwnTrainer(
+    return OwnTrainer(
         model=for_trainer(model),
         args=TrainingArguments(output_dir=str(folder), **settings, **quiet),
-        train_dataset=ROWS,
+        train_dataset=NumberedRows(ROWS),
         eval_dataset=ROWS[:4],
         callbacks=list(callbacks),
     )
+
+
+def train(folder: Path, *callbacks: TrainerCallback, resume: bool = False, **settings: Any) -> Any:
+    trainer = make_trainer(folder, *callbacks, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer.state
 
@@ -70,3 +88,34 @@ def test_early_stopping_continues_to_count(tmp_path: Path) -> None:
     # The same command once more has nothing to do.
     assert train(tmp_path / "stopped", ResumableEarlyStopping(4), resume=True, **settings).global_step == 5
     assert steps_in(tmp_path / "stopped") == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("save_strategy", ["epoch", pytest.param("best", marks=pytest.mark.slow)])
+def test_a_step_that_is_saved_before_its_evaluation_may_be_the_best(tmp_path: Path, save_strategy: str) -> None:
+    """The loss falls, and steps 4 and 8 end an epoch."""
+    settings: dict[str, Any] = {"save_strategy": save_strategy, "eval_strategy": "epoch", "num_train_epochs": 2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+    callbacks = SaveAt(4, 8), ResumableEarlyStopping(9)
+    for resume in (False, True):
+        state = train(tmp_path, *callbacks, resume=resume, **settings)
+        assert (state.best_model_checkpoint, state.best_global_step) == (str(tmp_path / "checkpoint-8"), 8)
+        assert [entry["step"] for entry in state.log_history if "eval_loss" in entry] == [4, 8]
+
+
+@pytest.mark.slow
+def test_an_evaluation_after_its_save_counts_for_early_stopping_when_resumed(tmp_path: Path) -> None:
+    """The loss falls, and the greatest is said to be the best, so that the second does not improve it."""
+    settings: dict[str, Any] = {"save_strategy": "epoch", "eval_strategy": "epoch", "learning_rate": 1e-2}
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    train(tmp_path, ResumableEarlyStopping(2), SaveAt(8), num_train_epochs=2, **settings)
+    resumed = train(tmp_path, ResumableEarlyStopping(2), resume=True, num_train_epochs=9, **settings)
+    assert resumed.global_step == 12
+
+
+def test_early_stopping_counts_anew_in_another_training(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "max_steps": 8}
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 1e-2}
+    trainer = make_trainer(tmp_path, ResumableEarlyStopping(2), **settings)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.state.global_step == 3

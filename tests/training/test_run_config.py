@@ -63,6 +63,9 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
     assert found.values["use_peft"] is True
     assert found.values["learning_rate"] == "1e-4"  # TrlParser converts strings
     assert found.own == ShardwiseArguments(method="dpo")
+    former = read_run_config([file, "--exp_name", "007", "--evaluation_strategy=no", "--wandb_run_id", "1e3"])
+    assert (former.values["run_name"], former.values["eval_strategy"]) == ("007", "no")
+    assert former.own.env == {"WANDB_RUN_ID": "1e3"}
 
 
 @pytest.mark.parametrize(

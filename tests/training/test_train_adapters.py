@@ -17,6 +17,7 @@ from tests.training.adapters_on_ranks import (
     train,
     train_alone,
     train_until,
+    train_with_timeout,
     values,
     with_pairs,
 )
@@ -126,7 +127,7 @@ def test_a_sweep_is_ranked_and_an_adapter_that_fails_ends_alone(folder: Path) ->
     given = values(folder, "swept", 1)
     ada = given.pop("adapters")["ada"]
     given |= {**ada, "max_steps": 4, "save_strategy": "no", "sweep": {"learning_rate": [1e-6, 0.01, 1e38]}}
-    [outcome] = run_world(1, train, given)
+    [outcome] = run_world(1, train_with_timeout, given)
     assert list(outcome.metrics) == ["lr0.01", "lr1e-06", "lr1e-38"]
     assert ["failure" in one for one in outcome.metrics.values()] == [False, False, True]
     assert outcome.metrics["lr0.01"]["eval_loss"] < outcome.metrics["lr1e-06"]["eval_loss"]

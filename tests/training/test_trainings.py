@@ -223,7 +223,7 @@ def test_a_reward_rises_and_a_killed_training_resumes_on_other_ranks(folder: Pat
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_the_reference_of_a_full_training_is_sharded(folder: Path, method: str) -> None:
     """Also between the steps, and after them: each rank holds its part of every parameter."""
-    values = keys(folder, method=method, output_dir=str(folder / f"reference-{method}"))
+    values = keys(folder, method=method, output_dir=str(folder / f"reference-{method}"), ddp_timeout=900)
     values["dataset_name"] = str(folder / PREFERENCES[method]["dataset_name"])
     before, after = zip(*run_world(2, on_ranks.shares_of_reference, values), strict=True)
     for first, second in (before, after):

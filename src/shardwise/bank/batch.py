@@ -25,6 +25,7 @@ from shardwise.core.errors import ConfigError, RankLostError, RankMismatchError,
 from shardwise.core.formatting import in_bytes
 from shardwise.ranks.outcomes import at_phase
 from shardwise.ranks.world import Exchange
+from shardwise.transfer.memory import trim_heap
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +300,8 @@ def open_call(
             placed.append(PlacedRequest(request, adapter, config, rows))
             counts_here.append(_count_rows(base, request, rows))
         exchange.local = counts_here, base.free_bytes()
-    # From here on ranks do not communicate. Each computes the same from what was exchanged, so all have the same
-    # passes, and the same errors.
+    # From here on each rank computes the same from what was exchanged, so all have the same passes, and the same
+    # errors.
     counts, free_bytes = exchange.result
     units = [_make_units(counts, rank) for rank in range(base.world.size)]
     members = [_group_into_units(counts, rank) for rank in range(base.world.size)]
@@ -314,7 +315,7 @@ def open_call(
             by_rank.append(rows_of_rank)
             num_targets.append(sum(counts[request].num_targets[rank][row] for request, row in rows_of_rank))
             widths.append(max((counts[request].widths[rank] for request, _ in rows_of_rank), default=1))
-        _require_memory(base, plan, placed, by_rank, num_targets, widths, free_bytes)
+        free_bytes = _require_memory(base, plan, placed, by_rank, num_targets, widths, free_bytes)
         # As many as the rank with the most targets needs: FSDP2 may gather the output layer for each chunk.
         num_chunks = max(-(-max(num_targets) // base.chunk_positions), 1)
         passes.append(PlannedPass(plan.tokens, num_chunks, tuple(by_rank[base.world.rank])))
@@ -477,11 +478,14 @@ def _require_memory(
     num_targets: Sequence[int],
     widths: Sequence[int],
     free_bytes: Sequence[int | None],
-) -> None:
+) -> Sequence[int | None]:
     """Check that a pass fits into the free memory of each rank, as estimated by :func:`estimate_pass`.
 
     On the CPU each rank is compared with the whole free memory of the host, which ranks share. Unknown memory is
-    not checked. Collective: no.
+    not checked. Collective: if the pass does not fit there, since all ranks then return freed memory to the system.
+
+    Returns:
+        The free memory, measured again if freed memory was returned.
 
     Raises:
         TrainingError: they do not fit. The same on every rank.
@@ -489,17 +493,45 @@ def _require_memory(
     # Of all ranks: one with rows of the base alone has the backward pass of the others.
     trained = [requests[number] for rows in by_rank for number in {request for request, _ in rows}]
     adapters = [each.adapter for each in trained if each.request.backward and each.adapter is not None]
+    needed_bytes = []
     for rank, free in enumerate(free_bytes):
         rows = len(by_rank[rank])
-        needed = estimate_pass(base, adapters, rows, plan.tokens, num_targets[rank], widths[rank], free)
+        needed_bytes.append(estimate_pass(base, adapters, rows, plan.tokens, num_targets[rank], widths[rank], free))
+    shortage = _find_shortage(needed_bytes, free_bytes)
+    if shortage is not None and base.device.type == "cpu":
+        free_bytes = _return_freed_memory(base)
+        shortage = _find_shortage(needed_bytes, free_bytes)
+    if shortage is None:
+        return free_bytes
+    rank, free = shortage
+    rows = len(by_rank[rank])
+    names = ", ".join(
+        dict.fromkeys(describe_adapter(requests[number].request.adapter) for number, _ in by_rank[rank])
+    )
+    raise TrainingError(
+        f"a pass of {names} has {rows * plan.tokens} positions ({rows} rows of {plan.tokens} tokens) and needs "
+        f"about {in_bytes(needed_bytes[rank])} on rank {base.world.global_ranks[rank]}, where {in_bytes(free)} is "
+        f"free. Pass fewer rows in a call, or less than max_tokens_per_pass={base.max_tokens_per_pass}"
+    )
+
+
+def _find_shortage(needed_bytes: Sequence[int], free_bytes: Sequence[int | None]) -> tuple[int, int] | None:
+    """Return the first rank that needs more memory than is free, and its free bytes. None if all have enough."""
+    for rank, (needed, free) in enumerate(zip(needed_bytes, free_bytes, strict=True)):
         if free is not None and needed > free:
-            of_rank = (requests[number].request.adapter for number, _ in by_rank[rank])
-            names = ", ".join(dict.fromkeys(map(describe_adapter, of_rank)))
-            raise TrainingError(
-                f"a pass of {names} has {rows * plan.tokens} positions ({rows} rows of {plan.tokens} tokens) and "
-                f"needs about {in_bytes(needed)} on rank {base.world.global_ranks[rank]}, where {in_bytes(free)} "
-                f"is free. Pass fewer rows in a call, or less than max_tokens_per_pass={base.max_tokens_per_pass}"
-            )
+            return rank, free
+    return None
+
+
+def _return_freed_memory(base: SharedBase) -> Sequence[int | None]:
+    """Return freed memory that glibc keeps to the system, and then the free bytes of each rank. Collective: yes."""
+    with base.world.collective("return freed memory"):
+        trim_heap()
+    # Once all ranks have, because those of one host share its memory.
+    with base.world.all_gather("measure the free memory") as exchange:
+        exchange.local = base.free_bytes()
+    result: Sequence[int | None] = exchange.result
+    return result
 
 
 def describe_adapter(name: str | None) -> str:

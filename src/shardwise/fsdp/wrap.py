@@ -118,10 +118,24 @@ def comparable_settings(sharding: Sharding) -> dict[str, str]:
     return {"mesh": repr(mesh), **{name: comparable_text(getattr(sharding, name)) for name in names}}
 
 
-def default_mesh(group: dist.ProcessGroup | None = None, replicas: int = 1) -> DeviceMesh | None:
-    """Return a mesh of all ranks of a process group, by default the default group. None without a process group.
+def require_replicas(replicas: int, ranks: int) -> None:
+    """Check that so many ranks can be divided into replicas of a sharded model.
 
-    It has one dimension, or two if there are ``replicas`` of the sharded model (HSDP).
+    Raises:
+        ConfigError: they cannot.
+    """
+    if replicas > 1 and (ranks % replicas or ranks == replicas):
+        raise ConfigError(
+            f"{replicas} replicas: {ranks} ranks cannot be divided into that many groups of two or more. Use "
+            f"{2 * replicas} ranks or another multiple, in a process group of torch.distributed"
+        )
+
+
+def default_mesh(group: dist.ProcessGroup | None = None, replicas: int = 1) -> DeviceMesh | None:
+    """Return a mesh of all ranks of a process group, by default the default group.
+
+    It has one dimension, or two if there are ``replicas`` of the sharded model (HSDP). None without a process group
+    and without replicas.
 
     Collective: yes, over the default group.
 
@@ -129,11 +143,7 @@ def default_mesh(group: dist.ProcessGroup | None = None, replicas: int = 1) -> D
         ConfigError: the ranks cannot be divided into replicas, or are only some of those of the default group.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    if replicas > 1 and (ranks % replicas or ranks == replicas):
-        raise ConfigError(
-            f"{replicas} replicas: {ranks} ranks cannot be divided into that many groups of two or more. "
-            "Call torch.distributed.init_process_group first, on a multiple of them"
-        )
+    require_replicas(replicas, ranks)
     if not dist.is_initialized():
         return None
     kind = _device_type(group)

@@ -1,5 +1,6 @@
 """Streams whose rows, and not files, are divided among ranks."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ def split_by_row(dataset: Any) -> Any:
     accelerate would give each rank files of its own. Ranks would have different numbers of batches, and the rows of
     a step would depend on the number of ranks.
     """
-    return _StreamedRows(dataset) if hasattr(dataset, "n_shards") else dataset
+    stream_class: Any = getattr(sys.modules.get("datasets"), "IterableDataset", ())
+    return _StreamedRows(dataset) if isinstance(dataset, stream_class) else dataset
 
 
 class _StreamedRows(IterableDataset[Any]):

@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,8 @@ import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.train_state import TrainState, describe_selection, generator_states, restore_generators
@@ -374,11 +377,12 @@ class ShardwiseTrainer(_Trainer):
     # Saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        step = self.state.global_step
-        if step == self._saved_step:  # at the end of a step, and again at the end of the epoch
-            return
-        run = Path(self._get_output_dir(trial=trial))
+        step, run = self.state.global_step, Path(self._get_output_dir(trial=trial))
         folder = trainer_checkpoints.checkpoint_folder(run, step)
+        if step == self._saved_step:  # at the end of a step, and again at the end of the epoch
+            if not self.is_stop_requested:
+                self._record_evaluation(run, folder)
+            return
         # Locked from the first file until older checkpoints are removed.
         with (
             World.current(call="Trainer._save_checkpoint") as world,
@@ -409,6 +413,17 @@ class ShardwiseTrainer(_Trainer):
                 with world.broadcast("push the checkpoint"), compat.uploads_without(_RECORD):
                     if world.rank == 0:
                         super()._push_from_checkpoint(str(folder))
+
+    def _record_evaluation(self, run: Path, folder: Path) -> None:
+        """Record an evaluation in the checkpoint of its step, which was saved before it. Collective: yes."""
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        stateful: Any = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+        with World.current(call="Trainer._save_checkpoint") as world, world.broadcast("record the evaluation"):
+            if world.rank == 0:
+                trainer_checkpoints.replace_state(run, folder, asdict(self.state))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing. ``_save_checkpoint`` pushes the checkpoint after its commit."""

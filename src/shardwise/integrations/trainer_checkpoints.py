@@ -6,7 +6,7 @@ and ``trainer_state.json``. It is complete once ``shardwise.trainer.json`` exist
 when everything else is durable ([Note: One commit] in ``saving/commit_plan.py``). The first file of a checkpoint is
 ``shardwise.begun``, which distinguishes the remains of a killed save from files of others: the next save or resume
 removes the former, the latter are an error. A checkpoint is removed in reverse order: first the file that commits
-it.
+it. If the step is evaluated after it was saved, ``trainer_state.json`` is replaced in one step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -340,6 +340,16 @@ def complete(saving: Saving, folder: Path, header: TrainerHeader) -> None:
         writer.sync_names()
         files = {name: nbytes for name, nbytes in writer.sizes().items() if name != HEADER_FILE}
         publish(writer, locked, HEADER_FILE, header.to_bytes(), files)
+
+
+def replace_state(run: Path, folder: Path, state: Mapping[str, Any]) -> None:
+    """Replace the Trainer's state in a complete checkpoint of the output folder ``run``, in one step.
+
+    Raises:
+        StorageError: another save is in progress there, or the state cannot be written.
+    """
+    with lock_here(run), LocalWriter(folder, folders=()) as writer:
+        writer.replace(STATE_FILE, json.dumps(state, indent=2, sort_keys=True).encode())
 
 
 def _find_durable(writer: LocalWriter) -> set[str]:

@@ -22,7 +22,7 @@ from shardwise.files.urls import is_url
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.policies import WrapPolicy, find_repeated_blocks
 from shardwise.fsdp.torch_private import from_torch
-from shardwise.fsdp.wrap import Sharding, prepare_blocks
+from shardwise.fsdp.wrap import Sharding, prepare_blocks, require_replicas
 from shardwise.loading import estimate_arithmetic, meta_model
 from shardwise.loading.estimate_arithmetic import BankSizes, Head, Step
 from shardwise.loading.estimate_layout import predict_layout
@@ -187,8 +187,9 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
         raise ConfigError(
             'sharding: has a mesh of real ranks. Give its axes as mesh={"replicate": 2, "shard": 4} instead'
         )
+    require_replicas(sharding.replicas, ranks)
     if sharding.replicas > 1:
-        replicated = {"replicate": sharding.replicas, "shard": max(ranks // sharding.replicas, 1)}
+        replicated = {"replicate": sharding.replicas, "shard": ranks // sharding.replicas}
         if axes not in (None, replicated):
             raise ConfigError(f"mesh={axes}: contradicts replicas={sharding.replicas} of sharding. Leave one out")
         axes = replicated

@@ -17,7 +17,7 @@ AdapterMethod: TypeAlias = Literal["sft", "dpo"]
 """A method of which many adapters can be trained at once."""
 
 _IGNORED_BY_MIXTURES: Final = ("datasets", "dataset_streaming", "streaming", "test_split_size")
-"""TRL's keys that do nothing beside ``dataset_mixer`` or ``dataset_mixture``."""
+"""TRL's keys that the rows of ``dataset_mixer`` and ``dataset_mixture`` do not follow."""
 
 
 def _key(default: Any, text: str, *, at_least: int | None = None, excludes: tuple[str, ...] = ()) -> Any:

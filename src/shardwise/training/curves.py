@@ -24,7 +24,10 @@ LogHistory: TypeAlias = Sequence[Mapping[str, Any]]
 CURVES_FILE: Final = "curves.png"
 
 _MAX_RANKS_KEPT = 64
-"""Ranks whose memory is in ``log_history``, and so drawn. Trackers get that of all."""
+"""Ranks whose memory is in the ``log_history`` of a Trainer, and so drawn.
+
+Trackers, and the log of many LoRAs, have all.
+"""
 
 _HOST, _DEVICE = "memory/host_gib", "memory/device_peak_gib"
 _TITLES = {_HOST: "Host memory, GiB", _DEVICE: "Peak of accelerator memory so far, GiB"}

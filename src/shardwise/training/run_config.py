@@ -16,7 +16,7 @@ import yaml
 from shardwise.core.errors import ConfigError
 from shardwise.core.untrusted import parse_yaml
 from shardwise.training.arguments import METHODS, ShardwiseArguments, TrainMethod
-from shardwise.training.former_keys import translate
+from shardwise.training.former_keys import NESTED, RENAMED, translate
 from shardwise.training.keys import (
     find_conflicts,
     find_faults,
@@ -168,7 +168,9 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 def _parse_value(key: str, text: str) -> Any:
     """Parse a value of the command line. Of keys that take text it is the text, and YAML of others."""
-    types = get_types(key)
+    types = get_types(RENAMED.get(key, key))
+    if key in NESTED and NESTED[key][0] == "env":
+        types = ("null", "str")
     if key == "resume_from_checkpoint" and text.lower() in ("true", "false"):  # a path, or as in YAML
         return text.lower() == "true"
     if types and {*types} <= {"null", "str"}:

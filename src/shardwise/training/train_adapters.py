@@ -35,7 +35,7 @@ from shardwise.training.curves import draw_curves, gather_memory
 from shardwise.training.dataset_loading import require_embedded_tokens
 from shardwise.training.preference_pairs import compute_dpo_loss, compute_margins
 from shardwise.training.run_config import RunConfig
-from shardwise.training.run_inputs import RunInputs, TrainingRecord, name_adapter, open_inputs
+from shardwise.training.run_inputs import RunInputs, TrainingRecord, honor_timeout, name_adapter, open_inputs
 
 _ROWS_AT_ONCE: Final = 1024
 """Rows of an evaluation in one call, on all ranks. The bank cuts them into passes."""
@@ -54,7 +54,7 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
     world = World.current(call="train")
     with open_inputs(config, local_rank) as inputs:
         output, request = inputs.output, inputs.request
-        adapters = _add_adapters(inputs, config.own.tokens_per_pass, world)
+        adapters = _add_adapters(inputs, config, world)
         has_stopped, failures, memory = train_together(adapters, request)
         if world.rank == 0:
             draw_curves(output, {adapter.name: adapter.state.log_history for adapter in adapters}, memory)
@@ -96,14 +96,16 @@ def _summary_lines(ranked: Mapping[str, Mapping[str, Any]], start_s: float) -> l
     return [*lines, f"{len(ranked)} adapters in {time.monotonic() - start_s:.1f} s, {train_model.peak_line()}"]
 
 
-def _add_adapters(inputs: RunInputs, tokens_per_pass: int, world: World) -> list[AdapterTraining]:
+def _add_adapters(inputs: RunInputs, config: RunConfig, world: World) -> list[AdapterTraining]:
     """Load the base, and add the adapters to a bank. Collective: yes.
 
     Raises:
         ConfigError: an adapter cannot be trained. The message has its name.
     """
     first = next(iter(inputs.arguments.values()))
+    tokens_per_pass = config.own.tokens_per_pass
     model = trl_objects.load_base(first)
+    honor_timeout(config, first)  # again, for the process groups of the base's mesh, which are new
     if first.training.gradient_checkpointing:
         # Reentrant checkpointing needs inputs that require a gradient. Those of a frozen base's first block do not.
         keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}

@@ -60,10 +60,10 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         arguments, data, processor = inputs.arguments[SINGLE], inputs.data[SINGLE], inputs.processor
         output, record, request = inputs.output, inputs.record, inputs.request
         model = trl_objects.load_model(arguments)
-        honor_timeout(config, arguments)  # again, for the process groups of the model's mesh, which are new
         require_pad_token(model, processor)
         # Reference, teacher and reward models, each sharded as well.
         frozen = trl_objects.load_frozen(arguments)
+        honor_timeout(config, arguments)  # again, for the process groups of the models' meshes, which are new
         trainer = trl_objects.make_trainer(arguments, model, frozen, processor, data, local_rank)
         callback = RunCallback(request, record, trainer)
         trainer.add_callback(callback)

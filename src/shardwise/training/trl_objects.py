@@ -29,7 +29,6 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.estimate_report import Estimate
 from shardwise.core.phases import busy_with
 from shardwise.files.urls import HubOptions, redact, without_secrets
-from shardwise.fsdp.accelerate_config import read_accelerate_config
 from shardwise.fsdp.policies import Classes, WrapPolicy
 from shardwise.fsdp.torch_private import accelerator
 from shardwise.fsdp.wrap import Sharding
@@ -89,7 +88,9 @@ class ResumableEarlyStopping(transformers.EarlyStoppingCallback):
     ) -> None:
         super().on_train_begin(args, state, control, **others)  # type: ignore[no-untyped-call]
         states: Any = state.stateful_callbacks
-        if saved := states.get(type(self).__name__):
+        self.early_stopping_patience_counter = 0
+        # Before the first step they are states of the callbacks, which may have counted in an earlier training.
+        if state.global_step > 0 and (saved := states.get(type(self).__name__)):
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
@@ -418,8 +419,8 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
     is_masked = arguments.own.method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
         # The splits that are used, each of which must have rows.
-        splits, test_splits = dataset_loading.load(script, arguments.mixture, arguments.own)
-        used = [(splits, script.dataset_train_split)]
+        train_splits, test_splits = dataset_loading.load(script, arguments.mixture, arguments.own)
+        used = [(train_splits, script.dataset_train_split)]
         if training.eval_strategy != "no":
             used.append((test_splits, script.dataset_test_split))
         for splits, name in used:
@@ -613,9 +614,9 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     if config.own.has_adapters:
         return _plan_bank(config, ranks, placed)
     rows_per_example = 2 if config.method == "dpo" else 1
-    arguments = parse(replace(config, own=replace(config.own, accelerate_config=None)))
+    arguments = parse(config)
     training = arguments.training
-    # First the options of the load, then those of the training, then ``placed``, and last the file of accelerate.
+    # First the options of the load, then those of the training, and last ``placed``.
     loaded: Any = model_options(arguments)
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
     options |= {
@@ -631,9 +632,6 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     if training.bf16 or training.fp16:
         options["mixed_precision"] = "bf16" if training.bf16 else "fp16"
     options |= placed
-    if config.own.accelerate_config:
-        fields, replicas, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))
-        options["sharding"] = Sharding(replicas=replicas, **fields)
     if isinstance(tuning, Full):
         options["trained_dtype"] = "unchanged"
     estimate = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
@@ -651,14 +649,10 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
 
 def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     """Estimate a training run of many LoRAs."""
-    configs = [replace(one, own=replace(one.own, accelerate_config=None)) for one in read_adapters(config).values()]
-    parsed = [parse(one) for one in configs]
+    parsed = [parse(one) for one in read_adapters(config).values()]
     loaded: Any = _base_options(parsed[0])
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
     options |= {"hub": HubOptions(revision=parsed[0].model.model_revision), "device": placed["device"]}
-    if config.own.accelerate_config:
-        fields, _, _ = read_accelerate_config(trl_accelerate_config(config.own.accelerate_config))
-        options["sharding"] = Sharding(**fields)
     # Adapters are computed in the dtype of the base. Their matrices are counted in float32, by ``bank``.
     options["trained_dtype"] = "unchanged"
     # Trainable parameters of each LoRA. Those that differ only in what does not change their size are planned once.
