@@ -32,6 +32,7 @@ from shardwise import cli
 from shardwise.core.errors import find_private
 from shardwise.fsdp import gradients, torch_private
 from shardwise.models.lora import peft_private
+from shardwise.models.pretrained import get_unquantized_names
 
 SOURCE = Path(__file__).parents[2] / "src"
 NEEDS_A_NAME = "shardwise.models.activations"
@@ -249,6 +250,10 @@ def converted(folder: Path) -> None:
     shardwise.save(opened(folder, "mixtral"), "saved mixtral")
 
 
+def quantized(folder: Path) -> None:
+    assert get_unquantized_names(opened(folder)) == []
+
+
 def lora(folder: Path) -> None:
     model = opened(folder, tuning=shardwise.Lora(LoraConfig(**LORA)))
     shardwise.save_adapter(model, "saved adapter")
@@ -301,7 +306,17 @@ def accelerating(folder: Path) -> None:
 
 
 OF_TORCH = (inspect, module, sharded, process_group, strided, checkpoint)
-OF_MODELS = (pretrained, not_loaded, initialized, auto_class, registered_class, own_code, converted, renamed)
+OF_MODELS = (
+    pretrained,
+    not_loaded,
+    initialized,
+    auto_class,
+    registered_class,
+    own_code,
+    converted,
+    renamed,
+    quantized,
+)
 OF_LORAS = (lora, existing_lora, earlier_lora, bank)
 FEATURES = (*OF_TORCH, *OF_MODELS, *OF_LORAS, merged, plan, plan_of_activations, trainer, accelerating)
 

@@ -79,7 +79,9 @@ def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) ->
     assert pretrained.count_text_layers(llama) == 2
     assert pretrained.get_attention_implementation(llama) == "sdpa"
     config = transformers.T5Config(d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2, vocab_size=8)
-    kept = pretrained.get_kept_dtypes(transformers.T5ForConditionalGeneration(config), torch.float16)
+    t5 = transformers.T5ForConditionalGeneration(config)
+    assert pretrained.get_unquantized_names(t5) == ["wo"]
+    kept = pretrained.get_kept_dtypes(t5, torch.float16)
     name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
     assert kept(name) is torch.float32
     assert kept(name.replace("wo", "wi")) is None

@@ -154,3 +154,8 @@ def test_a_block_that_is_registered_twice_is_one_block(policy):
 )
 def test_the_dimension_that_is_dealt(shape, ranks, expected):
     assert shard_dim(shape, ranks) == expected
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((3, 6, 4), 0), ((3, 8, 4), 1), ((9, 6, 4), 0)])
+def test_rows_of_packed_weights_are_whole(shape, expected):
+    assert shard_dim(shape, 4, is_packed=True) == expected

@@ -21,14 +21,18 @@ EXPERTS, WIDTH, INNER = 5, 128, 192
 """On three ranks five experts are cut into rows (384 by three) where that is even, else dealt 2, 2 and 1."""
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    sizes = {"vocab_size": 97, "hidden_size": WIDTH, "moe_intermediate_size": INNER, "num_hidden_layers": 2}
+def written(folder: Path, count: int, width: int, inner: int) -> Path:
+    sizes = {"vocab_size": 97, "hidden_size": width, "moe_intermediate_size": inner, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
-    experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "dtype": "bfloat16"}
+    experts = {"num_experts": count, "num_experts_per_tok": 2, "dtype": "bfloat16"}
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, **experts))
     zoo.fill(model)
-    return zoo.save_original(model, tmp_path_factory.mktemp("experts"), max_shard_size="300KB")
+    return zoo.save_original(model, folder, max_shard_size="300KB")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return written(tmp_path_factory.mktemp("experts"), EXPERTS, WIDTH, INNER)
 
 
 @needs_packed_shards
@@ -53,6 +57,15 @@ def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, sc
 def test_a_lora_is_merged_into_dequantized_experts(plain, mesh):
     size = {"flat": 3, "hsdp": 4}[mesh]
     assert run_forked(size, four_bit_experts.wrongly_merged, str(plain), mesh) == [[]] * size
+
+
+@needs_packed_shards
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_lora_is_merged_into_fewer_experts_than_ranks(tmp_path):
+    """Only the columns of ``gate_up_proj``, (2, 128, 96) bytes, are even on three ranks, and they are not split."""
+    folder = written(tmp_path, 2, 192, 64)
+    assert run_forked(3, four_bit_experts.wrongly_merged, str(folder), "flat") == [[]] * 3
 
 
 def test_a_lora_on_stacks_learns_as_on_their_numbers(plain):

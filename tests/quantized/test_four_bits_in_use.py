@@ -1,6 +1,7 @@
 """A base in four bits is cast, copied, compiled, saved and refused as users do it; nothing goes wrong silently."""
 
 import copy
+import json
 import pickle
 import re
 from pathlib import Path
@@ -15,7 +16,17 @@ from tests.quantized.requirements import needs_packed_shards
 from tests.quantized.test_four_bits import written
 from tests.support.world import agreed, run_forked
 from tests.truth import require_equal
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    FalconMambaConfig,
+    FalconMambaModel,
+    HrmTextConfig,
+    HrmTextForCausalLM,
+    T5Config,
+    T5EncoderModel,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 import shardwise
 from shardwise.options import LoadOptions, Nf4
@@ -186,3 +197,70 @@ def test_a_load_that_is_refused_leaves_nothing_behind(plain, tmp_path):
     with pytest.raises(shardwise.KeyMismatchError, match=r"model\.norm\.weight"):
         shardwise.load(model, tmp_path)
     require_equal(model.state_dict(), before)
+
+
+READING_WEIGHTS = [
+    (T5EncoderModel, T5Config(vocab_size=97, d_model=64, d_kv=32, num_heads=2, d_ff=64, num_layers=1)),
+    (FalconMambaModel, FalconMambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=1, time_step_rank=64)),
+]
+"""T5 casts to the dtype of a weight. FalconMamba multiplies with one, unless its config is of a packed model."""
+
+
+@pytest.mark.parametrize(("kind", "config"), READING_WEIGHTS, ids=["T5", "FalconMamba"])
+def test_classes_that_read_weights_answer_as_on_their_numbers(tmp_path, kind, config):
+    torch.manual_seed(0)
+    stock = kind(config)
+    stock.save_pretrained(tmp_path / "plain")
+    model = shardwise.from_pretrained(tmp_path / "plain", quantization=Nf4(), options=QUIET)
+    shardwise.save(model, tmp_path / "packed")
+    numbers = shardwise.from_pretrained(tmp_path / "packed", quantization="dequantize", options=QUIET)
+    torch.testing.assert_close(model(TOKENS).last_hidden_state, numbers(TOKENS).last_hidden_state)
+    assert "_is_quantized" not in json.loads((tmp_path / "packed/config.json").read_text())
+    skipped = HfQuantizer.get_modules_to_not_convert(stock, None, stock._keep_in_fp32_modules)
+    linear = [name for name, module in stock.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert [name for name in linear if should_convert_module(name, skipped)] == [
+        name for name, _ in layers_of(model)
+    ]
+
+
+def test_blocks_of_another_size_are_saved_and_read_as_they_are(tmp_path):
+    base = written(tmp_path / "plain", hidden_size=96, intermediate_size=160)
+    quantization = Nf4(block_size=32, double_quant=True)
+    model = shardwise.from_pretrained(base, quantization=quantization, options=QUIET)
+    for names in ("hub", "internal"):
+        cast = {"names": names, "dtype": torch.bfloat16}
+        with pytest.raises(shardwise.ConfigError, match="bfloat16: 4-bit weights and their scales are saved unch"):
+            shardwise.save(model, tmp_path / names, **cast)
+        with pytest.raises(shardwise.ConfigError, match="bfloat16: 4-bit weights and their scales are saved unch"):
+            next(iter(shardwise.iter_hf_tensors(model, **cast)))
+        assert not (tmp_path / names).exists()
+        shardwise.save(model, tmp_path / names, names=names)
+        shardwise.verify(tmp_path / names)
+        again = shardwise.from_pretrained(tmp_path / names, options=QUIET)
+        require_equal(again.state_dict(), model.state_dict())
+
+
+def test_layers_that_files_have_joined_are_saved_by_their_own_names(tmp_path):
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "H_cycles": 1, "L_cycles": 1, "L_bp_cycles": [1]}
+    HrmTextForCausalLM(HrmTextConfig(**sizes, **heads)).save_pretrained(tmp_path / "plain")
+    model = shardwise.from_pretrained(tmp_path / "plain", quantization=Nf4(), options=QUIET)
+    with pytest.raises(
+        shardwise.ConfigError, match=r"gate_proj\.weight: is in four bits, .* \(.*gate_up_proj\.weight\)"
+    ):
+        shardwise.save(model, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
+    shardwise.save(model, tmp_path / "own", names="internal")
+    require_equal(shardwise.from_pretrained(tmp_path / "own", options=QUIET).state_dict(), model.state_dict())
+
+
+def test_biases_of_packed_layers_are_trained(tmp_path):
+    base = written(tmp_path, attention_bias=True)
+    tuning = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only"))
+    model = shardwise.from_pretrained(base, quantization=Nf4(), tuning=tuning, options=QUIET)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    biases = {
+        name: one.grad for name, one in model.named_parameters() if name.endswith("bias") and one.requires_grad
+    }
+    assert len(biases) == 2
+    assert all(gradient.any() for gradient in biases.values())

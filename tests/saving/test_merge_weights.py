@@ -11,12 +11,14 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from tests import zoo
 from tests.loading import torch_saves
+from tests.quantized import quantizing
 from tests.saving.adapters import tensors_of
 from tests.support.files import change_json
 from tests.truth import require_equal as same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
+import shardwise
 from shardwise.cli import main
 from shardwise.core.errors import ConfigError, FormatError, ShardwiseError, StorageError
 from shardwise.files.local_writer import LocalWriter
@@ -140,6 +142,16 @@ def test_each_tensor_keeps_its_dtype_which_the_config_states(small, tmp_path: Pa
     merge_weights(step, tmp_path / "half", dtype="bfloat16")
     same(tensors_of(tmp_path / "half"), {key: value.bfloat16() for key, value in small[1].items()})
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_quantized_checkpoint_is_dequantized(tmp_path: Path) -> None:
+    folder = zoo.save_original(zoo.build(specimen("qwen3")), tmp_path / "fp8")
+    quantizing.quantize(folder, "fp8 of a tensor")
+    merge_weights(folder, tmp_path / "out", dtype="bfloat16")
+    shardwise.save(shardwise.from_pretrained(folder, dtype="bfloat16"), tmp_path / "wanted")
+    same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "wanted"))
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("fp8", "out")]
+    assert ["quantization_config" in config for config in configs] == [True, False]
 
 
 def test_files_of_torch_and_safetensors_are_merged_as_well(small, tmp_path: Path) -> None:

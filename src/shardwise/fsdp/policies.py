@@ -423,21 +423,21 @@ def _dtype_groups(
     return separate, whole
 
 
-def shard_dim(shape: Sequence[int], shard_size: int) -> int:
+def shard_dim(shape: Sequence[int], shard_size: int, *, is_packed: bool = False) -> int:
     """Return the dimension of a parameter that is sharded over ``shard_size`` ranks.
 
     It is the first one, FSDP2's default, unless a parameter of three or more dimensions would leave ranks empty, or
     would need much padding (fewer stacked experts than ranks, or 128 on 96). Then it is the next one that splits
     evenly, if there is one, because FSDP2 pads the first dimension only. The last dimension, whose shards are small
-    pieces all over the file, is split only if ranks would be empty otherwise.
+    pieces all over the file, is split only if ranks would be empty otherwise, and never that of packed weights, of
+    which each rank dequantizes whole rows.
     """
     if len(shape) < 3:
         return 0
     # Examples on 8 ranks: 4 experts leave ranks empty, 9 are padded to 16, and 15 to 16, which is little.
-    if shape[0] < shard_size:
-        others = range(1, len(shape))
-    elif -(-shape[0] // shard_size) * shard_size > MAX_PADDING * shape[0]:
-        others = range(1, len(shape) - 1)
-    else:
+    has_empty_ranks = shape[0] < shard_size
+    padded = -(-shape[0] // shard_size) * shard_size
+    if not has_empty_ranks and padded <= MAX_PADDING * shape[0]:
         return 0
-    return next((dim for dim in others if shape[dim] % shard_size == 0), 0)
+    stop = len(shape) if has_empty_ranks and not is_packed else len(shape) - 1
+    return next((dim for dim in range(1, stop) if shape[dim] % shard_size == 0), 0)

@@ -209,7 +209,9 @@ def wrap(
         "mesh": mesh,
         "mp_policy": sharding.mp_policy,
         "offload_policy": _without_pinning_on_cpu(sharding.offload_policy),
-        "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, shard_size)),
+        "shard_placement_fn": lambda parameter: Shard(
+            shard_dim(parameter.shape, shard_size, is_packed=not parameter.is_floating_point())
+        ),
         "ignored_params": set(grouping.whole),
     }
     # From the inside out: fully_shard takes the parameters of its modules that no earlier call has taken.

@@ -100,7 +100,7 @@ class _Spreader:
                 "contiguous parameters. Make it contiguous in the model's class"
             )
         # 2. Sharded along the last axis of the mesh, and replicated along the others (HSDP).
-        dim = shard_dim(tensor.shape, self.mesh.shard_size)
+        dim = shard_dim(tensor.shape, self.mesh.shard_size, is_packed=not tensor.is_floating_point())
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))
         key = (shape, dim)
         if key not in self.spreads:

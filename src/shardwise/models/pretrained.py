@@ -71,6 +71,16 @@ def _text_config(model: nn.Module) -> object:
         return None
 
 
+def get_unquantized_names(model: nn.Module) -> list[str]:
+    """Return patterns of names of modules that transformers never quantizes, because the class says so.
+
+    The classes read the dtype of their weights.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return []
+    return sorted(private("transformers:PreTrainedModel._keep_in_fp32_modules", model) or ())
+
+
 def get_kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """Return a function from a name to the dtype that a model of ``dtype`` keeps it in, or None for any dtype."""
     plan = dict(private("transformers:PreTrainedModel._get_dtype_plan", model)(dtype))

@@ -337,13 +337,17 @@ def _recast_trained(model: nn.Module, trained_dtype: TrainedDtype, casts_to: tor
 
 def _require_one_dtype(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        # Codes and scales of 4-bit weights have no dtype to compute in.
         parameters = {
-            local: parameter for local, parameter in get_parameters(module).items() if parameter is not None
+            local: parameter
+            for local, parameter in get_parameters(module).items()
+            if parameter is not None and parameter.is_floating_point()
         }
         kinds = {(parameter.dtype, parameter.requires_grad) for parameter in parameters.values()}
         if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
             words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in parameters.items())
             raise ConfigError(
                 f"{name} would compute with parameters of two dtypes ({words}), and only some are trained. "
-                "Pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained_dtype='unchanged'"
+                "Pass trained_dtype='unchanged'. On several ranks, "
+                "Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)) serves as well"
             )

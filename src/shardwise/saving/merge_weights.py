@@ -24,7 +24,7 @@ from shardwise.files.distributed import LAYOUT, holds_optimizer, open_state, rea
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader, OpenStorage, open_storage
 from shardwise.files.local_writer import LocalWriter
-from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.open_checkpoint import dequantize_index, open_checkpoint
 from shardwise.files.remote import resolve
 from shardwise.files.storage import StorageReader
 from shardwise.files.stored_tensors import stored_tensors
@@ -492,7 +492,9 @@ def _name_as_on_hub(
     has_base: bool,
     options: ModelOptions,
 ) -> NamedOutputs:
-    """Return the model's tensors as the hub has them."""
+    """Return the model's tensors as the hub has them, dequantized."""
+    index = dequantize_index(executor.reader, index)
+    executor = merge_steps.create_executor(executor.reader, index)
     built = build_meta_model(folder, config, index, options)
     source = merge_steps.bind_offline(config, index, built, executor)
     if "dtype" not in options:

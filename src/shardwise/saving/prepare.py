@@ -123,19 +123,18 @@ def collect_tensors_to_save(world: World, request: SaveRequest) -> tuple[list[Te
 def _collect(request: SaveRequest) -> list[TensorRef]:
     if isinstance(request.names, AdapterOnly):
         return collect_tensors(request.model)
-    if request.names == "hub" and request.dtype is not None and four_bit_files.has_four_bits(request.model):
-        raise ConfigError(
-            f"dtype={request.dtype}: 4-bit weights and their scales are saved unchanged. Leave dtype out"
-        )
-    return collect_for_files(request.model, request.names)
+    return collect_for_files(request.model, request.names, request.dtype)
 
 
-def collect_for_files(model: nn.Module, names: WrittenNames) -> list[TensorRef]:
+def collect_for_files(model: nn.Module, names: WrittenNames, dtype: torch.dtype | None) -> list[TensorRef]:
     """Return a model's tensors as files have them under these names.
 
     Raises:
-        ConfigError: weights are those of bitsandbytes' own layers, or experts in four bits have no form in files.
+        ConfigError: weights are those of bitsandbytes' own layers, experts in four bits have no form in files, or a
+            cast to ``dtype`` would change the scales of 4-bit weights.
     """
+    if dtype is not None and four_bit_files.has_four_bits(model):
+        raise ConfigError(f"dtype={dtype}: 4-bit weights and their scales are saved unchanged. Leave dtype out")
     tensors = collect_tensors(model)
     four_bit_files.require_scales(tensors)
     if names == "hub":

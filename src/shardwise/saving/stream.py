@@ -68,7 +68,7 @@ def walk_tensors(
             dtype = resolve_dtype(dtype)
         # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        refs, outputs, sender = _prepare_sender(world, model, names, only, arguments, options)
+        refs, outputs, sender = _prepare_sender(world, model, names, only, dtype, arguments, options)
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         device = options.device if world.rank in targets else torch.device("meta")
@@ -147,12 +147,13 @@ def _prepare_sender(
     model: nn.Module,
     names: WrittenNames,
     only: selection.Selection | selection.MergedAdapter,
+    dtype: torch.dtype | None,
     arguments: tuple[object, ...],
     options: StreamOptions,
 ) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
     """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
     with world.collective("collect the state"):
-        refs = _collect(model, names, only)
+        refs = _collect(model, names, only, dtype)
     world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
     # Only the adapter's tensors are compared and sent.
     fqns: dict[str, str] = {}
@@ -201,10 +202,13 @@ def _make_merging_sender(
 
 
 def _collect(
-    model: nn.Module, names: WrittenNames, only: selection.Selection | selection.MergedAdapter
+    model: nn.Module,
+    names: WrittenNames,
+    only: selection.Selection | selection.MergedAdapter,
+    dtype: torch.dtype | None,
 ) -> list[TensorRef]:
     if only is None:
-        return collect_for_files(model, names)
+        return collect_for_files(model, names, dtype)
     refs = collect_tensors(model)
     if isinstance(only, selection.MergedAdapter):
         four_bit_files.require_scales(refs)
@@ -255,7 +259,7 @@ def describe_tensors(
     Raises:
         ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
-    outputs, _ = _select_outputs(model, _collect(model, names, only), names, only)
+    outputs, _ = _select_outputs(model, _collect(model, names, only, dtype), names, only)
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 

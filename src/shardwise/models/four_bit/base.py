@@ -28,6 +28,7 @@ from shardwise.models.four_bit.config import (
     to_transformers,
     with_stored_form,
 )
+from shardwise.models.pretrained import get_unquantized_names
 
 _ROUTERS = (".gate", ".router")
 
@@ -60,8 +61,9 @@ def _select(
 ) -> SelectedModules:
     """Choose weights of a tied model on meta that can be kept in 4 bits, among those named in ``fqns``.
 
-    The output layer, tied weights, routers, experts that are not computed one by one, and named modules are not
-    converted. ``stored`` are stacks of experts that are kept as they are stored.
+    The output layer, tied weights, routers, layers that the class keeps in full precision, experts that are not
+    computed one by one, and named modules are not converted. ``stored`` are stacks of experts that are kept as they
+    are stored.
 
     Raises:
         ConfigError: a name matches nothing and ``names_must_match``, or the whole choice does and ``must_match``.
@@ -110,6 +112,7 @@ def _candidates(
 ) -> Iterator[tuple[tuple[str, ...], nn.Module, str, str | None]]:
     """Yield linear layers and stacks of experts: names for ``skip_modules``, module, local name, reason to skip."""
     head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    unquantized = get_unquantized_names(model)
     last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -120,6 +123,8 @@ def _candidates(
                 why = "is the output layer"
             elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
                 why = "is the router of experts"
+            elif any(_matches(pattern, name) for pattern in unquantized):
+                why = "is kept in full precision by its class"
             yield (name,), module, layers.WEIGHT, why
         for local, stack in layers.iter_stacks(name, module):
             fqn = f"{name}.{local}"
@@ -266,6 +271,10 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
     marked.quantization_method = QuantizationMethod.MXFP4 if is_mxfp4(config) else QuantizationMethod.BITS_AND_BYTES
     marked.hf_quantizer = _Quantizer()
     marked.config.quantization_config = dict(config)
+    # By this attribute, classes that compute with a weight itself (FalconMamba, Jamba) call its layer instead.
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True
 
 
 def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:

@@ -160,6 +160,8 @@ def to_transformers(quantization: KeptForm, skip_modules: tuple[str, ...], dtype
     ``skip_modules`` are names of modules. ``dtype`` is the model's, in which layers compute by default.
     """
     dtype = quantization.compute_dtype or dtype
+    # Not a field of BitsAndBytesConfig, whose blocks are of 64.
+    blocks = {} if quantization.block_size == 64 else {"bnb_4bit_blocksize": quantization.block_size}
     return {
         "quant_method": "bitsandbytes",
         "_load_in_4bit": True,
@@ -174,6 +176,7 @@ def to_transformers(quantization: KeptForm, skip_modules: tuple[str, ...], dtype
         "llm_int8_has_fp16_weight": False,
         "llm_int8_skip_modules": list(skip_modules) or None,
         "llm_int8_threshold": 6.0,
+        **blocks,
     }
 
 

@@ -7,7 +7,7 @@ shape, the dtype and the block size. Nested scales are uint8, with ``weight.nest
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.expression import Stored, reshape
+from shardwise.core.expression import Stored, iter_stored_leaves, reshape
 from shardwise.core.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.core.tensors import Code, numel
 from shardwise.files.four_bit_blocks import NESTED_BLOCK, dynamic_codebook
@@ -167,6 +167,9 @@ def reshape_for_files(tensors: Sequence[TensorRef], outputs: Mapping[str, Output
     """Return the outputs with the shapes of files: codes (n, 1) and scales (n,).
 
     Codes of MXFP4 are (experts, out, in / 32, 16). Outputs of other forms are unchanged.
+
+    Raises:
+        ConfigError: files have 4-bit layers joined or split.
     """
     slots = {item.fqn: item.slots[0] for item in tensors}
     scales = f"{layers.WEIGHT}.{ABSMAX}"
@@ -175,6 +178,9 @@ def reshape_for_files(tensors: Sequence[TensorRef], outputs: Mapping[str, Output
     for key, output in outputs.items():
         expression = output.expression
         slot = slots.get(expression.key) if isinstance(expression, Stored) else None
+        if slot is None:
+            parts = [slots[leaf.key] for leaf in iter_stored_leaves(expression) if leaf.key in slots]
+            _require_unpacked(key, parts, packed_modules)
         if slot is not None and slot.module in packed_modules and slot.name in (layers.WEIGHT, scales):
             count = numel(expression.shape)
             shape = [count, 1] if slot.name == layers.WEIGHT else [count]
@@ -189,3 +195,13 @@ def reshape_for_files(tensors: Sequence[TensorRef], outputs: Mapping[str, Output
             output = replace(output, expression=reshape(expression, shape))
         in_files[key] = output
     return in_files
+
+
+def _require_unpacked(key: str, parts: Iterable[Slot], packed_modules: Collection[nn.Module]) -> None:
+    """Raise ConfigError if parts of a joined or split tensor of the files belong to 4-bit layers."""
+    for slot in parts:
+        if slot.module in packed_modules:
+            raise ConfigError(
+                f"{slot.fqn}: is in four bits, and files of this model have it joined or split ({key}), for which "
+                "bitsandbytes has no form. Pass names='internal', which from_pretrained reads"
+            )
