@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.accelerator import checks, simulated
+from tests.accelerator.ranks import simulated_ranks
 from tests.integrations import runs
 from tests.integrations.accelerating import launched
 from tests.integrations.requirements import require_patched_names
 from tests.quantized import quantizing
 from tests.quantized.requirements import needs_packed_shards
+from tests.support.world import run_forked as run_world
+from tests.training import on_ranks
 from tests.truth import unlike
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, LlamaForCausalLM, TrainerCallback
@@ -109,6 +112,21 @@ def test_a_trainer(two_ranks, worlds, tmp_path):
     )
     for one, other in zip(there, here, strict=True):
         assert unlike(one, other) == []
+
+
+@pytest.mark.slow
+def test_a_teacher_whose_parameters_are_offloaded(library, tmp_path):
+    """TRL reads its head on the device. Ranks of their own, because a training ends their process group."""
+    require_patched_names()
+    folder = on_ranks.prepare(tmp_path)
+    values = {"method": "distillation", "model_name_or_path": str(folder / "model"), "max_completion_length": 8}
+    values |= {"dataset_name": str(folder / "prompts.jsonl"), "max_length": None, "optim": "sgd"}
+    values |= {"teacher_model_name_or_path": str(on_ranks.write_teacher(folder)), "attn_implementation": "eager"}
+    with simulated_ranks(1) as rank:
+        [(_, losses)] = rank.run(on_ranks.train, {**values, "cpu_offload": True, "output_dir": f"{folder}/1"})
+    [(_, expected)] = run_world(1, on_ranks.train, {**values, "output_dir": f"{folder}/2"})
+    assert len(losses) == 3
+    assert losses == pytest.approx(expected, abs=1e-5)
 
 
 def test_values_between_device_and_files_are_not_copied_through_pageable_memory(two_ranks, llama, stored, tmp_path):

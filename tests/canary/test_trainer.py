@@ -96,7 +96,11 @@ def test_trainers_of_trl() -> None:
         assert "self.ref_model = create_model_from_path(" in inspect.getsource(kind)
     for kind in (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer):
         assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(kind)
+        assert f"or self.{compat.ANSWERS} is None:" in inspect.getsource(kind._prepare_inputs)
+        assert f"if self.{compat.MICRO_BATCH} % generate_every == 0 or" in inspect.getsource(kind._prepare_inputs)
+        assert f"self.{compat.MICRO_BATCH} += 1" in inspect.getsource(kind.training_step)
     assert "self.teacher_model = " in inspect.getsource(trl.DistillationTrainer)
+    assert f"self.{compat.REDIRECTION} = _ForwardRedirection()" in inspect.getsource(trl.DistillationTrainer)
 
 
 def test_the_engine_of_trl() -> None:

@@ -18,6 +18,7 @@ from tests.saving.merged import merge_in_one_process
 from tests.training import on_ranks, tiny
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.generation import vllm_client, vllm_generation
+from trl.trainer import distillation_trainer
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.training import trl_objects
@@ -39,6 +40,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mixture", {}),
     "lora of experts": ("mixture", EXPERTS),
     "qlora of experts": ("mixture", EXPERTS | {"load_in_4bit": True}),
+    "distillation": ("model", LORA | {"method": "distillation", "teacher_model_name_or_path": "teacher"}),
 }
 """Folders of models, and keys."""
 
@@ -194,7 +196,7 @@ def vllm(engine: Engine) -> Iterator[None]:
         engine.init_communicator(client)
 
     with ExitStack() as stack:
-        for module in (vllm_generation, vllm_client, trl_objects):
+        for module in (vllm_generation, vllm_client, trl_objects, distillation_trainer):
             stack.enter_context(mock.patch.object(module, "is_vllm_available", return_value=True))
         for module, name, value in (
             (vllm_generation, "LLM", engine),
@@ -251,6 +253,10 @@ def keys(folder: str, kind: str, url: str | None, output: str) -> dict[str, Any]
         "vllm_mode": "colocate",
         **further,
     }
+    if values["method"] == "distillation":
+        values["teacher_model_name_or_path"] = f"{folder}/teacher"
+        for key in ("reward_funcs", "num_generations"):
+            del values[key]
     return values | ({"vllm_mode": "server", "vllm_server_base_url": url} if url else {})
 
 
@@ -294,15 +300,18 @@ def compare(folder: str, kind: str, url: str | None, output: str) -> tuple[list[
         [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in (engine.syncs[0] if engine.syncs else {}).items()
     ]
-    steps = [(entry["loss"], entry["grad_norm"], entry["reward"]) for entry in history if "loss" in entry]
+    last = "entropy" if kind == "distillation" else "reward"
+    steps = [(entry["loss"], entry["grad_norm"], entry[last]) for entry in history if "loss" in entry]
     return faults, described, steps
 
 
 def fail(folder: str, where: str, url: str | None, output: str) -> str:
-    """The error of a training on this rank in which something fails on one."""
+    """The error of a training on this rank in which something fails on one, or of a quantized model."""
     rank = dist.get_rank()
     engine = Engine(fails_in=2 if where == "engine" and rank == 1 else 0)
     values = keys(folder, "lora", url, output) | {"vllm_server_timeout": 0.0}
+    if where == "quantized":
+        values["model_name_or_path"] = f"{folder}/quantized"
     share, count = ShardSender.values, itertools.count()
 
     def values_of(sender: ShardSender, name: str, box: Any) -> torch.Tensor:

@@ -137,7 +137,7 @@ SAMPLING = frozenset([*REWARDED, "distillation"])
 
 def quantile(probabilities: torch.Tensor, num_samples: int, **_: Any) -> torch.Tensor:
     """Stand in for ``torch.multinomial``: the two answers to a prompt differ, and are the same on any ranks."""
-    at = torch.tensor([0.3, 0.7]).repeat(len(probabilities) // 2)[:, None]
+    at = torch.tensor([0.3, 0.7], device=probabilities.device).repeat(len(probabilities) // 2)[:, None]
     return (probabilities.cumsum(1) < at).sum(1, keepdim=True).clamp(max=probabilities.shape[1] - 1)
 
 

@@ -172,6 +172,10 @@ def test_a_plan_has_the_memory_of_all_adapters(tmp_path: Path) -> None:
         "tokens_per_pass": 128,
         "max_length": 64,
     }
+    # Of a training on 8 ranks, on a machine without vLLM.
+    batches = {"per_device_train_batch_size": 1, "num_generations": 8, "max_length": None}
+    sampled = read(tmp_path, **{**common, "tokens_per_pass": None, **batches}, method="grpo", use_vllm=True)
+    assert "generation" in " ".join(plan_run(sampled, 8, {"device": "cuda"}).notes)
     adapters = {
         "ada": {"lora_r": 2, "lora_target_modules": ["q_proj"]},
         "bob": {"lora_r": 4, "lora_target_modules": ["q_proj"], "optim": "sgd"},

@@ -1,12 +1,14 @@
 """``use_vllm``: TRL's trainers with a stand-in for vLLM's engine get the weights of the merged model."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from tests.quantized.quantizing import quantize
 from tests.quantized.requirements import SHARDS_PACKED
 from tests.support.world import run_forked as run_world
 from tests.training import engines
-from tests.training.on_ranks import prepare, write_wide
+from tests.training.on_ranks import prepare, write_teacher, write_wide
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -17,7 +19,11 @@ KINDS = [kind for kind in engines.KINDS if SHARDS_PACKED or "qlora" not in kind]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = prepare(tmp_path_factory.mktemp("engines"))
     write_wide(folder)
+    write_teacher(folder)
     engines.write_mixture(folder)
+    shutil.copytree(folder / "model", folder / "quantized")
+    (folder / "quantized" / "model.safetensors").rename(folder / "quantized" / "model-1.safetensors")
+    quantize(folder / "quantized", "fp8 blocks")
     return folder
 
 
@@ -49,6 +55,7 @@ def test_the_engine_gets_the_merged_model_of_each_step(folder: Path, tmp_path: P
         ("stream", "server", "rank 1: OSError: the memory is gone"),
         ("engine", "colocate", "rank 1: KeyError: 'no such parameter'"),
         ("no server", "server", "rank 0: ConnectionError: The vLLM server can't be reached"),
+        ("quantized", "colocate", "quantized is stored in the form fp8, of which vLLM would make its layers"),
     ],
 )
 def test_a_rank_that_fails_is_one_error_on_all(

@@ -1,17 +1,23 @@
 """What callbacks know and change of a training, also of one that resumes, on one rank."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+import trl
 from tests.integrations.requirements import require_patched_names
+from tests.training import tiny
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 require_patched_names()
 
 from shardwise.integrations import ShardwiseTrainer, for_trainer  # noqa: E402
-from shardwise.training.trl_objects import ResumableEarlyStopping  # noqa: E402
+from shardwise.training.run_config import read_run_config  # noqa: E402
+from shardwise.training.trl_objects import ResumableEarlyStopping, load_frozen, parse  # noqa: E402
 
 ROWS = [{"input_ids": torch.tensor([row + 1, 5, 6]), "labels": torch.tensor([row + 1, 5, 6])} for row in range(16)]
 
@@ -110,6 +116,75 @@ def test_an_evaluation_after_its_save_counts_for_early_stopping_when_resumed(tmp
     train(tmp_path, ResumableEarlyStopping(2), SaveAt(8), num_train_epochs=2, **settings)
     resumed = train(tmp_path, ResumableEarlyStopping(2), resume=True, num_train_epochs=9, **settings)
     assert resumed.global_step == 12
+
+
+def score(completions: list[str], unit: float = 1.0, **_: Any) -> list[float]:
+    return [sum(map(ord, text)) / unit for text in completions]
+
+
+async def async_score(completions: list[str], **keywords: Any) -> list[float]:
+    return score(completions, **keywords)
+
+
+class Score:
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return score(completions)
+
+
+class AsyncScore:
+    async def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return score(completions)
+
+
+of_object, of_async_object = Score(), AsyncScore()
+of_partial, of_async_partial = partial(score, unit=1.0), partial(async_score, unit=1.0)
+REWARDS = {
+    "Score": "of_object",
+    "AsyncScore": "of_async_object",
+    "score": "of_partial",
+    "async_score": "of_async_partial",
+}
+"""Paths of reward functions by the names of their metrics."""
+
+
+class SampledTrainer(ShardwiseTrainer, trl.GRPOTrainer):
+    """Notes the prompts of each step."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        self.prompts.append(inputs["prompt_ids"].tolist())
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*save_steps", "ignore:`gradient_checkpointing.*:FutureWarning")
+def test_sampled_answers_are_to_the_same_prompts_when_resumed(tmp_path: Path) -> None:
+    """Two steps train on the answers to a prompt. A training ends between them, resumes, and begins again."""
+    paths = [f"{__name__}.{name}" for name in REWARDS.values()]
+    words = ["grpo", "--reward_funcs", *paths, "--model_name_or_path", "m", "--bf16", "false", "--beta", "0"]
+    rewards = load_frozen(parse(read_run_config(words)))["reward_funcs"]
+
+    def train_sampled(folder: str, *callbacks: TrainerCallback, resumes: Sequence[bool] = (False,)) -> list[Any]:
+        settings = {"max_steps": 5, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False}
+        settings |= {"num_generations": 2, "max_completion_length": 2, "num_iterations": 2, "disable_tqdm": True}
+        trainer = SampledTrainer(
+            model=for_trainer(tiny.model()),
+            args=trl.GRPOConfig(str(tmp_path / folder), per_device_train_batch_size=2, **settings),
+            train_dataset=datasets.Dataset.from_list([{"prompt": f"{n} " * 3} for n in range(5)]),
+            processing_class=tiny.tokenizer(),
+            reward_funcs=rewards,
+            callbacks=list(callbacks),
+        )
+        assert trainer.reward_func_names == list(REWARDS)
+        trainer.prompts = []
+        for resume in resumes:
+            trainer.train(resume_from_checkpoint=resume)
+        last = trainer.state.log_history[-1]
+        assert len({last[f"rewards/{name}/mean"] for name in REWARDS}) == 1
+        return trainer.prompts
+
+    whole = train_sampled("whole", resumes=(False, False))
+    assert whole[0] == whole[1] != whole[2] == whole[3] != whole[4]
+    stopped = train_sampled("stopped", StopAt(3))
+    assert [*stopped, *train_sampled("stopped", resumes=(True,))] == whole[:5] == whole[5:]
 
 
 def test_early_stopping_counts_anew_in_another_training(tmp_path: Path) -> None:

@@ -171,6 +171,14 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("model_init_kwargs: {use_kernels: true}\ntorch_compile: true", "use_kernels: contradicts torch_compile"),
         ("use_kernels: true\ntorch_compile_backend: eager", "use_kernels: contradicts torch_compile_backend"),
         ("use_kernels: true\ntorch_compile_mode: default", "use_kernels: contradicts torch_compile_mode"),
+        (
+            "method: dpo\nprecompute_ref_log_probs: true",
+            "precompute_ref_log_probs: TRL would hash the model's weights",
+        ),
+        (
+            "method: grpo\ncast_lm_head_to_fp32: true\ndtype: bfloat16",
+            "cast_lm_head_to_fp32: TRL converts the head after it is sharded",
+        ),
         ("early_stopping_patience: 2", "early_stopping_patience: needs load_best_model_at_end"),
         (
             "interleave: [1]",
@@ -271,7 +279,7 @@ def test_keys_that_are_refused_are_in_the_documentation() -> None:
         Path(run_config.__file__).with_name(name).read_text("utf-8") for name in ("trl_objects.py", "keys.py")
     ]
     keys = {*re.findall(r'(?:ConfigError\(|yield)\s*\(?\s*f?"(\w+): ', "".join(sources))}
-    keys |= {*REJECTED, "precompute_ref_log_probs"}
+    keys |= {*REJECTED}
     assert len(keys) > 15
     assert [key for key in sorted(keys) if not re.search(rf"\b{key}\b", page)] == []
 

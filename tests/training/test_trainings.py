@@ -159,7 +159,13 @@ def test_grpo_of_a_full_model_trains_on_two_ranks_as_on_one(folder: Path) -> Non
 SAMPLED: dict[str, dict[str, Any]] = {
     "rloo": {"method": "rloo", "beta": 0.1},
     "gmpo": {"method": "gmpo", "beta": 0.1},
-    "distillation": {"method": "distillation", "teacher_model_name_or_path": "teacher"},
+    "distillation": {"method": "distillation"},
+    "distillation of a LoRA": {
+        "method": "distillation",
+        "use_peft": True,
+        "lora_dropout": 0.0,
+        "gradient_accumulation_steps": 2,
+    },
     "a reward model": {"reward_funcs": [*PREFERENCES["grpo"]["reward_funcs"], "scorer"]},
     "a reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
 }
@@ -176,12 +182,16 @@ def test_a_method_that_samples_trains_as_in_trl(folder: Path, kind: str) -> None
     if kind == "a reward model":
         values |= {"reward_weights": [1.0, 0.5]}
         values["reward_funcs"] = [values["reward_funcs"][0], str(folder / "scorer")]
-    if kind == "distillation":
+    if values["method"] == "distillation":
         values["teacher_model_name_or_path"] = str(folder / "teacher")
         for key in ("reward_funcs", "num_generations", "beta"):
             del values[key]
+    adapter = None
+    if values.get("use_peft"):
+        adapter = folder / "student"
+        run_world(1, on_ranks.initial_adapter, values, str(adapter))
     theirs = {**values, "per_device_train_batch_size": 4, "output_dir": str(folder / "theirs")}
-    [alone] = run_world(1, on_ranks.log_by_trl, theirs)
+    [alone] = run_world(1, on_ranks.log_by_trl, theirs, adapter)
     names = [name for name in LOGGED if name in alone[0]]
     wanted = [entry[name] for entry in alone if "loss" in entry for name in names]
     assert len(wanted) == 3 * len(names) > 6

@@ -45,6 +45,7 @@ from shardwise.core.errors import (
     TrainingError,
 )
 from shardwise.core.phases import busy_with
+from shardwise.fsdp.named_tensors import computing_device
 from shardwise.fsdp.rebind import plain_optimizer, require_sharded_parameters
 from shardwise.integrations import accelerate_compat, trainer_checkpoints
 from shardwise.integrations import trainer_compat as compat
@@ -127,6 +128,7 @@ class ShardwiseTrainer(_Trainer):
             # create_accelerator_and_postprocess, which the constructor calls, has replaced it.
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model
+        compat.redirect_through_root(self)
         world = World.current(call="the Trainer's callbacks")
         self._events = AgreedEvents(self.callback_handler.call_event, world, self)
         # On the instance, over the handler's method: on_step_end and all others go through it.
@@ -143,7 +145,12 @@ class ShardwiseTrainer(_Trainer):
         self._position: tuple[int, float] | None = None
         """Passes, and optimizer steps of the pass, after which a training run resumes in a stream."""
         # Other models than the trained one, which compute no gradients.
-        frozen = [getattr(self, name, None) for name in ("ref_model", "teacher_model")]
+        frozen = [getattr(self, "ref_model", None)]
+        if (teacher := getattr(self, "teacher_model", None)) is not None:
+            parameter = next(teacher.parameters())
+            # TRL reads a teacher's head after its forward pass. If it is offloaded, it must stay on the device.
+            if parameter.device == computing_device(parameter):
+                frozen.append(teacher)
         rewards: list[Any] = [one for one in getattr(self, "reward_funcs", ()) if isinstance(one, FSDPModule)]
         for reward in rewards:
             compat.ComputesInNormalMode(reward)
@@ -451,6 +458,8 @@ class ShardwiseTrainer(_Trainer):
             batches = math.ceil(round(steps * self.args.gradient_accumulation_steps, 3))
             skipped = 0 if self.args.ignore_data_skip else batches
             keywords |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": skipped}
+        is_resumed = keywords["epoch"] == keywords["epochs_trained"]
+        compat.sample_anew(self, keywords["steps_trained_in_current_epoch"] if is_resumed else 0)
         # Without a seed for each epoch, an epoch that is resumed would have another order.
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(keywords["epoch"])

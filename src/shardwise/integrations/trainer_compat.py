@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length as has_length
 
 from shardwise.core.errors import ConfigError, lacks, private, require_private, require_version
+from shardwise.fsdp.named_tensors import find_fsdp_root
 from shardwise.fsdp.torch_private import original_class
 
 require_version("transformers", "5.19")
@@ -35,6 +36,12 @@ HOOKED = "_replicated_grad_hook_registered"
 """Mark of a parameter whose gradient is averaged already."""
 REFERENCE = "ref"
 """TRL's name of the frozen copy of an adapter that it compares with."""
+ANSWERS = "_buffered_inputs"
+"""Answers that a trainer of TRL has sampled and uses in several micro-batches, or None."""
+MICRO_BATCH = "_step"
+"""The number of micro-batches by which such a trainer decides when to sample, and which answers come next."""
+REDIRECTION = "_forward_redirection"
+"""What calls a method of TRL's distillation trainer within the forward pass of a model."""
 
 
 def require_names() -> None:
@@ -105,6 +112,34 @@ def has_no_reference(trainer_class: type) -> bool:
 
 def _is_of_trl(trainer_class: type, *names: str) -> bool:
     return any(kind.__name__ in names and kind.__module__.startswith("trl.") for kind in trainer_class.__mro__)
+
+
+def sample_anew(trainer: Any, num_batches: int) -> None:
+    """Have a trainer of TRL sample answers in its next step, after ``num_batches`` micro-batches of a pass.
+
+    A pass over the data has whole rounds. Within a round the data repeats its prompts for each micro-batch.
+    """
+    if hasattr(trainer, ANSWERS):
+        setattr(trainer, ANSWERS, None)
+        setattr(trainer, MICRO_BATCH, num_batches)
+
+
+def redirect_through_root(trainer: Any) -> None:
+    """Have a trainer of TRL enter the forward pass of the FSDP2 root, which gathers, and not that of PEFT's model.
+
+    Raises:
+        ConfigError: TRL lacks a name that is overridden.
+    """
+    if not hasattr(trainer, REDIRECTION):
+        return
+    base: Any = private("trl.models.utils:_ForwardRedirection")
+
+    class RootRedirection(base):  # type: ignore[misc]
+        def __call__(self, wrapper: nn.Module, _: nn.Module, method: Any, *args: Any, **keywords: Any) -> Any:
+            root: Any = find_fsdp_root(wrapper) or wrapper
+            return super().__call__(root, root, method, *args, **keywords)
+
+    setattr(trainer, REDIRECTION, RootRedirection())
 
 
 class ComputesInNormalMode:

@@ -13,8 +13,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import PreTrainedConfig
 
-from shardwise.core.errors import find_private, private, require_private
+from shardwise.core.errors import ConfigError, find_private, private, require_private
+from shardwise.files.open_checkpoint import find_quantization_config
 from shardwise.models.selection import MergedAdapter, has_adapters
 from shardwise.ranks.world import World
 from shardwise.saving.stream import StreamOptions, describe_tensors, iter_hf_tensors
@@ -37,12 +39,15 @@ def engine_class() -> Any:
             """Start the engine, or connect to the server. Collective: yes.
 
             Raises:
+                ConfigError: an engine in this process would quantize its layers, as those of the checkpoint are.
                 CheckpointError: (or a subclass) a rank cannot. The same on every rank.
             """
             model: Any = self.model
             self._only = MergedAdapter(model.active_adapters[0]) if has_adapters(model) else None
             self._failure: Exception | None = None
             with World.current(call="use_vllm") as world, world.collective("start vLLM"):
+                if self.mode == "colocate":
+                    _require_plain_checkpoint(model.name_or_path)
                 # First: an adapter that cannot be merged is an error before an engine takes memory. TRL would
                 # gather all tensors once for these descriptions.
                 tensors = describe_tensors(model, "hub", self._only, None)
@@ -101,3 +106,16 @@ def engine_class() -> Any:
                 yield name, torch.zeros(shape, dtype=getattr(torch, dtype), device=self.accelerator.device)
 
     return StreamingGeneration
+
+
+def _require_plain_checkpoint(name: str) -> None:
+    """Raises ConfigError for a quantized checkpoint, of which vLLM makes layers that need codes and scales."""
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(name)
+    except OSError:
+        return  # vLLM cannot open it either, and says so
+    if stored := find_quantization_config(content):
+        raise ConfigError(
+            f"use_vllm: {name} is stored in the form {stored.get('quant_method')}, of which vLLM would make its "
+            "layers, and the trained weights are dequantized. Load it, save it by shardwise.save, and train that"
+        )

@@ -43,6 +43,7 @@ REJECTED: Final[Mapping[str, str]] = {
         ("use_transformers_continuous_batching", "use_transformers_paged"),
         "ranks would take other numbers of passes, and wait for each other. Remove it, or set use_vllm",
     ),
+    "precompute_ref_log_probs": "TRL would hash the model's weights, which are sharded. Remove it",
     "enable_jit_checkpoint": "it replaces the handler of stop signals, which save without it. Remove it",
     "auto_find_batch_size": "a rank that runs out of memory would retry alone. Set per_device_train_batch_size",
 }
@@ -183,6 +184,10 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield "liger_kernel_config: fused_linear_cross_entropy replaces the head, as TRL does itself. Remove it"
     if own.method == "distillation" and not values.get("teacher_model_name_or_path"):
         yield "teacher_model_name_or_path: is missing. Set it to the model to learn from"
+    is_full = not (use_peft or own.trainable_layers or own.trainable_modules or own.extra_modules)
+    # FSDP2 takes one dtype for the trained parameters of a group.
+    if values.get("cast_lm_head_to_fp32") and is_full and values.get("dtype", "float32") != "float32":
+        yield "cast_lm_head_to_fp32: TRL converts the head after it is sharded. Set dtype: float32, or remove it"
     for key in ("use_dora", "lora_modules_to_save"):
         if values.get("use_vllm") and use_peft and values.get(key):
             yield f"{key}: cannot be merged for the engine of use_vllm. Remove one of them"

@@ -1,9 +1,7 @@
 """TRL's dataclasses, trainers and datasets for a configuration of ``shardwise train``."""
 
 import copy
-import functools
 import importlib
-import inspect
 import logging
 import os
 import pkgutil
@@ -21,7 +19,7 @@ from transformers import PreTrainedModel
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
 from trl.import_utils import is_vllm_available
-from trl.trainer.utils import get_peft_config
+from trl.trainer.utils import get_callable_name, get_peft_config, is_async_callable
 
 from shardwise.bank.passes import CHUNK_LOGITS
 from shardwise.core.consents import Ignore, Initialize
@@ -127,13 +125,20 @@ def script_class(method: TrainMethod) -> Any:
     return importlib.import_module("trl.scripts.grpo").GRPOScriptArguments  # RLOO's has the same fields
 
 
-def parse(config: RunConfig) -> TrlArguments:
+def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
     """Parse a configuration by TRL's parser.
+
+    Args:
+        config: the configuration.
+        planned_ranks: number of ranks of a training that is only planned, maybe on a machine without vLLM. By
+            default it is that of this process.
 
     Raises:
         ConfigError: TRL or transformers rejects a value, or the optimizer cannot be created.
     """
     config_class = trl_class(config.method, "Config")
+    if planned_ranks is not None:  # a property, by which TRL checks batches
+        config_class = type(config_class.__name__, (config_class,), {"world_size": planned_ranks})
     parser = trl.TrlParser((script_class(config.method), config_class, trl.ModelConfig, trl.DatasetMixtureConfig))
     values = copy.deepcopy(dict(config.values))  # TRL replaces the entries of datasets in place
     # Defaults of shardwise, where those of TRL and transformers do not fit.
@@ -153,7 +158,7 @@ def parse(config: RunConfig) -> TrlArguments:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
-    if getattr(training, "use_vllm", False) and not is_vllm_available():
+    if planned_ranks is None and getattr(training, "use_vllm", False) and not is_vllm_available():
         raise ConfigError("use_vllm: vLLM is not installed. Run pip install vllm, or remove it")
     has_dtype = config.values.get("dtype") is not None
     return TrlArguments(script, training, model, mixture, config.own, has_dtype)
@@ -569,8 +574,10 @@ def _import_reward_function(name: str) -> Callable[..., Any]:
     """Return the reward function of a name in ``trl.rewards`` or of an import path.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: it cannot be imported, or makes reward functions.
     """
+    if name.startswith("get_") and "." not in name and name != "get_soft_overlong_punishment":
+        raise ConfigError(f"reward_funcs: {name} makes a reward function. Call it in a file, and name its result")
     try:
         function = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
     except (ImportError, AttributeError, ValueError) as error:
@@ -582,14 +589,15 @@ def _import_reward_function(name: str) -> Callable[..., Any]:
 
 def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reward function that tells other ranks when this rank is busy with it."""
-    if inspect.iscoroutinefunction(function):  # TRL awaits it on another thread
+    if is_async_callable(function):  # TRL awaits it on another thread
         return function
+    name = get_callable_name(function)
 
-    @functools.wraps(function)
     def reward(*args: Any, **kwargs: Any) -> Any:
-        with busy_with(f"the reward function {function.__name__}"):
+        with busy_with(f"the reward function {name}"):
             return function(*args, **kwargs)
 
+    reward.__name__ = name  # of its metrics
     return reward
 
 
@@ -614,7 +622,7 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     if config.own.has_adapters:
         return _plan_bank(config, ranks, placed)
     rows_per_example = 2 if config.method == "dpo" else 1
-    arguments = parse(config)
+    arguments = parse(config, ranks)
     training = arguments.training
     # First the options of the load, then those of the training, and last ``placed``.
     loaded: Any = model_options(arguments)
@@ -649,7 +657,7 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
 
 def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     """Estimate a training run of many LoRAs."""
-    parsed = [parse(one) for one in read_adapters(config).values()]
+    parsed = [parse(one, ranks) for one in read_adapters(config).values()]
     loaded: Any = _base_options(parsed[0])
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
     options |= {"hub": HubOptions(revision=parsed[0].model.model_revision), "device": placed["device"]}
