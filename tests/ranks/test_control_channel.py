@@ -66,6 +66,8 @@ class SetClock:
 def clock(monkeypatch):
     found = SetClock()
     monkeypatch.setattr(failure_detection, "time", found)
+    for module in (failure_detection, control_channel):
+        monkeypatch.setattr(module, "stopped_s", lambda: 0.0)
     monkeypatch.setattr(control_channel, "time", found)
     monkeypatch.setattr(slow_ranks, "time", found)
     return found

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import RankLostError, RankMismatchError, ShardwiseError
 from shardwise.core.formatting import format_ranks
-from shardwise.core.machine import ProcessId
+from shardwise.core.machine import ProcessId, stopped_s
 from shardwise.ranks.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.slow_ranks import Meeting
@@ -84,8 +84,8 @@ class ControlChannel:
         self._verdict: Failure | None = None
         self._is_closed = False
         self._joining = threading.Lock()
-        self._joined_s = self._warn_at = math.inf
-        self._meeting: Meeting | None = None
+        # When this rank came to the call, warns of others, came to a meeting. Stops of this process do not count.
+        self._joined_s = self._warn_at = self._waiting_s = math.inf
         self._detector = get_detector(store, global_ranks[rank])
 
     @property
@@ -234,7 +234,7 @@ class ControlChannel:
                 "the same order on every rank. The next calls meet again"
             )
             self._announce(keys, RankMismatchError(text))
-        self._joined_s = time.monotonic()
+        self._joined_s = time.monotonic() - stopped_s()
         self._warn_at = self._joined_s + WARN_S
         # Last: from here on the detector's thread uses this channel.
         self._detector.add(self, self.timeouts.heartbeat_interval_s)
@@ -294,11 +294,12 @@ class ControlChannel:
     def _in_meeting(self, keys: KeyStore, step: int) -> Iterator[None]:
         """Have this rank's heartbeats say that it waits in a meeting."""
         key = f"{keys.prefix}/{step}"
-        self._detector.meetings[key] = self._meeting = Meeting(time.monotonic(), self.global_ranks)
+        self._detector.meetings[key] = Meeting(time.monotonic(), self.global_ranks)
+        self._waiting_s = time.monotonic() - stopped_s()
         try:
             yield
         finally:
-            self._meeting = None
+            self._waiting_s = math.inf
             self._detector.meetings.pop(key, None)
 
     def _polls(self, keys: KeyStore) -> Iterator[None]:
@@ -357,14 +358,13 @@ class ControlChannel:
         # Before the first meeting only: who has been in a meeting has joined.
         if self._meeting_number == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
-        meeting = self._meeting
-        waited_s = 0.0 if meeting is None else time.monotonic() - meeting.since_s
+        waited_s = time.monotonic() - stopped_s() - self._waiting_s
         if self._verdict is None and waited_s > self.timeouts.meeting_timeout_s:
             slow = self._detector.waits_for or "another rank"
             self._announce(keys, RankLostError(f"waited for {waited_s:.0f} s for {slow}. {ADVICE_ON_WAITS}"))
 
     def _find_absent(self, keys: KeyStore, unknown: list[int]) -> None:
-        now = time.monotonic()
+        now = time.monotonic() - stopped_s()
         if unknown and now > self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
             size = dist.get_world_size() if dist.is_initialized() else self.size
