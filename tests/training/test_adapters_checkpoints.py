@@ -10,6 +10,7 @@ from unittest import mock
 
 import datasets
 import pytest
+from tests.support.crashes import EffectLog, recorded, states_after_crash
 from tests.training import tiny
 from tests.training.adapters_on_ranks import config
 from transformers import TrainerState
@@ -54,6 +55,15 @@ def test_a_run_recorded_under_the_former_name_resumes(tmp_path: Path) -> None:
     (tmp_path / "ada" / "adapter_model.safetensors").touch()
     with lock_output(tmp_path, {"method": "adapters", "ada.lora_r": 4}, ["*/*.safetensors"]):
         assert json.loads(record.read_text()) == {"method": "adapters", "ada.lora_r": 4}
+
+
+def test_the_record_of_a_run_survives_a_crash(tmp_path: Path) -> None:
+    log, folder = EffectLog(tmp_path / "log"), tmp_path / RUN_FOLDER
+    folder.mkdir()
+    with recorded(log, folder), lock_output(tmp_path, {"method": "sft"}):
+        pass
+    *_, last = states_after_crash({}, log.effects(), samples=0)
+    assert json.loads(last.files["run.json"]) == {"method": "sft"}
 
 
 @pytest.mark.parametrize(

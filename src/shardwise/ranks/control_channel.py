@@ -47,6 +47,9 @@ _REPORT = 1 << 32
 _VERDICT_FRACTION = 0.25
 """The fraction of the timeout for which the first rank waits until busy ranks have read a verdict."""
 
+_VERDICT_CHARACTERS = 1 << 20
+"""A longer verdict is cut: torch's store takes 8 MiB at most."""
+
 _STORE_FACTOR = 1.25
 """The store is lost when it has not answered for this many timeouts."""
 
@@ -244,8 +247,8 @@ class ControlChannel:
         num_reports, others = 0, range(1, self.size)
         with self._in_meeting(keys, self._meeting_number):
             for _ in self._polls(keys):
-                # One counter for both: a poll is one request to the store, whatever the number of ranks.
-                num_reports, num_arrived = divmod(keys.add(f"{self._meeting_number}/in", 0), _REPORT)
+                # One counter for both: a poll has two small requests to the store, whatever the number of ranks.
+                num_reports, num_arrived = divmod(keys.count(f"{self._meeting_number}/in"), _REPORT)
                 if num_arrived == len(others):
                     break
         # After all have come: this rank was late, and they may have given it up in the meantime.
@@ -285,7 +288,7 @@ class ControlChannel:
 
     def _finish(self, keys: KeyStore) -> None:
         for _ in self._polls(keys):
-            if keys.add(f"{self._meeting_number - 1}/out", 0) == self.size - 1:
+            if keys.count(f"{self._meeting_number - 1}/out") == self.size - 1:
                 break
         keys.delete([*self._keys_to_delete, "call", *(f"here/{rank}" for rank in range(self.size))])
         self._keys_to_delete = []
@@ -319,7 +322,8 @@ class ControlChannel:
 
     def _announce(self, keys: KeyStore, error: ShardwiseError) -> Failure:
         """Publish the verdict, unless another rank has. Return the published one, which all ranks raise."""
-        kind, _, text = keys.set_default("verdict", f"{type(error).__name__}\n{error}").partition("\n")
+        verdict = f"{type(error).__name__}\n{error}"[:_VERDICT_CHARACTERS]
+        kind, _, text = keys.set_default("verdict", verdict).partition("\n")
         self._verdict = Failure(kind, text)
         return self._verdict
 
@@ -330,7 +334,7 @@ class ControlChannel:
         deadline = time.monotonic() + _VERDICT_FRACTION * self.timeouts.heartbeat_timeout_s
         while self.rank == 0 and num_readers < self.size - 1 and time.monotonic() < deadline:
             time.sleep(_LAST_POLL_S)
-            num_readers = keys.add("readers", 0)
+            num_readers = keys.count("readers")
         raise verdict.to_error()
 
     # On the detector's thread

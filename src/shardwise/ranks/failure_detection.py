@@ -79,6 +79,10 @@ class KeyStore:
     def add(self, key: str, amount: int) -> int:
         return int(self.store.add(f"{self.prefix}/{key}", amount))
 
+    def count(self, key: str) -> int:
+        """Return the sum of what was added. Unlike adding 0, it writes nothing to the file of a FileStore."""
+        return int(self._get([key])[0]) if self.has(key) else 0
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             self.store.delete_key(f"{self.prefix}/{key}")
