@@ -28,6 +28,7 @@ import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import step_folders, write
 from shardwise.core.errors import StorageError
+from shardwise.core.phases import current_phases
 from shardwise.files.local_writer import open_writer
 from shardwise.options import AdapterOnly, Ignore, StateOptions
 from shardwise.saving.locked_folder import LockedFolder
@@ -88,15 +89,16 @@ def train_while_it_is_written(folder: str, steps: int) -> tuple[dict[str, Any], 
     training.step(steps)
     seed_all(100 + tiny.rank())
     may_write = threading.Event()
-    original = write.write_and_commit
+    original = write.write_in_background
 
     def late(*args: Any) -> Any:
         may_write.wait()
         return original(*args)
 
-    with mock.patch.object(write, "write_and_commit", late), Checkpointer(folder, mode="async") as checkpointer:
+    with mock.patch.object(write, "write_in_background", late), Checkpointer(folder, mode="async") as checkpointer:
         saved = training.taken()
         report = checkpointer.save(steps, training.state)
+        assert current_phases() == ""  # the phase of the save has ended on this thread
         training.step(2)
         is_early = (Path(report.directory) / ".metadata").exists()
         may_write.set()
@@ -219,9 +221,10 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     checkpointer = Checkpointer(folder, mode="async")
     checkpointer.save(1, training.state)
     checkpointer.wait()
-    with rank_1_fails(write, "_write_local", OSError("struck")):
+    with rank_1_fails(write, "_write_local", OSError("struck")), mock.patch.object(write, "_log") as log:
         report = checkpointer.save(2, training.state)
         futures.wait([checkpointer._in_progress[1]])
+    assert log.warning.call_count == 1  # nobody may ask for it any more
     error = attempt(lambda: checkpointer.save(3, training.state))
     steps = checkpointer.steps()
     checkpointer.save(3, training.state)

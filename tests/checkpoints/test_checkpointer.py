@@ -4,6 +4,8 @@ import copy
 import gc
 import pickle
 import shutil
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -161,6 +163,37 @@ def test_a_closed_checkpointer_keeps_nothing_of_the_state(tmp_path):
     checkpointer.save(2, Training().state)
     checkpointer.close()
     assert checkpointer.latest() == 2
+
+
+IN_PROGRESS_AT_THE_END = """
+import concurrent.futures.thread as executors
+import time
+from shardwise import Checkpointer
+from shardwise.checkpoints import write
+from tests.checkpoints.tiny import Training
+
+def late(*args, original=write.write_and_commit):
+    while not executors._shutdown:
+        time.sleep(0.01)
+    return original(*args)
+
+write.write_and_commit = late
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    [
+        "Checkpointer({!r}, mode='async').save(1, Training().state)",
+        "with Checkpointer({!r}, mode='async') as saving:\n  saving.save(1, Training().state)\n  raise ValueError",
+    ],
+)
+def test_a_checkpoint_in_progress_is_completed_when_the_script_ends(tmp_path, script):
+    text = IN_PROGRESS_AT_THE_END + script.format(str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ended.returncode == ("raise" in script), ended.stderr
+    assert Checkpointer(tmp_path).latest() == 1, ended.stderr
 
 
 def test_replicas_share_the_work(worlds, tmp_path):

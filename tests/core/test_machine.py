@@ -55,3 +55,24 @@ def test_a_process_whose_start_cannot_be_read_has_not_certainly_ended(monkeypatc
     monkeypatch.setattr(os, "kill", refuse)
     assert not here.has_ended()
     assert not here.is_running()
+
+
+def test_the_time_for_which_a_process_is_stopped_is_known() -> None:
+    code = """if True:
+        from shardwise.core import machine
+        machine._AWAKE_S, machine._STOP_S = 0.01, 0.1
+        machine.stopped_s()
+        input("ready\\n")
+        print(machine.stopped_s())
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        while not machine.is_stopped(process.pid):
+            time.sleep(0.01)
+        time.sleep(0.4)
+        process.send_signal(signal.SIGCONT)
+        assert float(process.communicate("\n")[0]) >= 0.25

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,15 @@ def fail_alone(seat: Seat, timeouts: Timeouts, first: str) -> None:
             raise shardwise.StorageError("struck")
 
 
+def meet_until_struck(seat: Seat, folder: str) -> int:
+    """All meet again and again until a file says that it is enough."""
+    world = World.current(timeouts=Timeouts(heartbeat_interval_s=0.2, heartbeat_timeout_s=2.0))
+    seat.tell()
+    while not world.all_reduce_object(Path(folder, "enough").exists(), all):
+        time.sleep(0.01)
+    return seat.rank
+
+
 pytestmark = pytest.mark.distributed
 
 
@@ -125,6 +135,22 @@ def test_a_rank_that_is_lost_between_calls_is_named_soon(kind, rank, meet, plain
     assert error == "RankLostError"
     assert f"rank {rank} (host {socket.gethostname()}, process {outcome.pids[rank]}) is lost" in text
     assert ("no sign of life" if kind == "stop" else "its process has ended") in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meet", [through_a_file, through_rank_0])
+def test_ranks_that_are_all_stopped_for_a_while_go_on(meet, tmp_path):
+    """Ctrl-Z and fg. The time of the stop is more than the timeouts."""
+    with Doomed(2, meet=meet) as world:
+        world.start(meet_until_struck, str(tmp_path))
+        world.wait_for_blow()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in world.outcome.pids:
+                os.kill(pid, number)
+            time.sleep(5)
+        (tmp_path / "enough").touch()
+        outcome = world.finish()
+    assert [outcome.ends[rank].value for rank in range(2)] == [0, 1], outcome.errors()
 
 
 @pytest.mark.parametrize("first", ["told", "untold"])

@@ -1,9 +1,12 @@
 """Trainings that cannot work are refused by name, on all ranks, before anything is built."""
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from huggingface_hub import HfApi
@@ -238,11 +241,8 @@ def test_all_but_the_best_are_removed_at_the_end(tmp_path: Path, monkeypatch: py
     assert len(trainer_checkpoints.checkpoints_in(tmp_path)) == 3, "the best is none of this folder"
     trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-4")
 
-    def emptied(*_: Any) -> None:
-        raise StorageError("the process is killed")
-
-    monkeypatch.setattr(trainer_checkpoints, "_empty", emptied)
-    with pytest.raises(StorageError):
+    monkeypatch.setattr(trainer_checkpoints, "_empty", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
         trainer._finalize_training(None)
     monkeypatch.undo()
     assert trainer_checkpoints.checkpoints_in(tmp_path)[2] is trainer_checkpoints.FolderKind.LEFT
@@ -250,6 +250,44 @@ def test_all_but_the_best_are_removed_at_the_end(tmp_path: Path, monkeypatch: py
     assert trainer.args.save_total_limit == 1
     trainer_checkpoints.remove_left(tmp_path)
     assert list(trainer_checkpoints.checkpoints_in(tmp_path)) == [4]
+
+
+def test_a_checkpoint_with_a_file_in_use_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that a process has open stays on NFS, under another name, until it is closed."""
+    unlink = os.unlink
+
+    def rename_or_unlink(file: str) -> None:
+        if Path(file).name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        if Path(file).name == "in use":
+            os.rename(file, Path(file).with_name(".nfs01"))
+        else:
+            unlink(file)
+
+    for step in (2, 4):
+        (save(tmp_path, step) / "in use").touch()
+    monkeypatch.setattr(os, "unlink", rename_or_unlink)
+    trainer_checkpoints.remove_others(tmp_path, 4)
+    assert f"{tmp_path / 'checkpoint-2'}: cannot be removed, .nfs01 is still in use" in caplog.text
+    assert trainer_checkpoints.checkpoints_in(tmp_path)[2] is trainer_checkpoints.FolderKind.LEFT
+    save(tmp_path, 6)
+    assert list(trainer_checkpoints.checkpoints_in(tmp_path)) == [2, 4, 6]
+    monkeypatch.undo()
+    trainer_checkpoints.remove_left(tmp_path)
+    assert list(trainer_checkpoints.checkpoints_in(tmp_path)) == [4, 6]
+
+
+def test_a_card_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is written by the first rank alone, before the others begin to save."""
+
+    class Describing:
+        def create_model_card(self, model_name: str) -> None:
+            raise PermissionError(f"no card of {model_name}")
+
+    unbuilt(Describing, tmp_path).create_model_card(model_name="mine")
+    assert "README.md: the model card is not written, no card of mine" in caplog.text
 
 
 def test_a_checkpoint_is_pushed_after_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

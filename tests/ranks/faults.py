@@ -187,15 +187,15 @@ def unreadable() -> tuple[str, str]:
     return attempt(call)
 
 
-def out_of_memory() -> tuple[str, str]:
-    """The second rank runs out of memory while the first waits for it."""
+def fail_in_training(failure: Exception) -> tuple[str, str]:
+    """The second rank fails, out of memory for example, while the first waits for it."""
     world = World.current(call="training")
     world.all_gather_object(None)
 
     def step() -> None:
         with translate_collective_errors(world, lambda: "in step 2"):
             if world.rank == 1:
-                raise MemoryError("no more")
+                raise failure
             world.all_gather_object(None)
 
     return attempt(step)

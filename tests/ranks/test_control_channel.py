@@ -17,11 +17,11 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.core.errors import ConfigError, RankMismatchError
+from shardwise.core.errors import ConfigError, RankLostError, RankMismatchError
 from shardwise.core.machine import ProcessId
 from shardwise.ranks import control_channel, failure_detection, slow_ranks
 from shardwise.ranks.control_channel import ControlChannel
-from shardwise.ranks.failure_detection import get_detector, heartbeat_keys
+from shardwise.ranks.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.ranks.outcomes import decode, encode
 from shardwise.ranks.timeouts import Timeouts
 
@@ -66,6 +66,8 @@ class SetClock:
 def clock(monkeypatch):
     found = SetClock()
     monkeypatch.setattr(failure_detection, "time", found)
+    for module in (failure_detection, control_channel):
+        monkeypatch.setattr(module, "stopped_s", lambda: 0.0)
     monkeypatch.setattr(control_channel, "time", found)
     monkeypatch.setattr(slow_ranks, "time", found)
     return found
@@ -124,6 +126,26 @@ def test_nothing_but_signs_of_life_stays_in_the_store():
             kept.append(ranks.store.num_keys())
         # A rank that has not run for a while on a busy machine has left no heartbeat, or one more.
         assert max(kept) - min(kept) <= 6, kept
+
+
+def test_polls_do_not_write_to_the_file_of_a_store(tmp_path):
+    """It would grow for as long as a rank is waited for."""
+    file = tmp_path / "store"
+    keys = KeyStore(dist.FileStore(str(file), 1), "test")
+    keys.add("in", 2)
+    keys.add("in", 3)
+    nbytes = file.stat().st_size
+    assert [keys.count("in"), keys.count("out")] == [5, 0]
+    assert file.stat().st_size == nbytes
+
+
+def test_the_text_of_a_rank_that_leaves_may_be_long():
+    """More than torch's store takes for one value."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Ranks(2, store=store) as ranks:
+        ranks.lines[1].abort("x" * (9 << 20))
+        with pytest.raises(RankLostError, match="has left the call: xxx"):
+            ranks.lines[0].gather()
 
 
 def test_a_later_line_of_the_same_ranks_does_not_hear_an_earlier_one():

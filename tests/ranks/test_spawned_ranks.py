@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tests.ranks import faults
 from tests.support.fork_server import start_server
+from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import start_processes
 
 from shardwise.core.errors import RankLostError, ShardingError, StorageError
@@ -133,6 +135,24 @@ def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_wi
     assert machine_with("mps", 1) == []
     assert select_accelerator({}, 0, 1) == "gloo"
     assert this_device() == torch.device("cpu")
+
+
+def test_nodes_that_count_restarts_differently_meet_in_the_store_of_earlier_attempts():
+    """As those of torchrun do after a worker of one has died."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "WORLD_SIZE": "2"}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+    def meet(rank: int, count: int) -> Any:
+        variables = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(count)}
+        return processes._launcher_store({**environment, **variables})[0]
+
+    for counts in ((0, 0), (1, 0), (1, 0)):
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(meet, range(2), counts)
+        assert not first.check(["key"])
+        first.set("key", "value")
+        assert second.check(["key"])
 
 
 def test_an_error_of_a_rank_is_preferred_to_its_loss():

@@ -11,7 +11,7 @@ from tests.support import local_ranks
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.support.world import require_same_error, run_world
 
-from shardwise.core.errors import CheckpointError, StorageError
+from shardwise.core.errors import CheckpointError, FormatError, StorageError
 from shardwise.ranks.world import World
 
 pytestmark = pytest.mark.distributed
@@ -38,9 +38,16 @@ def test_a_broadcast_returns_or_raises_the_same_on_all_ranks(worlds):
 
 
 def test_out_of_memory_on_one_rank_is_a_training_error_on_all(worlds):
-    for kind, text in worlds(2).run(faults.out_of_memory):
+    for kind, text in worlds(2).run(faults.fail_in_training, MemoryError("no more")):
         assert kind == "TrainingError"
         assert re.search(r"rank 1 \(.*\) has left the call: out of memory \(no more\)", text)
+
+
+def test_an_error_of_ours_on_one_rank_alone_ends_the_others_too(worlds):
+    lost, failed = worlds(2).run(faults.fail_in_training, FormatError("row 7 is odd"))
+    assert failed == ("FormatError", "row 7 is odd")
+    assert lost[0] == "RankLostError"
+    assert re.search(r"rank 1 \(.*\) has left the call: FormatError: row 7 is odd", lost[1])
 
 
 def test_ranks_that_disagree_are_named(worlds):

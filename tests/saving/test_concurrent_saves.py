@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import shardwise.saving.save
 from shardwise.core import machine
 from shardwise.core.errors import StorageError
 from shardwise.files.local_writer import open_writer
-from shardwise.saving import saving_lock
+from shardwise.saving import commit, saving_lock
 from shardwise.saving.locked_folder import LockedFolder
 
 ONE, SEVERAL = "1GB", "6KB"
@@ -128,6 +130,31 @@ def test_containers_with_one_host_name_do_not_take_each_other_for_dead(target, i
             save(2, target)
         held.release()
     assert seed_in(target) == (1 if is_renewed else 2)
+
+
+@pytest.mark.parametrize("again", ["the removal of files", "the end of the thread"])
+def test_a_save_that_is_interrupted_twice_does_not_keep_its_mark(target, monkeypatch, again):
+    """By Ctrl-C, and again while it is undone, in a process that lives on."""
+    struck = mock.Mock(side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(shardwise.saving.save, "commit_save", struck)
+        if again == "the removal of files":
+            patch.setattr(commit, "_find_valid_trainings", struck)
+        else:
+            patch.setattr(LockedFolder, "_renew", lambda self: None)
+            patch.setattr(threading, "Thread", InterruptedJoin)
+        with pytest.raises(KeyboardInterrupt):
+            save(1, target)
+        assert struck.called
+    save(2, target)
+    assert seed_in(target) == 2
+
+
+class InterruptedJoin(threading.Thread):
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        if self.name == "shardwise-lock":
+            raise KeyboardInterrupt
 
 
 def test_every_save_renews_its_mark(target, before_commit):

@@ -76,7 +76,7 @@ def serving(
         bank = AdapterBank(model)
         engine = Engine(world, bank, model)
         server.start(run._describe(model, bank, serve_options.max_tokens_per_pass), None, request)
-        turns = threading.Thread(target=run.run_turns, args=(world, engine, server), daemon=True)
+        turns = threading.Thread(target=run.run_turns, args=(world, engine, server, request), daemon=True)
         turns.start()
         host, port = server._listener.getsockname()
         try:

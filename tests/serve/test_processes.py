@@ -124,14 +124,26 @@ def test_what_was_acknowledged_survives_a_kill(base: Path, tmp_path: Path) -> No
         assert train(resumed, 0, 1) == expected
 
 
+def signal_second_rank(server: Process, number: int) -> None:
+    children = subprocess.run(
+        ["pgrep", "-P", str(server.process.pid), "-f", "spawn_main"], capture_output=True, text=True, check=True
+    )
+    os.kill(int(children.stdout.split()[-1]), number)
+
+
+def test_a_stop_of_any_rank_stops_the_server(base: Path, tmp_path: Path) -> None:
+    with serving(base, tmp_path / "state", "--nproc-per-node", "2") as server:
+        server.client().create_lora_training_client("base", rank=4).result()
+        signal_second_rank(server, signal.SIGTERM)
+        assert server.wait() == 0, server.errors
+    assert list((tmp_path / "state").rglob("*shutdown*"))
+
+
 def test_a_lost_rank_ends_the_server(base: Path, tmp_path: Path) -> None:
     with serving(base, tmp_path / "state", "--nproc-per-node", "2") as server:
         model = server.client().create_lora_training_client("base", rank=4).result()
         train(model, 0, 1)
-        children = subprocess.run(
-            ["pgrep", "-P", str(server.process.pid), "-f", "spawn_main"], capture_output=True, text=True, check=True
-        )
-        os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+        signal_second_rank(server, signal.SIGKILL)
         assert server.wait() == 2
         text = "".join(server.errors)
         assert "rank" in text

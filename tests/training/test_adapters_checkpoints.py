@@ -1,12 +1,16 @@
 """Folders of adapters: the run's, checkpoints that are kept, when one is due, and states that are damaged."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
+from tests.support.crashes import EffectLog, recorded, states_after_crash
 from tests.training import tiny
 from tests.training.adapters_on_ranks import config
 from transformers import TrainerState
@@ -53,26 +57,48 @@ def test_a_run_recorded_under_the_former_name_resumes(tmp_path: Path) -> None:
         assert json.loads(record.read_text()) == {"method": "adapters", "ada.lora_r": 4}
 
 
+def test_the_record_of_a_run_survives_a_crash(tmp_path: Path) -> None:
+    log, folder = EffectLog(tmp_path / "log"), tmp_path / RUN_FOLDER
+    folder.mkdir()
+    with recorded(log, folder), lock_output(tmp_path, {"method": "sft"}):
+        pass
+    *_, last = states_after_crash({}, log.effects(), samples=0)
+    assert json.loads(last.files["run.json"]) == {"method": "sft"}
+
+
 @pytest.mark.parametrize(
     ("limit", "kept"), [(None, [1, 2, 3]), (0, [1, 2, 3]), (-1, [1, 2, 3]), (1, [3]), (2, [2, 3]), (9, [1, 2, 3])]
 )
 def test_as_many_checkpoints_are_kept_as_the_trainer_keeps(
     tmp_path: Path, limit: int | None, kept: list[int]
 ) -> None:
+    commit_third(tmp_path, limit)
+    assert sorted(int(file.name.removeprefix("checkpoint-")) for file in tmp_path.iterdir()) == kept
+    step, found = _find_latest(tmp_path)
+    assert step == 3
+    assert found is not None
+
+
+def commit_third(folder: Path, limit: int | None) -> None:
     adapter: Any = SimpleNamespace(
-        _folder=tmp_path,
+        _folder=folder,
         _position=(0, 2),
         _order=SimpleNamespace(count=4),
         state=TrainerState(global_step=3),
         args=SimpleNamespace(save_total_limit=limit),
     )
     for step in (1, 2):
-        state(tmp_path, step)
-    AdapterTraining._commit(adapter, tmp_path / "checkpoint-3")
-    assert sorted(int(file.name.removeprefix("checkpoint-")) for file in tmp_path.iterdir()) == kept
-    step, found = _find_latest(tmp_path)
-    assert step == 3
-    assert found is not None
+        state(folder, step)
+    AdapterTraining._commit(adapter, folder / "checkpoint-3")
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+    commit_third(tmp_path, 1)
+    assert _find_latest(tmp_path)[0] == 3
+    assert caplog.text.count("cannot be removed, [Errno 39] Directory not empty") == 2
 
 
 def test_no_checkpoint_is_due_every_0_steps() -> None:

@@ -61,6 +61,14 @@ def test_a_function_runs_during_a_block_which_ends_with_its_error():
         pass
 
 
+def test_a_function_runs_in_the_background_after_the_end_of_the_main_thread(monkeypatch):
+    """As a checkpoint in progress does it: executors take no more work by then."""
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    entered = threading.Event()
+    with in_background(entered.set):
+        entered.wait()
+
+
 def test_a_failed_block_waits_for_its_function():
     done: list[int] = []
 

@@ -54,7 +54,8 @@ class Checkpointer:
     A checkpoint is committed in one step and complete from then on. After a kill at any moment the earlier ones
     remain. It can be restored on any number of ranks and any mesh, bit for bit. See docs/checkpoints.md.
 
-    A context manager: :meth:`close` is called at the end.
+    A context manager: :meth:`close` is called at the end, unless the block raises. A checkpoint in progress is then
+    completed before the process ends.
 
     A caller can expect the following sequence.
 
@@ -167,7 +168,11 @@ class Checkpointer:
             self.wait()
         with ExitStack() as stack:
             # Joined before the ranks meet for the first time, so that a rank lost from then on is missed there.
-            background = None if self._mode == "sync" else stack.enter_context(self._world("save", _BACKGROUND))
+            background = None
+            if self._mode == "async":
+                background = self._world("save", _BACKGROUND)
+                background.join()
+                stack.push(background)  # which the thread enters
             # In the caller's thread: ranks agree on the content, and with "async" the state is copied. What is left
             # is the writing.
             with self._world("save") as world:

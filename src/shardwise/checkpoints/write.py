@@ -5,6 +5,7 @@ See [Note: When a checkpoint is complete] in ``checkpoints/step_folders.py``.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from shardwise.saving.commit_plan import pending_name
 from shardwise.saving.locked_folder import LockedFolder, Saving, lock_on_first_rank
 from shardwise.transfer.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
 from shardwise.transfer.fingerprints import digest
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
 
     Raises:
         StorageError: another save holds the lock or has taken it over, or bytes could not be written. The
-            checkpoint is not committed then, unless the message states otherwise.
+            checkpoint is not committed then, unless removing an older one failed.
         RankLostError: a rank has been lost.
     """
     with lock_on_first_rank(world, job.root) as saving:
@@ -206,8 +209,15 @@ def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:
 
 
 def write_in_background(world: World, job: Job) -> CheckpointReport:
-    """Write the checkpoint on a background thread. Ranks meet over the store. Closes ``world``."""
+    """Write the checkpoint on a background thread. Ranks meet over the store. Closes ``world``.
+
+    A failure is also logged, because the process may end before a later call raises it.
+    """
     start = time.perf_counter()
-    with world:
-        report = write_and_commit(world, job)
+    try:
+        with world:
+            report = write_and_commit(world, job)
+    except Exception as error:
+        _log.warning("%s: the save in the background failed, %s", job.folder, error)
+        raise
     return replace(report, seconds={**report.seconds, "write": time.perf_counter() - start})

@@ -5,6 +5,8 @@ Host names are only a fallback because containers may share one.
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +19,8 @@ OWN_GROUP = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
 _OWN_PAGES = (b"RssAnon:", b"RssShmem:")
+_AWAKE_S, _STOP_S = 0.25, 1.0
+"""How often a thread wakes up, and the seconds after which it would have if the process had not been stopped."""
 
 
 @cache
@@ -123,6 +127,37 @@ def is_stopped(process: int) -> bool:
         return _status(process)[0] in "Tt"
     except (OSError, IndexError):
         return False
+
+
+class _StopWatch:
+    """Measures for how long this process has been stopped, by a thread that never blocks."""
+
+    def __init__(self) -> None:
+        # Seconds of earlier stops, and when the thread was awake: one value, which other threads read at once.
+        self._stops = 0.0, time.monotonic()
+        threading.Thread(target=self._run, name="shardwise-stops", daemon=True).start()
+
+    def seconds_at(self, now_s: float) -> float:
+        stopped_s, awake_s = self._stops
+        return stopped_s + max(0.0, now_s - awake_s - _STOP_S)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_AWAKE_S)
+            now_s = time.monotonic()
+            self._stops = self.seconds_at(now_s), now_s
+
+
+_stop_watch = cache(_StopWatch)
+os.register_at_fork(after_in_child=_stop_watch.cache_clear)
+
+
+def stopped_s() -> float:
+    """Return the seconds for which this process did not run (Ctrl-Z, docker pause) since the first call.
+
+    Stops of less than a second do not count.
+    """
+    return _stop_watch().seconds_at(time.monotonic())
 
 
 def _status(process: int) -> list[str]:

@@ -440,6 +440,13 @@ class ShardwiseTrainer(_Trainer):
         with compat.uploads_without(_RECORD):
             return super().push_to_hub(*positional, **keywords)
 
+    def create_model_card(self, *positional: Any, **keywords: Any) -> None:
+        """Write the card like the Trainer. A failure is logged, because the first rank alone writes."""
+        try:
+            super().create_model_card(*positional, **keywords)
+        except Exception as error:
+            _log.warning("README.md: the model card is not written, %s", error)
+
     def _run_epoch(self, **keywords: Any) -> None:  # type: ignore[override]
         """Train an epoch, unless the training that is resumed was at its end: the Trainer would add a step.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from shardwise.saving.commit_plan import pending_name
 from shardwise.saving.locked_folder import LockedFolder, Saving, lock_here, lock_on_first_rank
 from shardwise.saving.rename_journal import remove_pending
 from shardwise.transfer import fingerprints
+
+_log = logging.getLogger(__name__)
 
 HEADER_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"
@@ -368,24 +371,23 @@ def _find_durable(writer: LocalWriter) -> set[str]:
 def remove_under(locked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
     """Remove checkpoints of a locked output folder, the file that commits each one first.
 
-    Raises:
-        StorageError: something cannot be removed.
+    What cannot be removed is logged, and removed by a later save.
     """
     for step in steps:
         if not locked.is_held():
             return  # the save that has the lock now removes them
         try:
             _remove(checkpoint_folder(run, step))
-        except StorageError:
-            if locked.is_held():
-                raise  # otherwise another save is removing the same files
+        except StorageError as error:
+            if locked.is_held():  # otherwise another save is removing the same files
+                _log.warning("%s. It is removed with a later checkpoint", error)
 
 
 def remove_others(run: Path, step: int) -> None:
     """Remove all complete checkpoints but that of a step.
 
     Raises:
-        StorageError: another save is in progress there, or something cannot be removed.
+        StorageError: another save is in progress there.
     """
     with lock_here(run) as saving:
         complete = [one for one, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
@@ -396,7 +398,7 @@ def remove_left(run: Path) -> None:
     """Remove incomplete checkpoints.
 
     Raises:
-        StorageError: another save is in progress there, or a file cannot be removed.
+        StorageError: another save is in progress there.
     """
     with lock_here(run):
         _remove_left(run)
@@ -405,7 +407,10 @@ def remove_left(run: Path) -> None:
 def _remove_left(run: Path) -> None:
     for step, kind in checkpoints_in(run).items():
         if kind is FolderKind.LEFT:
-            _remove_incomplete(checkpoint_folder(run, step))
+            try:
+                _remove_incomplete(checkpoint_folder(run, step))
+            except StorageError as error:  # it is not taken for a checkpoint
+                _log.warning("%s. It is removed with a later checkpoint", error)
 
 
 def _remove_incomplete(folder: Path) -> None:
@@ -432,8 +437,11 @@ def _empty(writer: LocalWriter, folder: Path) -> None:
     """Remove all files, the start marker last, and the folder."""
     remove_files(writer, [name for name in writer.list() if name != BEGUN_FILE])
     writer.sync_names()
-    writer.remove(BEGUN_FILE)
     try:
+        # NFS keeps a file that a process has open under another name. Without the marker it would be one of others.
+        if left := sorted({*os.listdir(folder)} - {BEGUN_FILE}):
+            raise StorageError(f"{folder}: cannot be removed, {left[0]} is still in use")
+        writer.remove(BEGUN_FILE)
         os.rmdir(folder)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be removed ({error.strerror or error})") from error

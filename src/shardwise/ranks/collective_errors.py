@@ -71,7 +71,7 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
         finally:
             has_left.set()
             watching.join(timeout=_CHECK_S)  # its arguments may keep the model alive
-    except ShardwiseError:
+    except RankLostError:  # the others notice a loss, too
         raise
     except Exception as error:
         is_out, is_broken = is_out_of_memory(error), is_collective_error(error)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import RankLostError, RankMismatchError, ShardwiseError
 from shardwise.core.formatting import format_ranks
-from shardwise.core.machine import ProcessId
+from shardwise.core.machine import ProcessId, stopped_s
 from shardwise.ranks.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.slow_ranks import Meeting
@@ -46,6 +46,9 @@ _REPORT = 1 << 32
 
 _VERDICT_FRACTION = 0.25
 """The fraction of the timeout for which the first rank waits until busy ranks have read a verdict."""
+
+_VERDICT_CHARACTERS = 1 << 20
+"""A longer verdict is cut: torch's store takes 8 MiB at most."""
 
 _STORE_FACTOR = 1.25
 """The store is lost when it has not answered for this many timeouts."""
@@ -84,8 +87,8 @@ class ControlChannel:
         self._verdict: Failure | None = None
         self._is_closed = False
         self._joining = threading.Lock()
-        self._joined_s = self._warn_at = math.inf
-        self._meeting: Meeting | None = None
+        # When this rank came to the call, warns of others, came to a meeting. Stops of this process do not count.
+        self._joined_s = self._warn_at = self._waiting_s = math.inf
         self._detector = get_detector(store, global_ranks[rank])
 
     @property
@@ -234,7 +237,7 @@ class ControlChannel:
                 "the same order on every rank. The next calls meet again"
             )
             self._announce(keys, RankMismatchError(text))
-        self._joined_s = time.monotonic()
+        self._joined_s = time.monotonic() - stopped_s()
         self._warn_at = self._joined_s + WARN_S
         # Last: from here on the detector's thread uses this channel.
         self._detector.add(self, self.timeouts.heartbeat_interval_s)
@@ -244,8 +247,8 @@ class ControlChannel:
         num_reports, others = 0, range(1, self.size)
         with self._in_meeting(keys, self._meeting_number):
             for _ in self._polls(keys):
-                # One counter for both: a poll is one request to the store, whatever the number of ranks.
-                num_reports, num_arrived = divmod(keys.add(f"{self._meeting_number}/in", 0), _REPORT)
+                # One counter for both: a poll has two small requests to the store, whatever the number of ranks.
+                num_reports, num_arrived = divmod(keys.count(f"{self._meeting_number}/in"), _REPORT)
                 if num_arrived == len(others):
                     break
         # After all have come: this rank was late, and they may have given it up in the meantime.
@@ -285,7 +288,7 @@ class ControlChannel:
 
     def _finish(self, keys: KeyStore) -> None:
         for _ in self._polls(keys):
-            if keys.add(f"{self._meeting_number - 1}/out", 0) == self.size - 1:
+            if keys.count(f"{self._meeting_number - 1}/out") == self.size - 1:
                 break
         keys.delete([*self._keys_to_delete, "call", *(f"here/{rank}" for rank in range(self.size))])
         self._keys_to_delete = []
@@ -294,11 +297,12 @@ class ControlChannel:
     def _in_meeting(self, keys: KeyStore, step: int) -> Iterator[None]:
         """Have this rank's heartbeats say that it waits in a meeting."""
         key = f"{keys.prefix}/{step}"
-        self._detector.meetings[key] = self._meeting = Meeting(time.monotonic(), self.global_ranks)
+        self._detector.meetings[key] = Meeting(time.monotonic(), self.global_ranks)
+        self._waiting_s = time.monotonic() - stopped_s()
         try:
             yield
         finally:
-            self._meeting = None
+            self._waiting_s = math.inf
             self._detector.meetings.pop(key, None)
 
     def _polls(self, keys: KeyStore) -> Iterator[None]:
@@ -318,7 +322,8 @@ class ControlChannel:
 
     def _announce(self, keys: KeyStore, error: ShardwiseError) -> Failure:
         """Publish the verdict, unless another rank has. Return the published one, which all ranks raise."""
-        kind, _, text = keys.set_default("verdict", f"{type(error).__name__}\n{error}").partition("\n")
+        verdict = f"{type(error).__name__}\n{error}"[:_VERDICT_CHARACTERS]
+        kind, _, text = keys.set_default("verdict", verdict).partition("\n")
         self._verdict = Failure(kind, text)
         return self._verdict
 
@@ -329,7 +334,7 @@ class ControlChannel:
         deadline = time.monotonic() + _VERDICT_FRACTION * self.timeouts.heartbeat_timeout_s
         while self.rank == 0 and num_readers < self.size - 1 and time.monotonic() < deadline:
             time.sleep(_LAST_POLL_S)
-            num_readers = keys.add("readers", 0)
+            num_readers = keys.count("readers")
         raise verdict.to_error()
 
     # On the detector's thread
@@ -357,14 +362,13 @@ class ControlChannel:
         # Before the first meeting only: who has been in a meeting has joined.
         if self._meeting_number == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
-        meeting = self._meeting
-        waited_s = 0.0 if meeting is None else time.monotonic() - meeting.since_s
+        waited_s = time.monotonic() - stopped_s() - self._waiting_s
         if self._verdict is None and waited_s > self.timeouts.meeting_timeout_s:
             slow = self._detector.waits_for or "another rank"
             self._announce(keys, RankLostError(f"waited for {waited_s:.0f} s for {slow}. {ADVICE_ON_WAITS}"))
 
     def _find_absent(self, keys: KeyStore, unknown: list[int]) -> None:
-        now = time.monotonic()
+        now = time.monotonic() - stopped_s()
         if unknown and now > self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
             size = dist.get_world_size() if dist.is_initialized() else self.size

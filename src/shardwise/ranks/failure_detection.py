@@ -4,7 +4,8 @@
 connection of its own, since a thread that waits for a key may hold the other. Ranks of a call watch the first
 rank, and the first rank watches all others. A count that stops means a process that was killed, is stopped or is
 unreachable. On one machine the process itself is checked as well: its end is detected at once, and a paused
-heartbeat (a library may block other threads) does not count while the process runs.
+heartbeat (a library may block other threads) does not count while the process runs. Times are those in which this
+process runs: all ranks may be stopped for a while and go on (Ctrl-Z, ``docker pause``, ``scontrol suspend``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from shardwise.core.machine import ProcessId
+from shardwise.core.machine import ProcessId, stopped_s
 from shardwise.ranks.slow_ranks import WARN_AGAIN_S, Meeting, RankStatus, find_wait
 
 _log = logging.getLogger(__name__)
@@ -78,6 +79,10 @@ class KeyStore:
     def add(self, key: str, amount: int) -> int:
         return int(self.store.add(f"{self.prefix}/{key}", amount))
 
+    def count(self, key: str) -> int:
+        """Return the sum of what was added. Unlike adding 0, it writes nothing to the file of a FileStore."""
+        return int(self._get([key])[0]) if self.has(key) else 0
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             self.store.delete_key(f"{self.prefix}/{key}")
@@ -88,9 +93,14 @@ def heartbeat_keys(store: Any) -> KeyStore:
     return KeyStore(store, "shardwise/alive")
 
 
+def running_s() -> float:
+    """Return a time in seconds that does not pass while this process is stopped."""
+    return time.monotonic() - stopped_s()
+
+
 @dataclass(slots=True)
 class Heartbeat:
-    """The last heartbeat of a process, and when it was first seen, by the monotonic clock."""
+    """The last heartbeat of a process, and when it was first seen, by :func:`running_s`."""
 
     process: ProcessId
     value: bytes
@@ -104,7 +114,7 @@ class Heartbeat:
 
     def loss(self, timeout_s: float) -> str | None:
         """Return why the process counts as lost, or None if it does not."""
-        silent_s = time.monotonic() - self.since_s
+        silent_s = running_s() - self.since_s
         # has_ended() and is_running() know only processes of this machine. For others both return False.
         if self.value == _ENDED or self.process.has_ended():
             return "its process has ended"
@@ -117,7 +127,7 @@ class Detector:
     """The heartbeat of this process in one store, and those of others.
 
     Attributes:
-        answered_s: when the store answered last, by the monotonic clock.
+        answered_s: when the store answered last, by :func:`running_s`.
         has_started: set after the first heartbeat, or when there will be none.
         error: the exception that ended the heartbeat thread, if any.
         heartbeats: those of the watched processes, by rank among all that use the store.
@@ -128,7 +138,7 @@ class Detector:
 
     def __init__(self, store: Any, rank: int) -> None:
         self.pid = os.getpid()
-        self.answered_s = time.monotonic()
+        self.answered_s = running_s()
         self.has_started = threading.Event()
         self.error: Exception | None = None
         self.heartbeats: dict[int, Heartbeat] = {}
@@ -149,7 +159,7 @@ class Detector:
 
     @property
     def unanswered_s(self) -> float:
-        return time.monotonic() - self.answered_s
+        return running_s() - self.answered_s
 
     def add(self, watcher: Any, interval_s: float) -> None:
         """Add a watcher that needs heartbeats in this interval."""
@@ -174,9 +184,9 @@ class Detector:
             heartbeat = self.heartbeats.get(rank)
             if heartbeat is None:
                 [content] = keys.get([f"process/{rank}"])
-                self.heartbeats[rank] = Heartbeat(ProcessId(**json.loads(content)), value, time.monotonic())
+                self.heartbeats[rank] = Heartbeat(ProcessId(**json.loads(content)), value, running_s())
             elif value != heartbeat.value:
-                heartbeat.value, heartbeat.since_s = value, time.monotonic()
+                heartbeat.value, heartbeat.since_s = value, running_s()
 
     def _run(self) -> None:
         try:
@@ -197,7 +207,7 @@ class Detector:
                 # After the watchers, which have updated the heartbeats of others.
                 self._name_slow_ranks(status, meetings)
                 # Only when all requests of this round have been answered. If one hangs, the time is not renewed.
-                self.answered_s = time.monotonic()
+                self.answered_s = running_s()
                 self._awake.wait(self._interval_s)
                 self._awake.clear()
             if self._has_ended:

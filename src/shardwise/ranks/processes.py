@@ -6,6 +6,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -308,27 +309,42 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
 def _launcher_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
     """Return the store of the ranks that a launcher started, once all have come, and this rank and their number.
 
-    It is the store of torch's ``env://``, which waits without output. Here, missing ranks are logged.
+    As ``env://`` of torch it connects to the address of the master. But missing ranks are logged, and attempts are
+    told apart: the store of torchrun outlives its ranks, and nodes count restarts differently. So each rank sets
+    a new token under its number, and the first one answers every token by its own, which names the attempt.
     """
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     # torchrun has a store of its own, to which all ranks connect. Otherwise the first rank has it.
     is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     tcp_store = TCPStore(host, port, size, is_server, _RENDEZVOUS, wait_for_workers=False, multi_tenant=True)
-    store = PrefixStore(f"shardwise/attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp_store)
-    store.set(f"here/{rank}", "")
+    tokens, token = PrefixStore("shardwise/tokens", tcp_store), secrets.token_hex(8)
+    tokens.set(str(rank), token)
+    store: Store | None = None
     # Polled, not waited for: torch's wait says nothing of the ranks that are missing.
     end, warn_at = time.monotonic() + _RENDEZVOUS.total_seconds(), time.monotonic() + WARN_S
-    while not store.check([f"here/{other}" for other in range(size)]):
+    while True:
+        if rank == 0:  # a token may be of an earlier attempt, and replaced once its rank has come
+            for other in _missing_ranks(store, size):
+                if tokens.check([str(other)]):
+                    tokens.set(tokens.get(str(other)).decode(), token)
+        if store is None and tokens.check([token]):
+            store = PrefixStore(f"shardwise/attempt/{tokens.get(token).decode()}", tcp_store)
+            store.set(f"here/{rank}", "")
+        if store is not None and store.check([f"here/{other}" for other in range(size)]):
+            return store, rank, size
         if time.monotonic() > warn_at:
             warn_at = time.monotonic() + WARN_AGAIN_S
-            missing = [other for other in range(size) if not store.check([f"here/{other}"])]
+            missing = [0] if store is None else _missing_ranks(store, size)
             text = waiting_for(missing, size, tcp_store)
             if time.monotonic() > end:
                 raise RankLostError(f"{text}: timed out. Start every rank")
             _log.warning("%s", text)
         time.sleep(0.05)
-    return store, rank, size
+
+
+def _missing_ranks(store: Store | None, size: int) -> list[int]:
+    return [rank for rank in range(size) if store is None or not store.check([f"here/{rank}"])]
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

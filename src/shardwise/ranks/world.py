@@ -172,9 +172,13 @@ class World:
             timeouts = Timeouts(join_timeout_s=limit_s, meeting_timeout_s=limit_s)
         return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
 
-    def __enter__(self) -> Self:
+    def join(self) -> None:
+        """Join the call, of which the ``with`` block is later or on another thread. Raises RankLostError."""
         if self.channel is not None:
             self.channel.join()
+
+    def __enter__(self) -> Self:
+        self.join()
         self._phase = phase(self._call)
         self._phase.__enter__()
         return self

@@ -303,15 +303,18 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
 
 def undo_save(writer: StorageWriter, plan: SavePlan, state: CommitState) -> None:
     """Remove the files of this save unless it is committed. The older save is unchanged."""
-    with contextlib.suppress(StorageError):
+    try:
         # Temporary names of this save are never valid. Its other files are, if the index on disk is its own.
         names = {name for name in writer.list() if commit_plan.is_pending(name) and plan.save_id in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
             names |= {file.name for file in plan.files} - _find_valid_trainings(writer, plan)
         for name in names:
             writer.remove(name)
-    # Last, so that no other save begins while files of this one are removed.
-    state.locked.release()
+    except StorageError:
+        pass  # the error that ended the save counts
+    finally:
+        # Last, so that no other save begins while files of this one are removed.
+        state.locked.release()
 
 
 def _find_valid_trainings(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:

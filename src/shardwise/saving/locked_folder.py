@@ -55,13 +55,15 @@ class LockedFolder:
         """
         # The thread ends first: a renewal after the removal might touch the lock of the next save.
         self._ended.set()
-        self._thread.join()
         try:
-            saving_lock.release_lock(self.writer, self.save_id)
-            self.writer.sync_names()
-        except StorageError as error:
-            root, name = self.writer.root, saving_lock.LOCK_FILE
-            _log.warning("%s: %s may be left. Remove it if later saves are refused. %s", root, name, error)
+            self._thread.join()
+        finally:  # after Ctrl-C, too: the lock would be this process's until it ends
+            try:
+                saving_lock.release_lock(self.writer, self.save_id)
+                self.writer.sync_names()
+            except StorageError as error:
+                root, name = self.writer.root, saving_lock.LOCK_FILE
+                _log.warning("%s: %s may be left. Remove it if later saves are refused. %s", root, name, error)
 
     def _renew(self) -> None:
         while not self._ended.wait(saving_lock.RENEWAL_S):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -81,11 +82,11 @@ def serve(options: ServeOptions) -> None:
             base = _describe(model, bank, options.max_tokens_per_pass)
             server.start(base, _load_tokenizer(options.model), stop)
             stack.callback(server.stop)
-        run_turns(world, engine, server)
+        run_turns(world, engine, server, stop)
 
 
-def run_turns(world: World, engine: Engine, server: Server | None) -> None:
-    """Carry out turns until the last one. Collective: yes.
+def run_turns(world: World, engine: Engine, server: Server | None, stop: StopRequest) -> None:
+    """Carry out turns until the last one, which a stop request of any rank brings about. Collective: yes.
 
     Raises:
         StorageError: a model could not be saved at the end.
@@ -93,10 +94,15 @@ def run_turns(world: World, engine: Engine, server: Server | None) -> None:
     """
     while True:
         requests: list[QueuedRequest] = []
-        with world.broadcast("take a turn") as exchange:
+        with world.all_reduce("take a turn", _join_stops) as exchange:
             if server is not None:
                 exchange.local, requests = server.take_turn()
-        turn: Turn = exchange.result
+            elif stop.is_made:
+                exchange.local = True
+        turn: Turn
+        turn, is_stop_requested = exchange.result
+        if is_stop_requested:
+            stop.handle(signal.SIGTERM, None)  # on the first rank, too, which then takes no more requests
         begin_s = time.monotonic()
         outcomes = engine.run(turn)
         if server is not None:
@@ -194,6 +200,12 @@ class Server:
                 self._http.force_exit = True
                 self._thread.join(5.0)
         self._loop.close()
+
+
+def _join_stops(by_rank: Sequence[Any]) -> tuple[Turn, bool]:
+    """Return the turn, which the first rank has taken, and whether another rank has a stop request."""
+    turn, *requests = by_rank
+    return turn, any(requests)
 
 
 async def _watch(service: Service, stop: StopRequest) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.checkpoint_index import parse_object
+from shardwise.files.local_writer import LocalWriter
 from shardwise.fsdp import torch_private
 from shardwise.integrations.trainer_checkpoints import checkpoints_in
 from shardwise.loading.agreement import require_same_settings
@@ -225,6 +226,5 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
                 f"output_dir: {output} has a training with {key}={recorded.get(key)!r}, not {value!r}. Set another "
                 "output_dir, or remove that one"
             )
-    pending = file.with_suffix(".new")
-    pending.write_text(json.dumps({**recorded, **identity}, indent=2), "utf-8")
-    pending.replace(file)  # atomically, so that a killed training leaves the old record or the new one
+    with LocalWriter(file.parent, folders=()) as writer:  # without a record, checkpoints do not resume
+        writer.replace(file.name, json.dumps({**recorded, **identity}, indent=2).encode())

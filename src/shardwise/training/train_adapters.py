@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import operator
 import shutil
@@ -36,6 +37,8 @@ from shardwise.training.dataset_loading import require_embedded_tokens
 from shardwise.training.preference_pairs import compute_dpo_loss, compute_margins
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_inputs import RunInputs, TrainingRecord, honor_timeout, name_adapter, open_inputs
+
+_log = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE: Final = 1024
 """Rows of an evaluation in one call, on all ranks. The bank cuts them into passes."""
@@ -471,8 +474,11 @@ class AdapterTraining:
             writer.replace(STATE_FILE, content.encode())
         for step in steps_to_remove(_complete_steps(self._folder), self.args.save_total_limit, None):
             old = self._folder / f"checkpoint-{step}"
-            (old / STATE_FILE).unlink()  # first: without it the rest does not count as a checkpoint
-            shutil.rmtree(old)
+            try:
+                (old / STATE_FILE).unlink()  # first: without it the rest does not count as a checkpoint
+                shutil.rmtree(old)
+            except OSError as error:
+                _log.warning("%s: cannot be removed, %s", old, error)
 
     def _finish(self) -> None:
         """Save the adapter, and delete it from the bank."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -124,9 +123,24 @@ class WorkerPool(Generic[Task, Buffer]):
 
 @contextmanager
 def in_background(function: Callable[P, object], *args: P.args, **keywords: P.kwargs) -> Iterator[None]:
-    """Run a function on another thread during the block. The block ends after it, with its error if it raised."""
+    """Run a function on another thread during the block. The block ends after it, with its error if it raised.
+
+    An executor would refuse the function once the main thread has ended, while a checkpoint is still in progress.
+    """
     renew_thread_pool()
-    with ThreadPoolExecutor(1, "shardwise-background") as pool:
-        outcome = pool.submit(function, *args, **keywords)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function(*args, **keywords)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="shardwise-background")
+    thread.start()
+    try:
         yield
-    outcome.result()  # not reached if the block raised: its error counts
+    finally:
+        thread.join()
+    if failures:  # not reached if the block raised: its error counts
+        raise failures.pop()  # the list would keep the error, and the error the list
