@@ -22,6 +22,8 @@ from transformers import (
     FalconMambaModel,
     HrmTextConfig,
     HrmTextForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersEncoderModel,
     T5Config,
     T5EncoderModel,
 )
@@ -221,6 +223,17 @@ def test_classes_that_read_weights_answer_as_on_their_numbers(tmp_path, kind, co
     assert [name for name in linear if should_convert_module(name, skipped)] == [
         name for name, _ in layers_of(model)
     ]
+
+
+def test_a_class_that_casts_rows_to_bytes_is_an_error_with_the_remedy(tmp_path):
+    sizes = {"vocab_size": 97, "d_model": 64, "d_kv": 32, "num_heads": 2, "d_ff": 64, "num_layers": 1}
+    sizes |= {"num_decoder_layers": 1, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
+    SwitchTransformersEncoderModel(SwitchTransformersConfig(**sizes)).save_pretrained(tmp_path)
+    model = shardwise.from_pretrained(tmp_path, quantization=Nf4(), options=QUIET)
+    with pytest.raises(shardwise.ConfigError, match=r"gets torch\.uint8 rows.*skip_modules, as 'wo'"):
+        model(TOKENS)
+    model = shardwise.from_pretrained(tmp_path, quantization=Nf4(skip_modules=("wo",)), options=QUIET)
+    assert model(TOKENS).last_hidden_state.isfinite().all()
 
 
 def test_blocks_of_another_size_are_saved_and_read_as_they_are(tmp_path):

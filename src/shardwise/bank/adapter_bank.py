@@ -192,9 +192,10 @@ class AdapterBank:
         its gradient is not finite, those of its adapter do not change, and the others' do. With ``gather`` the
         outputs are gathered after that: if this fails, the micro-batches count.
 
-        Collective: yes. Two small exchanges (two more if the memory of a CPU is short), and FSDP2's all-gathers of
-        each pass. Memory: that of a pass of ``max_tokens_per_pass`` tokens, with the logits of a chunk of positions
-        ([Note: Logits in chunks] in ``bank/passes.py``), and a copy of gradients whose window is open.
+        Collective: yes. Two small exchanges (two more for each pass for which the memory of a CPU is short), and
+        FSDP2's all-gathers of each pass. Memory: that of a pass of ``max_tokens_per_pass`` tokens, with the logits
+        of a chunk of positions ([Note: Logits in chunks] in ``bank/passes.py``), and a copy of gradients whose
+        window is open.
 
         Args:
             requests: (adapter, its rows on this rank), or :class:`~shardwise.bank.rows.Request`. An adapter may be
@@ -334,7 +335,8 @@ class AdapterBank:
     ) -> list[list[torch.Tensor]]:
         """Return the log probability of each label or target, without gradients and without dropout.
 
-        Collective: yes. Two small exchanges, and FSDP2's all-gathers of each pass.
+        Collective: yes. Two small exchanges (two more for each pass for which the memory of a CPU is short), and
+        FSDP2's all-gathers of each pass.
 
         Args:
             requests: as in :meth:`forward_backward`. None selects the base without an adapter.

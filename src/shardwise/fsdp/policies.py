@@ -429,8 +429,8 @@ def shard_dim(shape: Sequence[int], shard_size: int, *, is_packed: bool = False)
     It is the first one, FSDP2's default, unless a parameter of three or more dimensions would leave ranks empty, or
     would need much padding (fewer stacked experts than ranks, or 128 on 96). Then it is the next one that splits
     evenly, if there is one, because FSDP2 pads the first dimension only. The last dimension, whose shards are small
-    pieces all over the file, is split only if ranks would be empty otherwise, and never that of packed weights, of
-    which each rank dequantizes whole rows.
+    pieces all over the file, is split only if ranks would be empty otherwise. That of packed weights is never
+    split, because each rank dequantizes whole rows.
     """
     if len(shape) < 3:
         return 0

@@ -127,15 +127,14 @@ def require_replicas(replicas: int, ranks: int) -> None:
     if replicas > 1 and (ranks % replicas or ranks == replicas):
         raise ConfigError(
             f"{replicas} replicas: {ranks} ranks cannot be divided into that many groups of two or more. Use "
-            f"{2 * replicas} ranks or another multiple, in a process group of torch.distributed"
+            f"{2 * replicas} ranks or a larger multiple of {replicas}"
         )
 
 
 def default_mesh(group: dist.ProcessGroup | None = None, replicas: int = 1) -> DeviceMesh | None:
-    """Return a mesh of all ranks of a process group, by default the default group.
+    """Return a mesh of all ranks of a process group, by default the default group, or None without one.
 
-    It has one dimension, or two if there are ``replicas`` of the sharded model (HSDP). None without a process group
-    and without replicas.
+    It has one dimension, or two if there are ``replicas`` of the sharded model (HSDP), which need a process group.
 
     Collective: yes, over the default group.
 

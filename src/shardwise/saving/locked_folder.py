@@ -111,7 +111,9 @@ class Saving:
 
 @contextmanager
 def lock_on_first_rank(world: World, folder: str | PathLike[str]) -> Iterator[Saving]:
-    """Lock a folder on the first rank. The block releases the lock when its save counts; if it raises, this does.
+    """Lock a folder on the first rank. The block releases the lock when its save counts.
+
+    If the block raises, this function releases it.
 
     Collective: yes, at the beginning.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import threading
 import time
@@ -101,8 +100,8 @@ def run_turns(world: World, engine: Engine, server: Server | None, stop: StopReq
                 exchange.local = True
         turn: Turn
         turn, is_stop_requested = exchange.result
-        if is_stop_requested:
-            stop.handle(signal.SIGTERM, None)  # on the first rank, too, which then takes no more requests
+        if is_stop_requested and server is not None:
+            server.request_stop()
         begin_s = time.monotonic()
         outcomes = engine.run(turn)
         if server is not None:
@@ -177,6 +176,10 @@ class Server:
             if not self._thread.is_alive():
                 raise TrainingError("the thread with the connections has ended. Its messages are above")
         return taking.result()
+
+    def request_stop(self) -> None:
+        """Take no more requests, because of a stop request to another rank."""
+        asyncio.run_coroutine_threadsafe(self._service.begin_stop(), self._loop).result()
 
     def finish_turn(self, requests: list[QueuedRequest], outcomes: dict[str, Any], duration_s: float) -> None:
         """Give the outcomes of a turn to those who wait for them."""

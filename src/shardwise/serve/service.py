@@ -763,6 +763,8 @@ class Service:
 
     async def begin_stop(self) -> None:
         """Take no more requests, and save all models as ``shutdown`` once those in the queue are done."""
+        if self.is_stopping:  # several ranks may have a request to stop
+            return
         self.is_stopping = True
         for model in self.models.values():
             # The gap before them cannot be filled: new requests get 503.

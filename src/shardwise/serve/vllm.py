@@ -21,7 +21,7 @@ from shardwise.serve.operations import Generate
 _TIMEOUT_S: Final = 600.0
 
 _NUM_LOADED: Final = 256
-"""Adapters that vLLM has at a time. For a new one, the one that was used longest ago is unloaded."""
+"""Adapters that vLLM has at a time. The least recently used one is unloaded for a new one."""
 
 _NEUTRAL: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 """What vLLM takes from the model's generation config where a request leaves it out."""

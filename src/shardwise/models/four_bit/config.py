@@ -160,7 +160,7 @@ def to_transformers(quantization: KeptForm, skip_modules: tuple[str, ...], dtype
     ``skip_modules`` are names of modules. ``dtype`` is the model's, in which layers compute by default.
     """
     dtype = quantization.compute_dtype or dtype
-    # Not a field of BitsAndBytesConfig, whose blocks are of 64.
+    # Not a field of BitsAndBytesConfig, which assumes blocks of 64 elements.
     blocks = {} if quantization.block_size == 64 else {"bnb_4bit_blocksize": quantization.block_size}
     return {
         "quant_method": "bitsandbytes",

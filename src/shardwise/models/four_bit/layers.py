@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.expression import Expression
 from shardwise.files.four_bit_blocks import NESTED_BLOCK
 from shardwise.fsdp.torch_private import get_parameters
@@ -100,6 +101,13 @@ class FourBitLinear:
         return self.quantization.double_quant
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if (
+            not rows.is_floating_point()
+        ):  # Switch, LongT5 and others cast to the dtype of the weight, which is bytes
+            raise ConfigError(
+                f"4 bits: a layer of ({self.in_features}, {self.out_features}) gets {rows.dtype} rows, because the "
+                "model casts them to the dtype of its weight. Name it in skip_modules, as 'wo' of the T5 family"
+            )
         dtype = self.compute_dtype or rows.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         scales = self._local_scales(self.weight_scales)
