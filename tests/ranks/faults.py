@@ -23,6 +23,7 @@ from shardwise.loading.audit import require_equal_buffers
 from shardwise.ranks.call_arguments import comparing_arguments
 from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.stop_signals import stopping_on_signals
+from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.replicas import require_alike_models
 from shardwise.transfer.tensor_metadata import collect_boxes, metadata_by_name
@@ -199,6 +200,25 @@ def fail_in_training(failure: Exception) -> tuple[str, str]:
             world.all_gather_object(None)
 
     return attempt(step)
+
+
+def fail_together_in_training() -> tuple[str, bool]:
+    """Both ranks raise an error, the first one later. Return the error, and whether the first heard of the other."""
+    world = World.current(timeouts=Timeouts(heartbeat_interval_s=0.1), call="training")
+    world.all_gather_object(None)
+    is_told = False
+    try:
+        with translate_collective_errors(world, lambda: "in step 2"):
+            try:
+                with world.collective("save"):
+                    if world.rank == 1:
+                        raise StorageError("the disk is full")
+            finally:
+                time.sleep(0.0 if world.rank else 0.6)
+                is_told = world.channel is not None and world.channel.loss() is not None
+    except StorageError as error:
+        return str(error), is_told
+    raise AssertionError
 
 
 def disagree() -> tuple[str, str]:

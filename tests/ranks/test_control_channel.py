@@ -67,7 +67,7 @@ def clock(monkeypatch):
     found = SetClock()
     monkeypatch.setattr(failure_detection, "time", found)
     for module in (failure_detection, control_channel):
-        monkeypatch.setattr(module, "stopped_s", lambda: 0.0)
+        monkeypatch.setattr(module, "running_s", found.monotonic)
     monkeypatch.setattr(control_channel, "time", found)
     monkeypatch.setattr(slow_ranks, "time", found)
     return found

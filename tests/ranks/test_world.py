@@ -50,6 +50,10 @@ def test_an_error_of_ours_on_one_rank_alone_ends_the_others_too(worlds):
     assert re.search(r"rank 1 \(.*\) has left the call: FormatError: row 7 is odd", lost[1])
 
 
+def test_an_error_that_all_ranks_raise_is_not_announced_to_one_that_still_tidies_up(worlds):
+    assert worlds(2).run(faults.fail_together_in_training) == [("rank 1: the disk is full", False)] * 2
+
+
 def test_ranks_that_disagree_are_named(worlds):
     wanted = [("RankMismatchError", "the number on rank 2 is not that of rank 0")] * 3
     assert worlds(3).run(faults.disagree) == wanted

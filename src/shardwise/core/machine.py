@@ -152,12 +152,13 @@ _stop_watch = cache(_StopWatch)
 os.register_at_fork(after_in_child=_stop_watch.cache_clear)
 
 
-def stopped_s() -> float:
-    """Return the seconds for which this process did not run (Ctrl-Z, docker pause) since the first call.
+def running_s() -> float:
+    """Return a time in seconds that does not pass while this process is stopped (Ctrl-Z, docker pause).
 
     Stops of less than a second do not count.
     """
-    return _stop_watch().seconds_at(time.monotonic())
+    now_s = time.monotonic()  # one reading, since the process may be stopped between two
+    return now_s - _stop_watch().seconds_at(now_s)
 
 
 def _status(process: int) -> list[str]:

@@ -71,9 +71,9 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
         finally:
             has_left.set()
             watching.join(timeout=_CHECK_S)  # its arguments may keep the model alive
-    except RankLostError:  # the others notice a loss, too
-        raise
     except Exception as error:
+        if isinstance(error, ShardwiseError) and _is_known_to_all(error):
+            raise
         is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
         # Before await_verdict(): this rank waits no longer, and the next heartbeat forgets for whom it did.
         slow = describe_wait() if is_broken else ""
@@ -97,6 +97,15 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
         if slow:
             raise RankLostError(f"{where()}: waited in a collective for {slow}. {ADVICE_ON_WAITS}") from error
         raise
+
+
+def _is_known_to_all(error: ShardwiseError) -> bool:
+    """Return whether the other ranks have raised this error, too, or notice the loss that it names.
+
+    They may still have files to remove, and must not take this rank for one that has left them. An error that ranks
+    raise together has a phase, or is the cause of the failing rank's own.
+    """
+    return isinstance(error, RankLostError) or bool(error.phase) or bool(getattr(error.__cause__, "phase", ""))
 
 
 def _watch(

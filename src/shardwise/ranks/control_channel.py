@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import RankLostError, RankMismatchError, ShardwiseError
 from shardwise.core.formatting import format_ranks
-from shardwise.core.machine import ProcessId, stopped_s
+from shardwise.core.machine import ProcessId, running_s
 from shardwise.ranks.failure_detection import KeyStore, get_detector, heartbeat_keys
 from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.slow_ranks import Meeting
@@ -237,7 +237,7 @@ class ControlChannel:
                 "the same order on every rank. The next calls meet again"
             )
             self._announce(keys, RankMismatchError(text))
-        self._joined_s = time.monotonic() - stopped_s()
+        self._joined_s = running_s()
         self._warn_at = self._joined_s + WARN_S
         # Last: from here on the detector's thread uses this channel.
         self._detector.add(self, self.timeouts.heartbeat_interval_s)
@@ -298,7 +298,7 @@ class ControlChannel:
         """Have this rank's heartbeats say that it waits in a meeting."""
         key = f"{keys.prefix}/{step}"
         self._detector.meetings[key] = Meeting(time.monotonic(), self.global_ranks)
-        self._waiting_s = time.monotonic() - stopped_s()
+        self._waiting_s = running_s()
         try:
             yield
         finally:
@@ -362,13 +362,13 @@ class ControlChannel:
         # Before the first meeting only: who has been in a meeting has joined.
         if self._meeting_number == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
-        waited_s = time.monotonic() - stopped_s() - self._waiting_s
+        waited_s = running_s() - self._waiting_s
         if self._verdict is None and waited_s > self.timeouts.meeting_timeout_s:
             slow = self._detector.waits_for or "another rank"
             self._announce(keys, RankLostError(f"waited for {waited_s:.0f} s for {slow}. {ADVICE_ON_WAITS}"))
 
     def _find_absent(self, keys: KeyStore, unknown: list[int]) -> None:
-        now = time.monotonic() - stopped_s()
+        now = running_s()
         if unknown and now > self._warn_at:
             self._warn_at = now + WARN_AGAIN_S
             size = dist.get_world_size() if dist.is_initialized() else self.size

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from shardwise.core.machine import ProcessId, stopped_s
+from shardwise.core.machine import ProcessId, running_s
 from shardwise.ranks.slow_ranks import WARN_AGAIN_S, Meeting, RankStatus, find_wait
 
 _log = logging.getLogger(__name__)
@@ -91,11 +91,6 @@ class KeyStore:
 def heartbeat_keys(store: Any) -> KeyStore:
     """Return the keys of all heartbeats."""
     return KeyStore(store, "shardwise/alive")
-
-
-def running_s() -> float:
-    """Return a time in seconds that does not pass while this process is stopped."""
-    return time.monotonic() - stopped_s()
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ def _expand_home(value: Any) -> Any:
     if isinstance(value, list):
         return [_expand_home(item) for item in value]
     if isinstance(value, dict):
-        return {key: _expand_home(item) for key, item in value.items()}
+        return {_expand_home(key): _expand_home(item) for key, item in value.items()}
     return value
 
 
