@@ -203,7 +203,7 @@ def fail_in_training(failure: Exception) -> tuple[str, str]:
 
 
 def fail_together_in_training() -> tuple[str, bool]:
-    """Both ranks raise an error, the first one later. Return the error, and whether the first heard of the other."""
+    """Both ranks raise an error, the first one later. Return it, and whether the first heard of the other."""
     world = World.current(timeouts=Timeouts(heartbeat_interval_s=0.1), call="training")
     world.all_gather_object(None)
     is_told = False
