@@ -249,6 +249,7 @@ def _go_forward(seat: Seat) -> None:
             Path(seat.folder, f"silence-{seat.rank}").touch()
 
     failure_detection.time = SimpleNamespace(**{**vars(time), "monotonic": monotonic})  # type: ignore[assignment]
+    failure_detection.running_s = monotonic
     failure_detection.Detector.update = update_and_go_forward  # type: ignore[method-assign]
 
 

@@ -194,6 +194,7 @@ def load_busy(seat: Seat, directory: str, busy: int) -> None:
 def load_too_late(seat: Seat, directory: str, late: int) -> None:
     """One rank comes to the call after the others have given up. They wait by the clock that goes forward."""
     control_channel.time = failure_detection.time
+    control_channel.running_s = failure_detection.running_s
     if seat.rank == late:
         seat.be_silent()
         seat.wait_for_others("ended")

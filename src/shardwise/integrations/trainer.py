@@ -558,7 +558,7 @@ class ShardwiseTrainer(_Trainer):
         # Decided by the header: whether there is a folder may differ between ranks, on a network file system.
         if checkpoint is None or self._header is None or self._header.holds == MODEL_ALONE:
             return
-        if self.is_world_process_zero() and getattr(self.args, "sync_ref_model", False):
+        if getattr(self.args, "sync_ref_model", False):
             _log.warning(
                 "%s: has no reference model. The reference begins with its first values again and follows from "
                 "there (sync_ref_model), as in TRL. Set sync_ref_model: false to keep it as it is",
@@ -569,7 +569,7 @@ class ShardwiseTrainer(_Trainer):
             Path(checkpoint) / trainer_checkpoints.STATE_FOLDER, keep=None, only=self._only()
         ) as checkpointer:
             report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
-        if self.is_world_process_zero() and self._optimizer_settings() != requested:
+        if self._optimizer_settings() != requested:
             _log.warning(
                 "%s: learning_rate and weight_decay stay those of the checkpoint, not those of the arguments. To "
                 "change them, begin in another output_dir",
