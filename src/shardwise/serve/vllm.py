@@ -70,7 +70,7 @@ class VllmClient:
         response = await self._complete(operation, body)
         try:
             output = read_answer(response.json(), operation.prompt, sample["top_prompt_logprobs"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"vLLM: its answer lacks {error}. Is it older than 0.11?") from error
         if sample["max_tokens"] == 0:  # vLLM samples at least one token
             output.sequences[:] = [SampledSequence() for _ in output.sequences]

@@ -39,15 +39,17 @@ _SHARED_KEYS: Final = frozenset(
         *("output_dir", "chat_template_path", "dataset_num_proc", "bf16", "use_cpu", "disable_tqdm", "report_to"),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "eos_token", "tokenizer_name_or_path"),
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "cpu_offload"),
         *(
-            "method",
-            "num_processes",
-            "accelerate_config",
-            "transformer_layer_cls_to_wrap",
-            "cpu_offload",
             "ddp_timeout",
+            "tokens_per_pass",
+            "adapters",
+            "sweep",
+            "env",
+            "chat_template",
+            "system_prompt",
+            "config_overrides",
         ),
-        *("tokens_per_pass", "adapters", "sweep", "env", "chat_template", "system_prompt", "config_overrides"),
     }
 )
 """Keys that are common to all adapters."""

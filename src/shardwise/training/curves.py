@@ -23,7 +23,7 @@ LogHistory: TypeAlias = Sequence[Mapping[str, Any]]
 
 CURVES_FILE: Final = "curves.png"
 
-_MAX_RANKS_KEPT = 64
+_MAX_RANKS_KEPT: Final = 64
 """Ranks whose memory is in the ``log_history`` of a Trainer, and so drawn.
 
 Trackers, and the log of many LoRAs, have all.

@@ -478,7 +478,7 @@ class AdapterTraining:
                 (old / STATE_FILE).unlink()  # first: without it the rest does not count as a checkpoint
                 shutil.rmtree(old)
             except OSError as error:
-                _log.warning("%s: cannot be removed, %s", old, error)
+                _log.warning("%s: cannot be removed, %s. Remove it yourself", old, error)
 
     def _finish(self) -> None:
         """Save the adapter, and delete it from the bank."""
