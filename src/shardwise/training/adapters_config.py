@@ -40,16 +40,8 @@ _SHARED_KEYS: Final = frozenset(
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "eos_token", "tokenizer_name_or_path"),
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
         *("method", "num_processes", "accelerate_config", "transformer_layer_cls_to_wrap", "cpu_offload"),
-        *(
-            "ddp_timeout",
-            "tokens_per_pass",
-            "adapters",
-            "sweep",
-            "env",
-            "chat_template",
-            "system_prompt",
-            "config_overrides",
-        ),
+        *("ddp_timeout", "tokens_per_pass", "adapters", "sweep", "env"),
+        *("chat_template", "system_prompt", "config_overrides"),
     }
 )
 """Keys that are common to all adapters."""
