@@ -13,7 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.training import adapters_config
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import RunConfig, read_run_config
-from shardwise.training.trl_objects import plan_run
+from shardwise.training.run_estimate import plan_run
 
 COMMON = {"model_name_or_path": "base", "dataset_name": "rows", "output_dir": "out", "max_steps": 5}
 

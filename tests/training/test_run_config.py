@@ -344,4 +344,4 @@ def test_the_base_of_many_loras_is_in_bfloat16_unless_the_file_says_otherwise(tm
     for dtype, expected in (("", "bfloat16"), ("dtype: float32", "float32")):
         file = config(tmp_path, lines + dtype)
         arguments = trl_objects.parse(read_run_config(["sft", file]))
-        assert trl_objects._base_options(arguments)["dtype"] == expected
+        assert trl_objects.base_options(arguments)["dtype"] == expected

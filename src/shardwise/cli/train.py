@@ -294,7 +294,7 @@ def _estimate_config(
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")
     silence_libraries(0)
     with importing("torch and TRL"):
-        from shardwise.training.trl_objects import plan_run
+        from shardwise.training.run_estimate import plan_run
     with signs_of_life("plan"):
         return plan_run(config, ranks, placed)
 

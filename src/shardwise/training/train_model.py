@@ -24,6 +24,7 @@ from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_cu
 from shardwise.training.dataset_loading import find_image_column
 from shardwise.training.image_rows import TowerCallback
 from shardwise.training.run_config import RunConfig
+from shardwise.training.run_estimate import plan_run
 from shardwise.training.run_inputs import SINGLE, TrainingRecord, honor_timeout, open_inputs
 
 _log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ def _estimate_peak(config: RunConfig, ranks: int) -> int | None:
     if kind is None or config.method not in ("sft", "reward") or config.values.get("use_liger_kernel"):
         return None
     try:
-        estimate = trl_objects.plan_run(config, ranks, {"device": kind.type})
+        estimate = plan_run(config, ranks, {"device": kind.type})
     except Exception as error:  # the training has succeeded
         _log.warning("no estimate: %s", error)
         return None

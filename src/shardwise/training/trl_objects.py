@@ -21,28 +21,22 @@ from trl.data_utils import is_conversational
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_callable_name, get_peft_config, is_async_callable
 
-from shardwise.bank.passes import CHUNK_LOGITS
 from shardwise.core.consents import Ignore, Initialize
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.estimate_report import Estimate
 from shardwise.core.phases import busy_with
-from shardwise.files.urls import HubOptions, redact, without_secrets
+from shardwise.files.urls import redact, without_secrets
 from shardwise.fsdp.policies import Classes, WrapPolicy
 from shardwise.fsdp.torch_private import accelerator
 from shardwise.fsdp.wrap import Sharding
 from shardwise.integrations import ShardwiseTrainer, for_trainer
-from shardwise.loading.estimate import PlanOptions, plan
-from shardwise.loading.estimate_arithmetic import BankSizes
 from shardwise.loading.from_pretrained import from_pretrained
 from shardwise.loading.meta_model import PretrainedOptions
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models.four_bit.config import Fp4, Nf4
-from shardwise.models.lora.peft_private import comparable_text
 from shardwise.models.tunings import Freeze, Full, Lora, Tuning
 from shardwise.ranks.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.ranks.world import World
 from shardwise.training import dataset_loading, image_rows
-from shardwise.training.adapters_config import read_adapters
 from shardwise.training.arguments import REWARDED, ShardwiseArguments, TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, trl_accelerate_config
@@ -211,7 +205,7 @@ def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
     method, training = arguments.own.method, arguments.training
     frozen: dict[str, Any] = {}
     # The reference is the model as it is before the training, so it is loaded in the same way.
-    if _has_reference(method, training) and not arguments.model.use_peft:
+    if has_reference(method, training) and not arguments.model.use_peft:
         frozen["ref_model"] = _load_other(arguments.model.model_name_or_path, model_options(arguments))
     if method == "distillation":
         options = _other_options(arguments, training.teacher_model_revision)
@@ -246,7 +240,7 @@ def _load_rewards(arguments: TrlArguments) -> list[Any]:
     return [rewards[name] for name in names]
 
 
-def _has_reference(method: TrainMethod, training: Any) -> bool:
+def has_reference(method: TrainMethod, training: Any) -> bool:
     return method in ("dpo", "kto") or (method in REWARDED and training.beta != 0)
 
 
@@ -271,10 +265,10 @@ def _other_options(arguments: TrlArguments, revision: str | None) -> PretrainedO
 
 def load_base(arguments: TrlArguments) -> PreTrainedModel:
     """Load the base of many LoRAs, sharded and frozen, in bfloat16 if ``bf16`` is set. Collective: yes."""
-    return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **_base_options(arguments)))
+    return _without_secrets(from_pretrained(arguments.model.model_name_or_path, **base_options(arguments)))
 
 
-def _base_options(arguments: TrlArguments) -> PretrainedOptions:
+def base_options(arguments: TrlArguments) -> PretrainedOptions:
     options = model_options(arguments)
     if arguments.training.bf16 and not arguments.has_dtype:
         options["dtype"] = "bfloat16"
@@ -322,10 +316,6 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
         is_nf4 = model.bnb_4bit_quant_type == "nf4"
         options["quantization"] = Nf4(double_quant=scales) if is_nf4 else Fp4(double_quant=scales)
     return options
-
-
-_NOT_PLANNED: Final = frozenset({"options", "revision", "use_kernels", "liger_kernel_config"})
-"""Options of a load that a plan does not have. Kernels do not run on tensors without memory."""
 
 
 def _sharding(own: ShardwiseArguments) -> Sharding:
@@ -599,95 +589,3 @@ def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
 
     reward.__name__ = name  # of its metrics
     return reward
-
-
-def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
-    """Estimate a training run from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
-
-    A pair of DPO is two rows. Generation and the models that a training compares with or asks are not included, as
-    a note states. Many LoRAs are estimated as a pass of ``tokens_per_pass`` tokens of the largest of them, with the
-    memory of all.
-
-    Args:
-        config: the configuration.
-        ranks: number of ranks.
-        placed: ``device`` and ``memory_bytes``.
-
-    Collective: no.
-
-    Raises:
-        ConfigError: the configuration is rejected.
-        ShardwiseError: as for :func:`~shardwise.loading.estimate.plan`.
-    """
-    if config.own.has_adapters:
-        return _plan_bank(config, ranks, placed)
-    rows_per_example = 2 if config.method == "dpo" else 1
-    arguments = parse(config, ranks)
-    training = arguments.training
-    # First the options of the load, then those of the training, and last ``placed``.
-    loaded: Any = model_options(arguments)
-    options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
-    options |= {
-        "hub": HubOptions(revision=arguments.model.model_revision),
-        "tuning": (tuning := build_tuning(arguments)),
-        "optim": getattr(training.optim, "value", training.optim),
-        "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
-        "max_length": getattr(training, "max_length", None) or 0,
-        "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "gradient_checkpointing": training.gradient_checkpointing,
-        "mixed_precision": "no",
-    }
-    if training.bf16 or training.fp16:
-        options["mixed_precision"] = "bf16" if training.bf16 else "fp16"
-    options |= placed
-    if isinstance(tuning, Full):
-        options["trained_dtype"] = "unchanged"
-    estimate = plan(arguments.model.model_name_or_path, ranks=ranks, **options)
-    notes = []
-    if config.method in (*REWARDED, "distillation"):
-        notes.append("generation and the models that give rewards or teach are not included")
-    if isinstance(tuning, Full) and _has_reference(config.method, training):
-        notes.append("the reference model is not included: its weights and gathered groups are those of the model")
-    # The plan counts rows. A batch of the configuration counts examples, of which a pair is one.
-    step = estimate.training
-    if step is not None and step.largest_batch is not None:
-        step = replace(step, largest_batch=step.largest_batch // rows_per_example)
-    return replace(estimate, notes=(*estimate.notes, *notes), training=step)
-
-
-def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
-    """Estimate a training run of many LoRAs."""
-    parsed = [parse(one, ranks) for one in read_adapters(config).values()]
-    loaded: Any = _base_options(parsed[0])
-    options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
-    options |= {"hub": HubOptions(revision=parsed[0].model.model_revision), "device": placed["device"]}
-    # Adapters are computed in the dtype of the base. Their matrices are counted in float32, by ``bank``.
-    options["trained_dtype"] = "unchanged"
-    # Trainable parameters of each LoRA. Those that differ only in what does not change their size are planned once.
-    name = parsed[0].model.model_name_or_path
-    sizes, tunings = dict[str, int](), dict[str, Lora]()
-    adapters: list[tuple[str, int]] = []
-    for arguments in parsed:
-        lora = lora_config(arguments)
-        lora.lora_alpha, lora.lora_dropout = 1, 0.0  # a bank computes masks again, and keeps none
-        key = comparable_text(lora)
-        if key not in sizes:
-            options["tuning"] = tunings[key] = Lora(lora, placement="replicated")
-            sizes[key] = plan(name, ranks=ranks, **options).trainable_parameters
-        adapters.append((getattr(arguments.training.optim, "value", arguments.training.optim), sizes[key]))
-    # A full pass: with 4096 tokens in a pass, and rows of up to 1500, it has two rows of 1500.
-    tokens = config.own.tokens_per_pass
-    length = min(max(arguments.training.max_length or tokens for arguments in parsed), tokens)
-    options |= {
-        "tuning": tunings[max(sizes, key=sizes.__getitem__)],
-        "per_device_train_batch_size": tokens // length,
-        "max_length": length,
-        "gradient_checkpointing": parsed[0].training.gradient_checkpointing,
-        "bank": BankSizes(tuple(adapters), CHUNK_LOGITS),
-    }
-    estimate = plan(name, ranks=ranks, **options)
-    total = sum(count for _, count in adapters)
-    note = f"{len(adapters)} adapters; a pass has rows of the largest"
-    assert estimate.training is not None
-    training = replace(estimate.training, optim="+".join(dict.fromkeys(optim for optim, _ in adapters)))
-    return replace(estimate, notes=(*estimate.notes, note), trainable_parameters=total, training=training)
