@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 from shardwise.core import machine
 
@@ -55,6 +56,21 @@ def test_a_process_whose_start_cannot_be_read_has_not_certainly_ended(monkeypatc
     monkeypatch.setattr(os, "kill", refuse)
     assert not here.has_ended()
     assert not here.is_running()
+
+
+def test_time_does_not_go_backwards_if_a_stop_is_noted_while_it_is_read(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    watch = object.__new__(machine._StopWatch)
+    watch._stops, clock_s = (0.0, 100.0), 100.0
+
+    def read_and_stop() -> float:
+        nonlocal clock_s
+        before_s, clock_s = clock_s, 600.0
+        watch._stops = 499.0, 600.0
+        return before_s
+
+    monkeypatch.setattr(machine, "_stop_watch", lambda: watch)
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=read_and_stop))
+    assert [machine.running_s(), machine.running_s()] == [100.0, 101.0]
 
 
 def test_the_time_for_which_a_process_is_stopped_is_known() -> None:

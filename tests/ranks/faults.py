@@ -202,8 +202,11 @@ def fail_in_training(failure: Exception) -> tuple[str, str]:
     return attempt(step)
 
 
-def fail_together_in_training() -> tuple[str, bool]:
-    """Both ranks raise an error, the first one later. Return it, and whether the first heard of the other."""
+def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
+    """Both ranks raise an error, the first one later. Return it, and whether the first heard of the other.
+
+    The other rank raises a MemoryError unchanged, as callbacks' errors are raised.
+    """
     world = World.current(timeouts=Timeouts(heartbeat_interval_s=0.1), call="training")
     world.all_gather_object(None)
     is_told = False
@@ -212,11 +215,15 @@ def fail_together_in_training() -> tuple[str, bool]:
             try:
                 with world.collective("save"):
                     if world.rank == 1:
-                        raise StorageError("the disk is full")
+                        raise failure
+            except CheckpointError as error:
+                if world.rank == 1 and isinstance(failure, MemoryError):
+                    raise failure from error
+                raise
             finally:
                 time.sleep(0.0 if world.rank else 0.6)
                 is_told = world.channel is not None and world.channel.loss() is not None
-    except StorageError as error:
+    except (CheckpointError, MemoryError) as error:
         return str(error), is_told
     raise AssertionError
 

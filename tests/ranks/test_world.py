@@ -51,7 +51,10 @@ def test_an_error_of_ours_on_one_rank_alone_ends_the_others_too(worlds):
 
 
 def test_an_error_that_all_ranks_raise_is_not_announced_to_one_that_still_tidies_up(worlds):
-    assert worlds(2).run(faults.fail_together_in_training) == [("rank 1: the disk is full", False)] * 2
+    told = worlds(2).run(faults.fail_together_in_training, StorageError("the disk is full"))
+    assert told == [("rank 1: the disk is full", False)] * 2
+    told = worlds(2).run(faults.fail_together_in_training, MemoryError("no more"))
+    assert told == [("rank 1: MemoryError: no more", False), ("no more", False)]
 
 
 def test_ranks_that_disagree_are_named(worlds):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +17,12 @@ from tests.support.local_ranks import LIMIT_S
 from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.sampling import SampleOutput
 from shardwise.cli.serve import serve_command
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.serve.checkpoints import CheckpointStore
 from shardwise.serve.engine import deal_rows
 from shardwise.serve.keys import LOCAL, read_keys
 from shardwise.serve.operations import CreateModel, Generate, SampleAnswer, SaveModel, Turn
+from shardwise.serve.run import ServeOptions, Server
 from shardwise.serve.service import Model, Service, Settings, name_model
 
 
@@ -128,6 +132,20 @@ def test_the_name_of_a_base_in_the_working_folder(base: Path, monkeypatch: pytes
     for model in (".", "../base", str(base), "owner/base"):
         assert CliRunner().invoke(serve_command, [model]).exit_code == 0
     assert names == ["base", "base", "base", "owner/base"]
+
+
+@pytest.mark.parametrize("call", ["request_stop", "finish_turn"])
+def test_a_server_whose_connections_have_ended_does_not_wait_for_them(call: str) -> None:
+    coroutine = asyncio.sleep(0)
+    service: Any = SimpleNamespace(begin_stop=lambda: coroutine, finish_turn=lambda *_: coroutine)
+    with socket.socket() as listener:
+        server = Server(ServeOptions("base", Settings("base", "base")), service, None, listener)
+        server._thread = threading.Thread()  # has not begun, and is not alive
+        arguments: list[Any] = [] if call == "request_stop" else [[], {}, 0.0]
+        with pytest.raises(TrainingError, match="the thread with the connections has ended"):
+            getattr(server, call)(*arguments)
+        server.stop()
+    coroutine.close()
 
 
 def test_rows_are_dealt_so_that_passes_are_short() -> None:

@@ -12,7 +12,7 @@ from tests.training.on_ranks import COMMON, words
 
 from shardwise.cli.train import run_on_rank
 from shardwise.fsdp.torch_private import get_given_timeout
-from shardwise.training import trl_objects
+from shardwise.training import train_adapters, trl_objects
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import read_run_config
 from shardwise.training.train_model import TrlOutcome
@@ -105,16 +105,20 @@ def train(given: dict[str, Any]) -> TrlOutcome:
 
 
 def train_with_timeout(given: dict[str, Any]) -> TrlOutcome:
-    """Train on this rank with ``ddp_timeout``, which holds for a process group of the base's mesh."""
+    """Train on this rank with ``ddp_timeout``, which holds for meetings and a process group of the base's mesh."""
     load_base, groups = trl_objects.load_base, []
 
     def load_with_group(*positional: Any) -> Any:
         groups.append(dist.new_group())
         return load_base(*positional)
 
-    with mock.patch.object(trl_objects, "load_base", load_with_group):
+    with (
+        mock.patch.object(trl_objects, "load_base", load_with_group),
+        mock.patch.object(train_adapters, "SharedBank", wraps=train_adapters.SharedBank) as shared_bank,
+    ):
         outcome = train({**given, "ddp_timeout": 900})
     assert get_given_timeout(groups[0]) == 900
+    assert shared_bank.call_args.args[0].timeouts.meeting_timeout_s == 900
     return outcome
 
 

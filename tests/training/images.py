@@ -43,7 +43,7 @@ from transformers import (
 )
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.training import trl_objects as trl_setup
+from shardwise.training import trl_objects
 from shardwise.training.train_model import TrlOutcome
 
 _FIRST = 259
@@ -264,7 +264,7 @@ def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
 def error(values: dict[str, Any]) -> str:
     """Train on this rank; the error, and what was made before it."""
     try:
-        with mock.patch.object(trl_setup, "load_model", side_effect=AssertionError("the model is loaded")):
+        with mock.patch.object(trl_objects, "load_model", side_effect=AssertionError("the model is loaded")):
             on_ranks.train(values)
     except ShardwiseError as raised:
         return str(raised)

@@ -38,7 +38,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.fsdp.torch_private import get_given_timeout, is_compiled_in_place
 from shardwise.integrations import ShardwiseTrainer
 from shardwise.ranks import slow_ranks
-from shardwise.training import trl_objects as trl_setup
+from shardwise.training import trl_objects
 from shardwise.training.arguments import REWARDED
 from shardwise.training.run_config import read_run_config
 from shardwise.training.train_model import TrlOutcome
@@ -278,8 +278,8 @@ def first_rows(cases: list[dict[str, Any]]) -> list[tuple[bool, dict[str, list[i
     """For each configuration, whether TRL is to mask the dataset, and its first row."""
     found = []
     for values in cases:
-        arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-        rows, _ = trl_setup.load_data(arguments, trl_setup.load_processor(arguments), 0)
+        arguments = trl_objects.parse(read_run_config(words({**COMMON, **values})))
+        rows, _ = trl_objects.load_data(arguments, trl_objects.load_processor(arguments), 0)
         found.append((arguments.training.assistant_only_loss, next(iter(rows))))
     return found
 
@@ -289,7 +289,7 @@ def shares_of_reference(values: dict[str, Any]) -> list[dict[str, tuple[int, int
 
     Before the first step, and after the last. ``ddp_timeout`` holds for a process group of the reference's mesh.
     """
-    train_by_transformers, load_frozen = transformers.Trainer.train, trl_setup.load_frozen
+    train_by_transformers, load_frozen = transformers.Trainer.train, trl_objects.load_frozen
     found, groups = [], []
 
     def load_with_group(*positional: Any) -> Any:
@@ -303,7 +303,7 @@ def shares_of_reference(values: dict[str, Any]) -> list[dict[str, tuple[int, int
         found.append(_shares(trainer.ref_model))
         return done
 
-    loading = mock.patch.object(trl_setup, "load_frozen", load_with_group)
+    loading = mock.patch.object(trl_objects, "load_frozen", load_with_group)
     with loading, mock.patch.object(transformers.Trainer, "train", look):
         train(values)
     return found
@@ -335,14 +335,14 @@ def train_until(values: dict[str, Any], step: int, number: int = signal.SIGTERM)
 
 def train_with(values: dict[str, Any], callback: TrainerCallback) -> TrlOutcome:
     """Train on this rank, with a callback."""
-    make = trl_setup.make_trainer
+    make = trl_objects.make_trainer
 
     def with_callback(*positional: Any) -> Any:
         trainer = make(*positional)
         trainer.add_callback(callback)
         return trainer
 
-    with mock.patch.object(trl_setup, "make_trainer", with_callback):
+    with mock.patch.object(trl_objects, "make_trainer", with_callback):
         return train(values)[0]
 
 
@@ -418,8 +418,8 @@ def log_by_trl(
     from trl.trainer.utils import get_peft_config
 
     config = read_run_config(words({**COMMON, **values}))
-    arguments = trl_setup.parse(config)
-    kind = trl_setup.trl_class(config.method, "Trainer")
+    arguments = trl_objects.parse(config)
+    kind = trl_objects.trl_class(config.method, "Trainer")
     rows = datasets.load_dataset("json", data_files=values["dataset_name"])["train"]
     others: dict[str, Any] = {}
     if config.method in REWARDED:
@@ -482,5 +482,5 @@ def initial_adapter(values: dict[str, Any], folder: str) -> None:
     """Save the adapter that a training begins with."""
     import shardwise
 
-    arguments = trl_setup.parse(read_run_config(words({**COMMON, **values})))
-    shardwise.save_adapter(trl_setup.load_model(arguments), folder)
+    arguments = trl_objects.parse(read_run_config(words({**COMMON, **values})))
+    shardwise.save_adapter(trl_objects.load_model(arguments), folder)

@@ -47,14 +47,17 @@ def test_a_run_is_recorded_beside_its_adapters(tmp_path: Path, monkeypatch: pyte
         assert (test, next(iter(train)).keys()) == (None, {"input_ids", "labels"})
 
 
-def test_a_run_recorded_under_the_former_name_resumes(tmp_path: Path) -> None:
+def test_a_run_recorded_by_an_earlier_version_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recorded the former name of ``adapters``, and paths as they were written."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     record = tmp_path / RUN_FOLDER / "run.json"
     record.parent.mkdir()
-    record.write_text('{"method": "tenants", "ada.lora_r": 4}')
+    record.write_text('{"method": "tenants", "ada.lora_r": 4, "model_name_or_path": "~/model"}')
     (tmp_path / "ada").mkdir()
     (tmp_path / "ada" / "adapter_model.safetensors").touch()
-    with lock_output(tmp_path, {"method": "adapters", "ada.lora_r": 4}, ["*/*.safetensors"]):
-        assert json.loads(record.read_text()) == {"method": "adapters", "ada.lora_r": 4}
+    identity = {"method": "adapters", "ada.lora_r": 4, "model_name_or_path": str(tmp_path / "model")}
+    with lock_output(tmp_path, identity, ["*/*.safetensors"]):
+        assert json.loads(record.read_text()) == identity
 
 
 def test_the_record_of_a_run_survives_a_crash(tmp_path: Path) -> None:

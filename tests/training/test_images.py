@@ -18,7 +18,7 @@ from tests.training.images import MODELS
 from transformers import AutoProcessor
 
 from shardwise.core.errors import ConfigError
-from shardwise.training import trl_objects as trl_setup
+from shardwise.training import trl_objects
 from shardwise.training.adapter_rows import tokenize
 from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.image_rows import ImageRowCheck
@@ -248,7 +248,7 @@ def test_a_bad_row_is_named(folder: Path, kind: str) -> None:
     rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     change(rows[2], folder)
     given = arguments(folder / "llava", method="dpo" if name == "pairs" else "sft")
-    check = ImageRowCheck(given, trl_setup.load_processor(given), "image" if name == "answers" else "images")
+    check = ImageRowCheck(given, trl_objects.load_processor(given), "image" if name == "answers" else "images")
     for index, row in enumerate(rows):
         if index != 2 or message is None:
             assert check(row, index) is row
@@ -285,7 +285,7 @@ def test_what_cannot_be_trained_on_images(folder: Path, model: str, values: dict
     tiny.write_model(folder / "model")
     given = arguments(folder / model, **values)
     with pytest.raises(ConfigError, match=message):
-        trl_setup.load_data(given, trl_setup.load_processor(given), 0)
+        trl_objects.load_data(given, trl_objects.load_processor(given), 0)
 
 
 def test_many_loras_are_trained_on_text(folder: Path) -> None:
@@ -296,7 +296,7 @@ def test_many_loras_are_trained_on_text(folder: Path) -> None:
 
 def test_settings_of_the_processor(folder: Path) -> None:
     given = arguments(folder / "qwen2_5_vl", processor_kwargs={"max_pixels": 256})
-    assert trl_setup.load_processor(given).image_processor.size["longest_edge"] == 256
+    assert trl_objects.load_processor(given).image_processor.size["longest_edge"] == 256
 
 
 def test_a_processor_that_needs_torchvision_says_so(folder: Path) -> None:
@@ -305,4 +305,4 @@ def test_a_processor_that_needs_torchvision_says_so(folder: Path) -> None:
         mock.patch.object(AutoProcessor, "from_pretrained", side_effect=missing),
         pytest.raises(ConfigError, match="the Torchvision library but it was not found here. Install"),
     ):
-        trl_setup.load_processor(arguments(folder / "qwen2_5_vl"))
+        trl_objects.load_processor(arguments(folder / "qwen2_5_vl"))

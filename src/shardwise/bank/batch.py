@@ -482,7 +482,8 @@ def _require_memory(
     """Check that a pass fits into the free memory of each rank, as estimated by :func:`estimate_pass`.
 
     On the CPU each rank is compared with the whole free memory of the host, which ranks share. Unknown memory is
-    not checked. Collective: if the pass does not fit there, since all ranks then return freed memory to the system.
+    not checked. Collective: on the CPU, if the pass does not fit: all ranks then return freed memory to the system,
+    and measure again.
 
     Returns:
         The free memory, measured again if freed memory was returned.

@@ -130,22 +130,29 @@ def is_stopped(process: int) -> bool:
 
 
 class _StopWatch:
-    """Measures for how long this process has been stopped, by a thread that never blocks."""
+    """Measures for how long this process has been stopped, by a thread that does nothing but sleep.
+
+    A library that holds the GIL for more than a second counts as a stop, too.
+    """
 
     def __init__(self) -> None:
         # Seconds of earlier stops, and when the thread was awake: one value, which other threads read at once.
         self._stops = 0.0, time.monotonic()
         threading.Thread(target=self._run, name="shardwise-stops", daemon=True).start()
 
-    def seconds_at(self, now_s: float) -> float:
+    def read(self) -> tuple[float, float]:
+        """Return the time and the seconds of stops until then."""
+        # The clock last: stops noted after it was read would be subtracted from a time before them. Stops since
+        # the thread was awake are part of the difference.
         stopped_s, awake_s = self._stops
-        return stopped_s + max(0.0, now_s - awake_s - _STOP_S)
+        now_s = time.monotonic()
+        return now_s, stopped_s + max(0.0, now_s - awake_s - _STOP_S)
 
     def _run(self) -> None:
         while True:
             time.sleep(_AWAKE_S)
-            now_s = time.monotonic()
-            self._stops = self.seconds_at(now_s), now_s
+            now_s, stopped_s = self.read()
+            self._stops = stopped_s, now_s
 
 
 _stop_watch = cache(_StopWatch)
@@ -157,8 +164,8 @@ def running_s() -> float:
 
     Stops of less than a second do not count.
     """
-    now_s = time.monotonic()  # one reading, since the process may be stopped between two
-    return now_s - _stop_watch().seconds_at(now_s)
+    now_s, stopped_s = _stop_watch().read()
+    return now_s - stopped_s
 
 
 def _status(process: int) -> list[str]:

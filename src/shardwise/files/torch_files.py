@@ -27,21 +27,21 @@ from shardwise.files.storage import StorageReader
 from shardwise.files.urls import shown
 
 _WEIGHTS: Final = (".bin", ".pt", ".pth")
-_INDEX: Final = ".bin.index.json"
-_INDEXES = re.compile(r".*\.bin\.index(\.[^./]+)?\.json")
+_INDEX_ENDING: Final = ".bin.index.json"
+_INDEX_NAME = re.compile(r".*\.bin\.index(\.[^./]+)?\.json")
 """Index files by name, those of a variant too."""
 _OF_ONE_RANK = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
 
 
 class _TorchFiles(CheckpointFormat):
     usual = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-    endings = (*_WEIGHTS, _INDEX)
+    endings = (*_WEIGHTS, _INDEX_ENDING)
 
     def is_named(self, name: str) -> bool:
-        return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
+        return name.endswith(_WEIGHTS) or _INDEX_NAME.fullmatch(name) is not None
 
     def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
-        if _INDEXES.fullmatch(name):
+        if _INDEX_NAME.fullmatch(name):
             return join_entries.select_indexed(reader, name, _WEIGHTS[0], "indexed torch files", faults)
         return FileSelection("torch file", [name])
 

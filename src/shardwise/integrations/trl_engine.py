@@ -109,7 +109,10 @@ def engine_class() -> Any:
 
 
 def _require_plain_checkpoint(name: str) -> None:
-    """Raises ConfigError for a quantized checkpoint, of which vLLM makes layers that need codes and scales."""
+    """Raise ConfigError for a quantized checkpoint, of which vLLM makes layers that need codes and scales.
+
+    It is that of the main branch, whatever the model's revision: TRL passes vLLM the name alone.
+    """
     try:
         content, _ = PreTrainedConfig.get_config_dict(name)
     except OSError:

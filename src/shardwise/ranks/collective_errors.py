@@ -72,7 +72,7 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
             has_left.set()
             watching.join(timeout=_CHECK_S)  # its arguments may keep the model alive
     except Exception as error:
-        if isinstance(error, ShardwiseError) and _is_known_to_all(error):
+        if channel is not None and _was_raised_together(error):
             raise
         is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
         # Before await_verdict(): this rank waits no longer, and the next heartbeat forgets for whom it did.
@@ -99,13 +99,15 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
         raise
 
 
-def _is_known_to_all(error: ShardwiseError) -> bool:
-    """Return whether the other ranks have raised this error, too, or notice the loss that it names.
+def _was_raised_together(error: Exception) -> bool:
+    """Return whether ranks have raised this error together at the end of a phase, or it names a lost rank.
 
-    They may still have files to remove, and must not take this rank for one that has left them. An error that ranks
-    raise together has a phase, or is the cause of the failing rank's own.
+    It then has a phase, or its cause has. The other ranks may still have files to remove, and must not take this
+    one for a rank that has left them. Errors that all ranks compute alike, as of ``require_equal``, have no phase.
+    They are announced, which changes nothing.
     """
-    return isinstance(error, RankLostError) or bool(error.phase) or bool(getattr(error.__cause__, "phase", ""))
+    phases = getattr(error, "phase", ""), getattr(error.__cause__, "phase", "")
+    return isinstance(error, RankLostError) or any(phases)
 
 
 def _watch(

@@ -87,7 +87,8 @@ class ControlChannel:
         self._verdict: Failure | None = None
         self._is_closed = False
         self._joining = threading.Lock()
-        # When this rank came to the call, warns of others, came to a meeting. Stops of this process do not count.
+        # By running_s(): when this rank joined the call, when it next warns of absent ranks, and since when it
+        # waits in a meeting. inf: not yet, or in none.
         self._joined_s = self._warn_at = self._waiting_s = math.inf
         self._detector = get_detector(store, global_ranks[rank])
 

@@ -7,12 +7,12 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import click
 import uvicorn
@@ -34,6 +34,8 @@ from shardwise.serve.operations import Turn
 from shardwise.serve.requests import ServedBase
 from shardwise.serve.service import QueuedRequest, Service, Settings
 from shardwise.serve.vllm import VllmClient
+
+T = TypeVar("T")
 
 _IDLE_TURN_S: Final = 4.0
 """Seconds after which there is a turn without operations: other ranks wait for it, and report longer waits."""
@@ -170,21 +172,24 @@ class Server:
 
     def take_turn(self) -> tuple[Turn, list[QueuedRequest]]:
         """Return the next turn, which may be empty. After a stop request, there is a last one."""
-        assert self._thread is not None
-        taking = asyncio.run_coroutine_threadsafe(self._service.take_turn(_IDLE_TURN_S), self._loop)
-        while not wait([taking], timeout=0.25).done:  # in short steps, between which signals are handled
-            if not self._thread.is_alive():
-                raise TrainingError("the thread with the connections has ended. Its messages are above")
-        return taking.result()
+        return self._run_on_loop(self._service.take_turn(_IDLE_TURN_S))
 
     def request_stop(self) -> None:
         """Take no more requests, because of a stop request to another rank."""
-        asyncio.run_coroutine_threadsafe(self._service.begin_stop(), self._loop).result()
+        self._run_on_loop(self._service.begin_stop())
 
     def finish_turn(self, requests: list[QueuedRequest], outcomes: dict[str, Any], duration_s: float) -> None:
         """Give the outcomes of a turn to those who wait for them."""
-        finishing = self._service.finish_turn(requests, outcomes, duration_s)
-        asyncio.run_coroutine_threadsafe(finishing, self._loop).result()
+        self._run_on_loop(self._service.finish_turn(requests, outcomes, duration_s))
+
+    def _run_on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop's thread, and return its result. Raise TrainingError if that has ended."""
+        assert self._thread is not None
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while not wait([future], timeout=0.25).done:  # in short steps, between which signals are handled
+            if not self._thread.is_alive():
+                raise TrainingError("the thread with the connections has ended. Its messages are above")
+        return future.result()
 
     def require_saved(self) -> None:
         """Raise StorageError if the save of a model at the end has failed."""

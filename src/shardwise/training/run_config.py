@@ -77,7 +77,7 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     source = file or "the command line"
     if explanation := explain_other_format(values):
         raise ConfigError(f"{source}: {explanation}")
-    values = _expand_home(values)
+    values = expand_home(values)
     # The method decides which keys exist, so it is needed before keys are translated and checked.
     named: Any = values.get("loss") or values.get("method", "sft")  # many LoRAs are of several methods
     valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
@@ -100,14 +100,14 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
     return config
 
 
-def _expand_home(value: Any) -> Any:
+def expand_home(value: Any) -> Any:
     """Expand paths that begin with ``~/``, also in lists and mappings: libraries take them as they are."""
     if isinstance(value, str) and value.startswith("~/"):
         return os.path.expanduser(value)
     if isinstance(value, list):
-        return [_expand_home(item) for item in value]
+        return [expand_home(item) for item in value]
     if isinstance(value, dict):
-        return {_expand_home(key): _expand_home(item) for key, item in value.items()}
+        return {expand_home(key): expand_home(item) for key, item in value.items()}
     return value
 
 

@@ -29,7 +29,7 @@ from shardwise.training.rank_comparison import (
     mask_secrets,
     require_same_rows,
 )
-from shardwise.training.run_config import RunConfig
+from shardwise.training.run_config import RunConfig, expand_home
 
 SINGLE: Final = ""
 """The name under which a single model has its arguments and rows."""
@@ -46,7 +46,7 @@ _IDENTITY: Final = (
     *_IDENTITY_OF_BASE,
     *("dataset_name", "dataset_config", "datasets", "use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
 )
-"""The same for a single model, and for each adapter."""
+"""Keys of a single model, and of each adapter, that may not change when a run resumes."""
 
 _OWN_IDENTITY: Final = (
     "dataset_mixer",
@@ -216,7 +216,9 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
             f"training, {RUN_FOLDER}/{_RUN_FILE}. If it is a copy, copy that folder, too (cp -r out/. copy). Or "
             "set another output_dir, and resume_from_checkpoint to a checkpoint of this one"
         )
-    recorded = parse_object(file.read_bytes(), what=str(file)) if has_weights else dict(identity)
+    recorded = dict(identity)
+    if has_weights:  # earlier versions recorded ~/ as it was written
+        recorded = expand_home(parse_object(file.read_bytes(), what=str(file)))
     if recorded.get("method") == "tenants":  # as earlier versions recorded it
         recorded["method"] = "adapters"
     for key, value in identity.items():

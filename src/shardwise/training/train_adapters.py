@@ -54,8 +54,8 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
         ShardwiseError: the same on every rank, if the configuration, the data or the base cannot be used.
     """
     start_s = time.monotonic()
-    world = World.current(call="train")
     with open_inputs(config, local_rank) as inputs:
+        world = World.current(call="train")  # after open_inputs(), which sets ddp_timeout
         output, request = inputs.output, inputs.request
         adapters = _add_adapters(inputs, config, world)
         has_stopped, failures, memory = train_together(adapters, request)

@@ -324,7 +324,7 @@ class PackedRows:
         *rows, columns = _stored_order(self.packing, [*zip(box.offsets, box.sizes, strict=True)])
         first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets
         # Rows in this rank's memory. Whole ones, also for a part of the columns: scales are of blocks along them.
-        # shard_dim() does not split the columns.
+        # shard_dim() never splits the columns of packed weights.
         local = tuple(slice(at - start, at - start + size) for (at, size), start in zip(rows, first, strict=False))
         slot = self.weight.slots[0]
         scales = get_scales(slot.module, slot.name, self.scales.local[local].contiguous(), rows[-1][0])

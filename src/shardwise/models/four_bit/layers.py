@@ -101,9 +101,8 @@ class FourBitLinear:
         return self.quantization.double_quant
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if (
-            not rows.is_floating_point()
-        ):  # Switch, LongT5 and others cast to the dtype of the weight, which is bytes
+        # Switch, LongT5 and others cast to the dtype of the weight, which is bytes.
+        if not rows.is_floating_point():
             raise ConfigError(
                 f"4 bits: a layer of ({self.in_features}, {self.out_features}) gets {rows.dtype} rows, because the "
                 "model casts them to the dtype of its weight. Name it in skip_modules, as 'wo' of the T5 family"
