@@ -555,7 +555,8 @@ class AdapterBank:
         # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
-                exchange.local = adapter_files.find_training(Path(directory), training_state=training_state)
+                folder = Path(os.path.expanduser(directory))
+                exchange.local = adapter_files.find_training(folder, training_state=training_state)
         training = exchange.result
         with world.collective("read the adapter"):
             stored_adapter = adapter_files.read_adapter_headers(self._model, directory)
