@@ -258,12 +258,13 @@ def collective_passes(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode without gradients. Afterwards restore each module's mode, and reshard.
 
-    FSDP2 keeps the root group unsharded after a forward pass for the backward pass, which does not follow here.
+    FSDP2 keeps the root group unsharded after a forward pass for the backward pass, which does not follow here. In
+    the caller's inference mode, its first gather would create buffers that no later backward pass can use.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():
             yield
     finally:
         for module, mode in modes:
