@@ -161,7 +161,10 @@ class RowCall:
         sums, routes = PassSums(), []
         with no_random_numbers(base.device) if is_training else evaluating(base.model):
             for planned in self.passes:
-                fused = FusedPass(base, planned, self.requests, keys, is_training=is_training, num_top=self.num_top)
+                with torch.device("cpu"):  # not the caller's default
+                    fused = FusedPass(
+                        base, planned, self.requests, keys, is_training=is_training, num_top=self.num_top
+                    )
                 fused.forward()
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
                 sums.failures |= fused.compute_losses(is_training=is_training)
