@@ -214,17 +214,18 @@ def offloaded() -> dict[str, Any]:
     shardwise.shard(model)
     bank = shardwise.AdapterBank(model)
     rows = {"input_ids": torch.arange(18).view(2, 9)}
-    for name in ("ada", "twin"):
-        bank.add_adapter(name, LoraConfig(r=4, target_modules=["q_proj"]))
-    sizes = []
-    for number in range(3):
-        bank.forward_backward([("ada", rows), ("twin", rows)])
-        if number < 2:
-            bank.optim_step({"ada": {}, "twin": {}})
-        bank.offload("ada")
-        sizes.append(bank._adapters["ada"].flat.untyped_storage().nbytes())
-    bank.optim_step({"ada": {}, "twin": {}})
-    states = [bank.state_dict(name) for name in ("ada", "twin")]
+    with torch.device("npu"):  # as the default of a caller
+        for name in ("ada", "twin"):
+            bank.add_adapter(name, LoraConfig(r=4, target_modules=["q_proj"]))
+        sizes = []
+        for number in range(3):
+            bank.forward_backward([("ada", rows), ("twin", rows)])
+            if number < 2:
+                bank.optim_step({"ada": {}, "twin": {}})
+            bank.offload("ada")
+            sizes.append(bank._adapters["ada"].flat.untyped_storage().nbytes())
+        bank.optim_step({"ada": {}, "twin": {}})
+        states = [bank.state_dict(name) for name in ("ada", "twin")]
     same = [
         all(values.equal(states[1][part][key]) for key, values in states[0][part].items())
         for part in ("adapter", "training")

@@ -1,17 +1,22 @@
 """Adapters on fused experts: as PEFT's ``target_parameters``, without a weight that has one added."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.bank import banking, on_ranks
+from tests.bank import banking, on_ranks, test_requests
 from tests.bank.banking import Recipe, distance, matrices_of, rows_for, train
 from tests.bank.on_ranks import bank_of
 from tests.truth import require_equal
 
 import shardwise
+from shardwise.bank.rows import Request
+from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError
 
 STEPS = 20
@@ -94,6 +99,70 @@ def test_experts_are_as_they_were_without_adapters(base):
     torch.testing.assert_close(alone[0], before[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
     bank.delete_adapter("ada")
     assert not any("forward" in vars(module) for module in bank._model.modules())
+
+
+def test_two_banks_on_one_base(base):
+    """Each has its adapters on experts, in whatever order they are deleted and added again."""
+    ada = members()["ada"]
+    both = [("ada", rows_for("ada", ada, 1)), (None, rows_for("ada", ada, 2))]
+    alone, earlier = bank_of(base, {"ada": ada}), bank_of(base, {"ada": ada})
+    later = shardwise.AdapterBank(earlier._model)
+    banking.create(later, "ada", ada)
+    earlier.delete_adapter("ada")
+    for bank in (alone, later):
+        train(bank, {"ada": ada}, 1)
+    expected, rows = matrices_of(alone, "ada"), alone.compute_logprobs(both)
+    require_equal(matrices_of(later, "ada"), expected)
+    banking.create(earlier, "ada", ada)
+    later.delete_adapter("ada")
+    train(earlier, {"ada": ada}, 1)
+    require_equal(matrices_of(earlier, "ada"), expected)
+    torch.testing.assert_close(earlier.compute_logprobs(both), rows, rtol=0, atol=0)
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def thirds(logprobs: Any, rows: Any, _config: Any) -> torch.Tensor:
+    return -(logprobs[0] * (rows[0]["weights"] / 3)).sum()
+
+
+def of_every_call(base: Path, default: Any) -> tuple[Any, ...]:
+    recipe = replace(members()["bob"], optimizer=banking.sgd, gradient_accumulation_steps=None)
+    sampled = test_requests.row(0, 9)
+    plain = {key: sampled[key] for key in ("input_ids", "targets")}
+    requests = [
+        ("x", rows_for("bob", recipe, 0)),
+        Request("x", [test_requests.only(sampled, "ppo")], "ppo"),
+        Request("x", [plain], thirds),
+    ]
+    bank = bank_of(base, {})
+    prompts = [Sample("x", prompt, max_tokens=3, seed=0, prompt_logprobs=True) for prompt in ([1, 2, 3], [4])]
+    with default:
+        bank.add_adapter("x", recipe.lora(), optimizer=banking.sgd, reduction="sum")
+        losses = [each.loss for each in bank.forward_backward(requests).requests]
+        bank.optim_step("x")
+        bank.load_state_dict("x", bank.state_dict("x"))
+        outputs = bank.generate(prompts)
+    scores = [output.prompt_logprobs for output in outputs]
+    return losses, matrices_of(bank, "x"), [output.sequences for output in outputs], scores
+
+
+def test_defaults_of_torch_change_nothing(base):
+    losses, matrices, sequences, scores = of_every_call(base, nullcontext())
+    for default in (default_dtype(), torch.device("meta")):
+        found = of_every_call(base, default)
+        assert (found[0], found[2]) == (losses, sequences)
+        require_equal(found[1], matrices)
+        for one, other in zip(found[3], scores, strict=True):
+            assert one.equal(other)
 
 
 def test_experts_that_are_not_fused_as_known_are_refused(base):

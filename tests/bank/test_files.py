@@ -98,6 +98,15 @@ def test_an_adapter_saved_by_two_ranks(worlds, base, tmp_path):
     require_of_peft(base, tmp_path, first, few())
 
 
+def test_a_folder_in_the_home_and_a_config_in_the_working_directory(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    bank = bank_of(base, {"ada": recipes()["ada"]})
+    bank.save("ada", "~/ada")
+    assert bank.load("ada", "~/ada").is_resumed
+
+
 def test_folders_that_are_no_adapter_of_this_base(base, tmp_path):
     bank = bank_of(base, {"ada": recipes()["ada"]})
     with pytest.raises(shardwise.FormatError, match=r"has no adapter_config.json"):

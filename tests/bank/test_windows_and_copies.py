@@ -99,7 +99,8 @@ def test_a_copy_with_its_training_goes_on_alike(base):
     bank = bank_of(base, {"ada": recipe})
     train(bank, {"ada": replace(ADA, config=recipe.config)}, 2)
     bank.forward_backward(rows(2))
-    bank.copy_adapter("ada", "twin", training=True)
+    with torch.inference_mode():
+        bank.copy_adapter("ada", "twin", training=True)
     for number in (3, 4):
         batch = rows_for("ada", ADA, number)
         bank.forward_backward([("ada", batch), ("twin", batch)])
@@ -114,7 +115,8 @@ def test_a_load_into_an_adapter_that_exists(base, tmp_path):
     bank.save("ada", tmp_path / "ada")
     before = everything(bank, "ada")
     train(bank, {"ada": ADA}, 1)
-    start = bank.load("ada", tmp_path / "ada")
+    with torch.inference_mode():
+        start = bank.load("ada", tmp_path / "ada")
     assert (start.steps, start.is_resumed) == (2, True)
     require_equal(everything(bank, "ada"), before)
     assert bank.names == ("ada", "dee")

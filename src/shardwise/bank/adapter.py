@@ -190,8 +190,8 @@ class BankAdapter:
         count = sum(math.prod(shape) for shape in self.shapes.values())
         # (count,), all matrices one after the other. The backward pass adds to views of the gradient, so it is only
         # zeroed in place: zero_grad() would have the optimizer read another tensor than the views.
-        self.flat = nn.Parameter(torch.zeros(count, device=device))
-        self.gradient = torch.zeros(count, device=device if is_trained else "meta")
+        self.flat = nn.Parameter(torch.zeros(count, dtype=torch.float32, device=device))
+        self.gradient = torch.zeros(count, dtype=torch.float32, device=device if is_trained else "meta")
         self.flat.grad = self.gradient if is_trained else None
         self._offloaded: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors without memory on the device, and their values on the host."""

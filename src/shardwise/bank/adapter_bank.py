@@ -116,6 +116,8 @@ class AdapterBank:
         """Maximum number of tokens in a row."""
         return self._base.max_length
 
+    # An adapter whose tensors are created in the caller's inference mode could not be trained later.
+    @torch.inference_mode(mode=False)
     def add_adapter(self, name: str, config: LoraConfig, **keywords: Unpack[AdapterOptions]) -> None:
         """Add an adapter. Its matrices are initialized as PEFT's, depending on (seed, name of the matrix) alone.
 
@@ -363,6 +365,7 @@ class AdapterBank:
         """
         return sample_tokens(self._base, samples, self._adapters)
 
+    @torch.inference_mode(mode=False)
     def copy_adapter(self, name: str, new: str, *, training: bool = False) -> None:
         """Copy an adapter under another name.
 
@@ -412,6 +415,7 @@ class AdapterBank:
         with self._world.collective("copy the state"):
             return states.copy_state(adapter, base)
 
+    @torch.inference_mode(mode=False)
     def load_state_dict(
         self,
         name: str,
@@ -509,6 +513,7 @@ class AdapterBank:
         with get_world(options, "AdapterBank.save") as world:
             return execute_save(world, request, options, Clock(), verify=verify)
 
+    @torch.inference_mode(mode=False)
     def load(
         self,
         name: str,
@@ -555,7 +560,8 @@ class AdapterBank:
         # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
-                exchange.local = adapter_files.find_training(Path(directory), training_state=training_state)
+                folder = Path(os.path.expanduser(directory))
+                exchange.local = adapter_files.find_training(folder, training_state=training_state)
         training = exchange.result
         with world.collective("read the adapter"):
             stored_adapter = adapter_files.read_adapter_headers(self._model, directory)

@@ -65,7 +65,7 @@ def outline_lora(model: PreTrainedModel, config: LoraConfig, *, is_new: bool) ->
 def _build(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of the same class on meta."""
     kind: Any = original_class(model)
-    return build_on_meta(kind, copy.deepcopy(model.config), torch.float32, Path())
+    return build_on_meta(kind, copy.deepcopy(model.config), torch.float32, None)
 
 
 def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adapter:
@@ -76,7 +76,7 @@ def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str])
         ConfigError: the adapter is not a LoRA.
         KeyMismatchError: matrices of single experts cannot be fused.
     """
-    root = Path(folder)
+    root = Path(os.path.expanduser(folder))
     file, config = find_adapter_weights(root), read_lora_config(root)
     config.inference_mode = False
     config.init_lora_weights = True  # the matrices are read

@@ -161,7 +161,10 @@ class RowCall:
         sums, routes = PassSums(), []
         with no_random_numbers(base.device) if is_training else evaluating(base.model):
             for planned in self.passes:
-                fused = FusedPass(base, planned, self.requests, keys, is_training=is_training, num_top=self.num_top)
+                with torch.device("cpu"):  # not the caller's default
+                    fused = FusedPass(
+                        base, planned, self.requests, keys, is_training=is_training, num_top=self.num_top
+                    )
                 fused.forward()
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
                 sums.failures |= fused.compute_losses(is_training=is_training)
@@ -258,12 +261,13 @@ def collective_passes(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode without gradients. Afterwards restore each module's mode, and reshard.
 
-    FSDP2 keeps the root group unsharded after a forward pass for the backward pass, which does not follow here.
+    FSDP2 keeps the root group unsharded after a forward pass for the backward pass, which does not follow here. In
+    the caller's inference mode, its first gather would create buffers that no later backward pass can use.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():
             yield
     finally:
         for module, mode in modes:

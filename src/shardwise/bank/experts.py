@@ -79,7 +79,7 @@ def _split_tokens(
 
     Example: 3 rows of 2 tokens, of which row 1 belongs to a member: (2, 3), (0, 1, 4, 5) and (2, 3, 0, 1, 4, 5).
     """
-    is_adapted = torch.zeros(route.rows, dtype=torch.bool)
+    is_adapted = torch.zeros(route.rows, dtype=torch.bool, device="cpu")
     for member in members:
         is_adapted[member.start : member.stop] = True
     of_tokens = is_adapted.repeat_interleave(route.tokens)
@@ -100,8 +100,8 @@ def _compute_adapted(
     """Compute the experts of tokens that all belong to members, one member after the other."""
     num_experts, k = module.num_experts, top_k_index.shape[1]
     # Of each pair (token, expert), the number of its member: (tokens * k,).
-    counts = torch.tensor([(member.stop - member.start) * route.tokens * k for member in members])
-    numbers = sent(torch.arange(len(members)).repeat_interleave(counts), hidden_states.device)
+    counts = [(member.stop - member.start) * route.tokens * k for member in members]
+    numbers = sent(torch.repeat_interleave(torch.tensor(counts, device="cpu")), hidden_states.device)
     # Sorted by expert and then by member. With 3 members, pairs of expert 2 and member 1 are group 2 * 3 + 1 = 7.
     groups, order = (top_k_index.flatten() * len(members) + numbers).sort(stable=True)
     bounds = torch.arange(1, num_experts * len(members) + 1, device=groups.device)

@@ -83,15 +83,21 @@ class SiteHooks:
     def _replace_forward(self, name: str, module: nn.Module) -> Callable[[], object]:
         """Have experts compute their adapters, too. A forward hook does not see the input of each expert."""
         attribute, own_forward = vars(module).get("forward"), module.forward
+        is_removed = False
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             route = self._active_route.route
-            if route is None:
+            if route is None or is_removed:
                 output: torch.Tensor = own_forward(*args, **kwargs)
                 return output
             return compute_experts(route, name, module, own_forward, *args, **kwargs)
 
         def remove_forward() -> None:
+            nonlocal is_removed
+            is_removed = True
+            # If another bank on this base has replaced this function since, it still calls it.
+            if vars(module).get("forward") is not forward:
+                return
             del module.forward
             # The class's forward function shows again, or an earlier one of the module, as of activation
             # checkpointing.

@@ -35,7 +35,7 @@ def stable_key(*values: object) -> int:
 
 def row_keys(key: int, first: int, count: int) -> Tensor:
     """Return the keys of rows ``first`` to ``first + count``: (count,), int64, on the CPU."""
-    return _mix(key + torch.arange(first, first + count) * _INCREMENT)
+    return _mix(key + torch.arange(first, first + count, device="cpu") * _INCREMENT)
 
 
 def drop_elements(

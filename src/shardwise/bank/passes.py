@@ -382,7 +382,7 @@ class FusedPass:
         # The row of each position, as a number from 0 in this request. Rows without targets have none.
         values = {"rows": self._row_numbers[span].unique_consecutive(return_inverse=True)[1]}
         for key in ("weights", *LOSSES[loss].needs):
-            padded = torch.zeros(leaf.shape)  # (positions, K)
+            padded = torch.zeros(leaf.shape, dtype=torch.float32, device="cpu")  # (positions, K)
             start = 0
             for row in members:
                 of_row = row.values[key].view(len(row.targets), -1)[row.positions]  # (positions of the row, K)

@@ -55,7 +55,7 @@ def group_rows(
         keys: of each row, for dropout. None without a backward pass.
         device: to which the keys are sent, in one transfer.
     """
-    on_device = sent(torch.tensor([key or 0 for key in keys], dtype=torch.int64), device)
+    on_device = sent(torch.tensor([key or 0 for key in keys], dtype=torch.int64, device="cpu"), device)
     members, start = [], 0
     # Rows of one adapter with and without a backward pass are two members.
     for (adapter, is_trained), group in groupby(zip(adapters, [key is not None for key in keys], strict=True)):
@@ -129,7 +129,7 @@ class Route:
         # Rows [0, 0, 1, 2, 2, 3] of positions, and members with the rows 0 to 2 and 2 to 3: the bounds [0, 2, 2, 3]
         # are at [0, 3, 3, 5], so the members have positions 0 to 3 and 3 to 5. Position 5 is padding.
         bounds = [bound for member in self.members for bound in (member.start, member.stop)]
-        cuts = torch.searchsorted(rows, torch.tensor(bounds, dtype=torch.int64)).tolist()
+        cuts = torch.searchsorted(rows, rows.new_tensor(bounds)).tolist()
         members = []
         for member, start, stop in zip(self.members, cuts[::2], cuts[1::2], strict=True):
             keys = member.keys

@@ -145,7 +145,7 @@ def _parse_batch(who: str, batch: object, longest: int) -> list[UnpaddedRow]:
     mask = tensors.get("attention_mask", torch.ones_like(ids)).cpu() != 0
     lengths = mask.sum(1)  # (rows,)
     # A row with its padding at the end has ones exactly before its length: [1, 1, 0], and not [0, 1, 1].
-    if not mask.equal(torch.arange(ids.shape[1]) < lengths.unsqueeze(1)):
+    if not mask.equal(torch.arange(ids.shape[1], device="cpu") < lengths.unsqueeze(1)):
         raise ConfigError(f"{who}: attention_mask has padding elsewhere than at the end of rows. Pad on the right")
     if len(ids) and (int(lengths.min()) < 2 or int(lengths.max()) > longest):
         raise ConfigError(
@@ -153,7 +153,7 @@ def _parse_batch(who: str, batch: object, longest: int) -> list[UnpaddedRow]:
         )
     # Position i predicts label i + 1, and the last one nothing.
     targets = F.pad(tensors.get("labels", ids).cpu().long()[:, 1:], (0, 1), value=IGNORED)
-    weights = F.pad(tensors.get("weights", torch.ones(ids.shape)).cpu().float()[:, 1:], (0, 1))
+    weights = F.pad(tensors.get("weights", torch.ones_like(ids)).cpu().float()[:, 1:], (0, 1))
     rows = []
     for row, length in enumerate(lengths.tolist()):
         targets_of_row = targets[row, :length].clone()
@@ -230,7 +230,7 @@ def _parse_list(who: str, rows: Sequence[Any], longest: int, keys: Collection[st
                     f"{tuple(targets.shape)}. Pass one for each target"
                 )
         floats = {key: of_key.float() if key in FLOAT_KEYS else of_key for key, of_key in values.items()}
-        floats.setdefault("weights", torch.ones(targets.shape))
+        floats.setdefault("weights", torch.ones(targets.shape, dtype=torch.float32, device="cpu"))
         parsed.append(_make_row(ids.cpu().long(), targets.cpu().long(), floats, len(ids)))
     return parsed
 

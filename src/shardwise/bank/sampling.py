@@ -219,7 +219,7 @@ def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAd
     """
     who = describe_adapter(sample.adapter)
     adapter = None if sample.adapter is None else get_usable_adapter(adapters, sample.adapter)
-    prompt = torch.as_tensor(sample.prompt)
+    prompt = torch.as_tensor(sample.prompt, device="cpu")
     if prompt.ndim != 1 or not len(prompt) or prompt.is_floating_point():
         raise ConfigError(f"{who}: the prompt is not a list of token ids. Pass at least one")
     if int(prompt.min()) < 0 or int(prompt.max()) >= base.vocab_size:
@@ -308,7 +308,7 @@ def _may_pad(base: SharedBase, lengths: Lengths) -> bool:
     if widest > getattr(base.model.config.get_text_config(), "index_topk", widest):
         return False
     if not base.padding_ignored:
-        prompts = torch.arange(40).view(8, 5) % base.vocab_size
+        prompts = torch.arange(40, device="cpu").view(8, 5) % base.vocab_size
         results = []
         for padding in (0, 7):
             ids, mask = F.pad(prompts, (padding, 0)), F.pad(torch.ones_like(prompts), (padding, 0))
@@ -332,12 +332,13 @@ def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter
     members = group_rows([row.adapter for row in rows], [None] * len(rows), base.device)
     num_rows, width = max(len(rows), 1), max((len(row.sample.prompt) for row in rows), default=1)
     # (rows, tokens), padded on the left. A rank without sequences has a dummy row.
-    ids, mask = torch.zeros((num_rows, width), dtype=torch.int64), torch.zeros((num_rows, width), dtype=torch.int64)
-    numbers = torch.zeros((num_rows, num_steps), dtype=torch.float64)
+    ids = torch.zeros((num_rows, width), dtype=torch.int64, device="cpu")
+    mask = torch.zeros_like(ids)
+    numbers = torch.zeros((num_rows, num_steps), dtype=torch.float64, device="cpu")
     if not rows:
         mask += 1
     for number, row in enumerate(rows):
-        prompt = torch.as_tensor(row.sample.prompt)
+        prompt = torch.as_tensor(row.sample.prompt, device="cpu")
         ids[number, width - len(prompt) :] = prompt
         mask[number, width - len(prompt) :] = 1
         numbers[number, : row.sample.max_tokens] = row.numbers
@@ -345,8 +346,8 @@ def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter
     # Of each row: temperature, top_k and top_p, as (3, rows, 1). A dummy row is greedy.
     most = base.vocab_size
     choices = [(row.sample.temperature, min(row.sample.top_k or most, most), row.sample.top_p) for row in rows]
-    settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64).T.unsqueeze(2)
-    settings = sent(settings.contiguous(), base.device)
+    settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64, device="cpu")
+    settings = sent(settings.T.unsqueeze(2).contiguous(), base.device)
     anchor, sequences = torch.zeros((), device=base.device), _Sequences(base, ids, mask)
     for step in range(num_steps):
         width = sequences.ids.shape[1]
@@ -413,7 +414,7 @@ def _score(
             if sample.adapter == name and (sample.prompt_logprobs or sample.top_prompt_logprobs):
                 places.append((number, len(requests), len(rows)))
                 # Each position predicts the next token of the prompt, and the last one nothing.
-                ids = torch.as_tensor(sample.prompt)
+                ids = torch.as_tensor(sample.prompt, device="cpu")
                 rows.append({"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])})
         requests.append(Request(name, rows))
     if not requests:

@@ -234,7 +234,7 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
     # A converted value. The name of its type is untrusted, and so is what it is made of.
     kind, inner = value[_OF], value[_IS]
     if isinstance(kind, str) and kind in _FLOATS and type(inner) is float:
-        return torch.tensor(inner, dtype=_FLOATS[kind])
+        return torch.tensor(inner, dtype=_FLOATS[kind], device="cpu")
     if kind == "float" and inner in ("inf", "-inf", "nan"):
         return float(inner)
     if isinstance(inner, list):

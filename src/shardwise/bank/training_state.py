@@ -219,7 +219,7 @@ def _allocate_optimizer_state(adapter: BankAdapter, facts: TrainingFacts) -> dic
     Its entries are those that an optimizer of one number has.
     """
     # A step of one number on the side: the adapter's own optimizer is not stepped.
-    single = nn.Parameter(torch.zeros(1, device=adapter.flat.device))
+    single = nn.Parameter(adapter.flat.new_zeros(1))
     kind: Any = type(adapter.optimizer)
     optimizer = kind([single], lr=0.1)
     settings = {**adapter.settings, **_select_settings(facts.settings)}

@@ -171,9 +171,11 @@ def resolve_dtype(
 
 
 def build_on_meta(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, directory: Path
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, directory: Path | None
 ) -> PreTrainedModel:
     """Build the model on meta, without ties, in evaluation mode.
+
+    ``directory`` is that of its checkpoint. None if it has none.
 
     Raises:
         ConfigError: the class cannot be built from the config.
@@ -195,7 +197,7 @@ def build_on_meta(
             f"{model_class.__name__} cannot be built from {type(config).__name__}: {cause}. Check its config"
         ) from error
     model.eval()
-    if model.can_generate():
+    if directory is not None and model.can_generate():
         model.generation_config = _generation_config(directory) or model.generation_config
     return model
 
