@@ -89,7 +89,7 @@ def pack(numel: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from shardwise.core.tensors import Form4
+    from shardwise.core.tensors import DType, Form4
     from shardwise.files.four_bit_blocks import quantize_rows
 
     quieten()
@@ -99,7 +99,7 @@ def pack(numel: int) -> dict[str, float]:
     dist.barrier()
     with meter.Stopwatch() as watch:
         for _ in range(-(-numel // values.numel())):
-            quantize_rows(values, 64, Form4.NF4, packed, scales)
+            quantize_rows(values, DType.BF16, 64, Form4.NF4, packed, scales)
         dist.barrier()
     return watch.facts()
 

@@ -17,7 +17,7 @@ from tests.accelerator.ranks import simulated_ranks
 from tests.integrations import runs
 from tests.integrations.accelerating import launched
 from tests.integrations.requirements import require_patched_names
-from tests.quantized import quantizing
+from tests.quantized import bitsandbytes_files, quantizing
 from tests.quantized.requirements import needs_packed_shards
 from tests.support.world import run_forked as run_world
 from tests.training import on_ranks
@@ -153,7 +153,10 @@ def stored(tmp_path_factory):
     def folder_of(kind: str) -> str:
         if kind not in made:
             made[kind] = written("llama", tmp_path_factory.mktemp("model"))
-            if kind != "numbers":
+            if kind == "bitsandbytes":
+                bitsandbytes_files.pack(made[kind], bitsandbytes_files.by_hand)
+                made[kind] += "-packed"
+            elif kind != "numbers":
                 quantizing.quantize(Path(made[kind]), kind)
         return made[kind]
 
@@ -177,10 +180,13 @@ def computes(folder: str, keywords: dict[str, Any]) -> list[str]:
         ("fp8 of a tensor", "bfloat16"),
         ("nvfp4", "bfloat16"),
         ("int4 with zero points", "bfloat16"),
+        ("bitsandbytes", "bfloat16"),
     ],
 )
 def test_decoding(two_ranks, stored, kind, dtype):
-    require_same(two_ranks, computes, stored(kind), {"dtype": dtype, "options": SMALL})
+    require_same(
+        two_ranks, computes, stored(kind), {"dtype": dtype, "quantization": "dequantize", "options": SMALL}
+    )
 
 
 @needs_packed_shards

@@ -13,22 +13,25 @@ from shardwise.core.computed import Computed, compute_tasks, copies_and_computed
 from shardwise.core.errors import FormatError
 from shardwise.core.expression import Expression, Stored
 from shardwise.core.regions import Region
-from shardwise.core.tensors import Box, Code, DType, Strided
+from shardwise.core.tensors import Box, Code, DType, Form4, Strided
 from shardwise.files import dequantize as dequantize_module
 from shardwise.files.dequantize import dequantize
+
+FLOATS = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 
 @st.composite
 def cases(draw):
     """A node, its inputs, what it stands for, and a box of it."""
-    code = draw(st.sampled_from(list(Code)))
+    code, dtype = draw(st.sampled_from([*Code, *Form4])), draw(st.sampled_from(list(FLOATS)))
     per_byte = code.per_byte
     shape = [draw(st.integers(1, 7)) for _ in range(draw(st.integers(0, 2)))]
     shape.append(per_byte * draw(st.integers(1, 7)))
     unit = [draw(st.integers(1, size + 2)) for size in shape]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     packed = torch.randint(0, 256, (*shape[:-1], shape[-1] // per_byte), generator=generator, dtype=torch.uint8)
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2) if per_byte == 2 else packed
+    halves = [packed >> 4, packed & 15] if isinstance(code, Form4) else [packed & 15, packed >> 4]
+    codes = torch.stack(halves, -1).flatten(-2) if per_byte == 2 else packed
     numbers = torch.tensor(code.codebook)[codes.long()]
     counts = [-(-size // step) for size, step in zip(shape, unit, strict=True)]
     exponents = draw(st.booleans())
@@ -51,6 +54,7 @@ def cases(draw):
         has_exponents=exponents,
         overall=(rest.pop(0), power) if power else None,
         zeros=rest.pop(0) if has_zeros else None,
+        dtype=dtype,
     )
     factors = factors * whole if power > 0 else factors / whole if power else factors
     wanted = torch.empty(shape)
@@ -59,7 +63,13 @@ def cases(draw):
         wanted[place] = (numbers[place] - zeros[at] * has_zeros) * factors[at]
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(1, size - at)) for size, at in zip(shape, starts, strict=True)]
-    return node, inputs, wanted, Box(tuple(starts), tuple(sizes)), draw(st.sampled_from([1, 50, 10_000]))
+    return (
+        node,
+        inputs,
+        wanted.to(FLOATS[dtype]),
+        Box(tuple(starts), tuple(sizes)),
+        draw(st.sampled_from([1, 50, 10_000])),
+    )
 
 
 def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -70,7 +80,7 @@ def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def test_any_box_in_any_blocks(case, strip):
     node, inputs, wanted, box, most = case
     assert isinstance(node, Computed)
-    found = torch.full(wanted.shape, math.nan)
+    found = torch.full(wanted.shape, math.nan, dtype=wanted.dtype)
     for block in node.operation.blocks({node.output: [box]}, most):
         given_values = [
             part(value, needed).contiguous().clone() for value, needed in zip(inputs, block.inputs, strict=True)
@@ -79,7 +89,7 @@ def test_any_box_in_any_blocks(case, strip):
         with mock.patch.object(dequantize_module, "_STRIP_ELEMENTS", strip):
             made = node.operation.evaluate(block, given_values)[node.output]
             on_device, is_bad = node.operation.evaluate_on_device(block, given_values, most)
-        assert made.dtype == torch.float32
+        assert made.dtype == wanted.dtype
         torch.testing.assert_close(on_device[node.output], made, rtol=0, atol=0, equal_nan=True)
         assert bool(is_bad) == bool(made.isnan().any())
         part(found, block.outputs[node.output]).copy_(made)

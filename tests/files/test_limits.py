@@ -74,7 +74,7 @@ def test_a_tensor_with_a_dtype() -> None:
 
 
 def memory(*, is_remote: bool) -> MemoryReader:
-    return MemoryReader({}, policy=ReadPolicy(0, 1 << 20, 3, is_remote=is_remote, bytes_per_s=1e9))
+    return MemoryReader({}, policy=ReadPolicy(0, 1 << 20, 3, is_remote=is_remote))
 
 
 def test_where_a_read_is_a_wait_many_are_at_once() -> None:

@@ -11,13 +11,23 @@ from tests.core.test_leaves import evaluated as moved
 from tests.files.test_dequantize import part
 
 from shardwise.core.computed import Computed
-from shardwise.core.expression import Expression, Stored, concat, permute, reshape, slice_dim, stack
+from shardwise.core.expression import (
+    Expression,
+    Stored,
+    concat,
+    iter_leaves,
+    permute,
+    reshape,
+    slice_dim,
+    stack,
+)
 from shardwise.core.tensors import Box, Code, DType, Form4, FourBitForm
+from shardwise.files.checkpoint_index import Whole
+from shardwise.files.coded import FourBits
 from shardwise.files.dequantize import POWERS, dequantize
-from shardwise.files.four_bit_blocks import dequantize_rows
+from shardwise.files.dequantize_expressions import dequantize_four_bits
 from shardwise.files.packed import (
     as_bytes,
-    dequantize_packed_rows,
     dequantize_scales,
     find_quant_type,
     find_stored_nested,
@@ -26,6 +36,14 @@ from shardwise.files.packed import (
 )
 
 DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+
+
+def four_bits(
+    values: Expression, scales: Expression, shape: tuple[int, ...], form: Form4, block: int, dtype: DType
+) -> Expression:
+    """Numbers in four bits, by the node that a load evaluates."""
+    leaves = {"w": values, "s": scales}
+    return dequantize_four_bits(FourBits(Whole("w"), Whole("s"), shape, block, form, dtype), leaves.__getitem__)
 
 
 def evaluated(node: Computed, inputs: list[torch.Tensor], box: Box, most: int) -> torch.Tensor:
@@ -58,7 +76,7 @@ def test_any_box_of_numbers(data):
     values = torch.randint(0, 256, (*outer, shape[-1] // 2), generator=generator, dtype=torch.uint8)
     scales = torch.rand((*outer, shape[-1] // 32), generator=generator)
     stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (scales.numel(),), DType.F32)
-    node = dequantize_packed_rows(*stored, shape, form, 32, dtype)
+    node = four_bits(*stored, shape, form, 32, dtype)
     assert isinstance(node, Computed)
     assert find_quant_type(node) == (form, 32)
     wanted = torch.empty(shape)
@@ -74,7 +92,7 @@ def test_any_box_of_numbers(data):
 
 @given(st.data())
 def test_blocks_that_continue_from_row_to_row(data):
-    """Of any box of the flat numbers: those of the same bytes, filled up to whole blocks."""
+    """Of any box of the flat numbers."""
     draw = data.draw
     shape = (draw(st.integers(1, 9)), draw(st.integers(1, 90)))
     count = math.prod(shape)
@@ -84,16 +102,15 @@ def test_blocks_that_continue_from_row_to_row(data):
     values = torch.randint(0, 256, (-(-count // 2),), generator=generator, dtype=torch.uint8)
     scales = torch.rand(blocks, generator=generator)
     stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (blocks,), DType.F32)
-    made = dequantize_packed_rows(*stored, shape, Form4.NF4, 32, DType.BF16)
+    made = four_bits(*stored, shape, Form4.NF4, 32, DType.BF16)
     assert find_quant_type(made) is None
-    (node,) = made.sources
+    (node,) = iter_leaves(made)
     assert isinstance(node, Computed)
-    whole, wanted = torch.zeros(16 * blocks, dtype=torch.uint8), torch.empty(32 * blocks, dtype=torch.bfloat16)
-    whole[: values.numel()] = values
-    dequantize_rows(whole, scales, 32, Form4.NF4, wanted)
+    codes = torch.stack([values >> 4, values & 15], -1).flatten()[:count]
+    wanted = torch.tensor(Form4.NF4.codebook)[codes.int()] * scales.repeat_interleave(32)[:count]
     box = draw(boxes((count,)))
     found = evaluated(node, [values, scales], box, draw(st.sampled_from([1, 200, 100_000])))
-    assert torch.equal(found, part(wanted, box))
+    assert torch.equal(found, part(wanted.bfloat16(), box))
 
 
 @given(st.data())
@@ -128,7 +145,7 @@ def test_any_of_the_bytes_of_numbers(data):
 
 def test_rows_stored_in_the_same_form_are_copied():
     values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
-    numbers = dequantize_packed_rows(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
+    numbers = four_bits(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
     weight, raw = pack(numbers, Form4.NF4, 64, rounds_to=DType.BF16)
     assert weight == reshape(values, (8, 32))
     assert isinstance(raw, Computed)
@@ -156,14 +173,14 @@ class Stacks:
         if isinstance(self.form, Code):
             node = dequantize(w, s, shape, (*(1 for _ in shape[:-1]), 32), self.form, has_exponents=True)
         else:
-            node = dequantize_packed_rows(w, s, shape, self.form, 32, DType.F32)
+            node = four_bits(w, s, shape, self.form, 32, DType.F32)
         return node, self.numbers(values, scales)
 
     def numbers(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Of bytes; scales of any form are exponents here."""
-        made = torch.empty(*values.shape[:-1], 2 * values.shape[-1])
-        dequantize_rows(values.contiguous(), torch.tensor(POWERS)[scales.int()], 32, self.form, made)
-        return made
+        halves = [values & 15, values >> 4] if isinstance(self.form, Code) else [values >> 4, values & 15]
+        numbers = torch.tensor(self.form.codebook)[torch.stack(halves, -1).flatten(-2).int()]
+        return numbers * torch.tensor(POWERS)[scales.int()].repeat_interleave(32, -1)
 
 
 @given(st.data())

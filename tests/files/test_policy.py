@@ -1,6 +1,5 @@
 """Read policies, and file systems by the mount table."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,12 +79,8 @@ def test_a_policy_can_be_given(tmp_path: Path) -> None:
         ("max_gap_bytes", -1),
         ("request_bytes", 0),
         ("concurrency", 0),
-        ("bytes_per_s", 0.0),
-        ("bytes_per_s", -1.0),
-        ("bytes_per_s", math.nan),
-        ("bytes_per_s", math.inf),
     ],
 )
-def test_a_number_out_of_bounds_is_named(field: str, value: float) -> None:
+def test_a_number_out_of_bounds_is_named(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=field):
         replace(LOCAL, **{field: value})

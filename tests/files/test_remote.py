@@ -86,7 +86,7 @@ def test_transient_errors_are_retried(fault: Disturbance) -> None:
             assert reader.size("a") == NBYTES
             store.inject(fault, times=2)
             assert reader.read("a", 100, 5000) == CONTENT[100:5000]
-            assert (reader.reads, reader.bytes_read) == (1, 4900)
+            assert reader.reads == 1
             assert store.counters.requests == 4
             break
 

@@ -103,6 +103,5 @@ def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
 
 def forecast_of(config: Any, index: CheckpointIndex, mesh: MeshShape, **options: Any) -> Estimate:
     """The estimate of a checkpoint of which there are headers alone."""
-    source = OpenSource(index, cast(Any, None), {}, is_own=False)
-    given: Any = {"read_policy": LOCAL, **options}
-    return estimate(OpenModel(Path("/nowhere"), config, index, source, {}), mesh, given)
+    source = OpenSource(index, MemoryReader({}, policy=LOCAL), {}, is_own=False)
+    return estimate(OpenModel(Path("/nowhere"), config, index, source, {}), mesh, cast(Any, options))

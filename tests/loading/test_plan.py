@@ -15,7 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardwise
 from shardwise import ConfigError, KeyMismatchError, Sharding, ShardingError
-from shardwise.files.storage import LOCAL, OBJECT_STORE
+from shardwise.files import local_reader
+from shardwise.files.storage import NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.options import Classes, Ignore, Initialize
 
 
@@ -90,8 +91,8 @@ def test_replicas_read_the_checkpoint_once_each(qwen3):
     assert made.ranks[1].shard_bytes == made.ranks[5].shard_bytes
 
 
-def test_the_budget_and_the_way_of_reading_are_arguments(qwen3):
-    made = shardwise.plan(qwen3, ranks=2, budget_bytes=8192, read_policy=LOCAL)
+def test_the_budget_is_an_argument(qwen3):
+    made = shardwise.plan(qwen3, ranks=2, budget_bytes=8192)
     assert made.ranks[0].host_bytes == 8192
 
 
@@ -154,12 +155,23 @@ def test_a_repository_that_is_not_in_the_cache_is_not_downloaded(tmp_path):
         shardwise.plan("no/such-model", ranks=2, hub=shardwise.options.HubOptions(cache_dir=tmp_path))
 
 
-def test_a_checkpoint_at_a_url_is_planned_by_its_headers(qwen3):
+def test_a_checkpoint_at_a_url_is_planned_by_its_headers(qwen3, monkeypatch):
     with HttpStore(qwen3) as store:
         there = shardwise.plan(store.url, ranks=4, mesh={"replicate": 2, "shard": 2})
-    here = shardwise.plan(qwen3, ranks=4, mesh={"replicate": 2, "shard": 2}, read_policy=OBJECT_STORE)
+    monkeypatch.setattr(local_reader, "LOCAL", OBJECT_STORE)
+    here = shardwise.plan(qwen3, ranks=4, mesh={"replicate": 2, "shard": 2})
     assert there.checkpoint == store.url
     assert there.to_dict() == here.to_dict() | {"checkpoint": store.url}
+
+
+def test_each_file_on_a_network_file_system_is_identified_once(qwen3, monkeypatch):
+    monkeypatch.setattr(local_reader, "LOCAL", NETWORK_FILE_SYSTEM)
+    identity = mock.Mock(wraps=local_reader.LocalReader.identity)
+    monkeypatch.setattr(local_reader.LocalReader, "identity", lambda reader, file: identity(reader, file))
+    shardwise.plan(qwen3, ranks=2)
+    assert sorted(call.args[1] for call in identity.mock_calls) == sorted(
+        file.name for file in qwen3.glob("*.safetensors")
+    )
 
 
 def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):

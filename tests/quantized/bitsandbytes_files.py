@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.files.test_four_bit_blocks import dequantized, quantized
 from tests.peers import use_peers
 from tests.quantized import quantizing
 from tests.quantized.four_bits import layers_of, sharding_on, whole
@@ -16,7 +17,6 @@ from tests.support.files import change_json
 
 import shardwise
 from shardwise.core.tensors import Form4
-from shardwise.files.four_bit_blocks import dequantize_rows, quantize_rows
 
 SKIPPED = ["lm_head", "multi_modal_projector", "model.layers.1.mlp.gate_proj"]
 """As in Unsloth's dynamic quants: modules of other models, too."""
@@ -39,9 +39,8 @@ def by_hand(tensor: torch.Tensor, *, is_nested: bool = False) -> Packed:
     blocks = -(-tensor.numel() // 64)
     row = torch.zeros(64 * blocks, dtype=tensor.dtype)
     row[: tensor.numel()] = tensor.view(-1)
-    packed, absmax = torch.empty(32 * blocks, dtype=torch.uint8), torch.empty(blocks)
-    quantize_rows(row, 64, Form4.NF4, packed, absmax)
-    dequantize_rows(packed, absmax, 64, Form4.NF4, row)
+    packed, absmax = quantized(row, 64, Form4.NF4)
+    row = dequantized(packed, absmax, 64, Form4.NF4, tensor.dtype)
     told = {"shape": list(tensor.shape), "blocksize": 64, "quant_type": "nf4", "dtype": "bfloat16"}
     beside = {
         "absmax": absmax,

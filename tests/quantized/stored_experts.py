@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
+from tests.files.test_four_bit_blocks import quantized
 from tests.files.test_nested_scales import nested_scales
 from tests.quantized.four_bits import answers_of, draw, local_of, whole
 from tests.saving.adapters import tensors_of
@@ -16,7 +17,6 @@ from tests.support.files import change_json
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import shardwise
-from shardwise.files.four_bit_blocks import quantize_rows
 from shardwise.models.four_bit.config import Packing, to_transformers
 from shardwise.models.four_bit.files import ABSMAX, build_metadata
 from shardwise.options import LoadOptions, Nf4
@@ -29,9 +29,7 @@ def packed_for_files(key: str, numbers: torch.Tensor, quantization: Nf4) -> dict
     """A matrix (out, in) as files have it, with plain scales."""
     rows, columns = numbers.shape
     packing = Packing(quantization.form, quantization.block_size, numbers.dtype)
-    codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
-    scales = torch.empty(rows, columns // packing.block_size)
-    assert not quantize_rows(numbers.detach().contiguous(), packing.block_size, quantization.form, codes, scales)
+    codes, scales = quantized(numbers.detach().contiguous(), packing.block_size, quantization.form)
     constants = build_metadata(packing, (rows, columns), None)
     beside = {f"{key}.{name}": tensor for name, tensor in constants.items()}
     return {key: codes.view(-1, 1), f"{key}.{ABSMAX}": scales.view(-1), **beside}

@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.quantized import bitsandbytes_files
 from tests.quantized.test_four_bits import written
 from tests.support.world import run_forked
+
+import shardwise
 
 SIZES = {
     "some rows": {"head_dim": 32, "hidden_size": 64, "intermediate_size": 73},
@@ -28,6 +32,17 @@ def test_rows_that_are_no_whole_blocks_and_modules_that_are_absent(tmp_path):
     for folder in plain(tmp_path):
         bitsandbytes_files.pack(folder, bitsandbytes_files.by_hand)
         assert bitsandbytes_files.go_through(f"{folder}-packed", "flat") == []
+
+
+def test_a_scale_that_is_none_is_an_error_that_names_it(tmp_path):
+    folder = str(written(tmp_path / "plain"))
+    bitsandbytes_files.pack(folder, bitsandbytes_files.by_hand)
+    file, key = f"{folder}-packed/model.safetensors", "model.layers.1.mlp.down_proj.weight.absmax"
+    stored = load_file(file)
+    stored[key][-1] = torch.inf
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(shardwise.FormatError, match=rf"{key}.*: dequantizing: a scale is NaN or infinite"):
+        shardwise.from_pretrained(f"{folder}-packed", quantization="dequantize")
 
 
 @pytest.mark.slow

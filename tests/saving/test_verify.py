@@ -166,6 +166,11 @@ def test_the_file_that_a_config_names_is_verified(tmp_path):
     assert shardwise.verify(tmp_path / "other.safetensors").model_class == "Qwen3ForCausalLM"
 
 
+def test_a_path_that_does_not_exist_is_no_repository():
+    with pytest.raises(shardwise.StorageError, match=r"^out/typo: no such directory"):
+        shardwise.verify("out/typo")
+
+
 def test_files_of_other_programs_are_not_compared(saved):
     """The fingerprints are of other files: nothing is known of these."""
     record = record_of(saved)

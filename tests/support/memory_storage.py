@@ -7,7 +7,7 @@ from shardwise.core.errors import StorageError
 from shardwise.files.storage import ReadPolicy, StorageReader, ends_early
 from shardwise.files.urls import shown, unsafe_name_reason
 
-MEMORY = ReadPolicy(max_gap_bytes=0, request_bytes=1 << 30, concurrency=1, is_remote=False, bytes_per_s=1e10)
+MEMORY = ReadPolicy(max_gap_bytes=0, request_bytes=1 << 30, concurrency=1, is_remote=False)
 """Bytes this process holds already: a request costs nothing, and a gap only its copy."""
 
 

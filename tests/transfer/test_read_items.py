@@ -15,7 +15,7 @@ from shardwise.transfer.read_items import align, copies_by_run, iter_segments, p
 
 
 def policy(gap: int = 0, request: int = 1 << 20) -> ReadPolicy:
-    return ReadPolicy(gap, request, 1, is_remote=False, bytes_per_s=1e9)
+    return ReadPolicy(gap, request, 1, is_remote=False)
 
 
 def entry(shape: tuple[int, ...], start: int = 0, file: str = "f", dtype: DType = DType.U8) -> TensorEntry:

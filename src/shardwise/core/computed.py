@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from shardwise.core.errors import FormatError
 from shardwise.core.expression import Expression, Leaf, Shape, Stored, iter_leaves
 from shardwise.core.regions import Region
-from shardwise.core.tensors import Box, DType, Strided, contiguous_strides, numel
+from shardwise.core.tensors import Box, DType, Strided, contiguous_strides, split_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ def split_aligned(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) ->
     sizes (2, 4) and (2, 2).
     """
     for box in merge_overlapping(_align(box, shape, unit) for box in boxes):
-        yield from _split(box, unit, most)
+        yield from split_box(box, unit, most)
 
 
 def _align(box: Box, shape: Shape, unit: Shape) -> Box:
@@ -267,26 +267,12 @@ def _align(box: Box, shape: Shape, unit: Shape) -> Box:
     return Box.between(starts, stops)
 
 
-def _split(box: Box, unit: Shape, most: int) -> Iterator[Box]:
-    # Outer dimensions are split first, so that boxes keep full rows, which are contiguous in files.
-    # Example: (4, 8) in units of (2, 2), at most 16 elements: 16 // 8 = 2 rows at a time, so two boxes.
-    for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
-        if box.numel > most and size > step:
-            others = (*box.sizes[:dim], *box.sizes[dim + 1 :])
-            rows = max(step, most // numel(others) // step * step)
-            for start in range(0, size, rows):
-                offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
-                sizes = (*box.sizes[:dim], min(rows, size - start), *box.sizes[dim + 1 :])
-                yield from _split(Box(offsets, sizes), unit, most)
-            return
-    yield box
-
-
 def every_nth(box: Box, step: int) -> Box:
     """Return the same box of a tensor with one element for each ``step`` elements of a row.
 
     The box begins at a multiple of ``step``. With ``step`` 2, columns 4 to 8 of codes are columns 2 to 4 of bytes.
     """
+    # Rounded up: the last byte of a row may hold a single code.
     return Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], -(-box.sizes[-1] // step)))
 
 

@@ -18,7 +18,6 @@ Every message has the parameter or the file, the rank if ranks differ, the cause
 
 import difflib
 import functools
-import platform
 import re
 from collections.abc import Collection, Mapping
 from importlib import import_module, metadata
@@ -172,8 +171,6 @@ def lacks(path: str) -> ConfigError:
 
 
 def _get_version(library: str) -> str:
-    if library == "Python":
-        return platform.python_version()
     try:
         return str(metadata.version(library))
     except metadata.PackageNotFoundError:

@@ -108,6 +108,7 @@ def process_start_time(process: int) -> str:
     try:
         # proc(5): the state is field 3, and the start time field 22. Z is a zombie, X is dead.
         state, *numbers = _status(process)
+        # numbers[0] is field 4, so field 22 is numbers[18].
         return "" if state in "ZX" else numbers[18]
     except (OSError, IndexError, ValueError):
         pass

@@ -6,9 +6,8 @@ import enum
 import math
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import TypeAlias
 
 from shardwise.core.errors import ConfigError
@@ -154,24 +153,25 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
 
     With ``shape`` (2, 5, 4) and ``max_numel`` 8, boxes have the sizes (1, 2, 4), (1, 2, 4), (1, 1, 4), twice.
     """
-    if not numel(shape):
-        return []
-    # Dimensions from ``split`` on are in every box in full, ``inner`` elements. The one before is cut.
-    split = len(shape)
-    inner = 1
-    while split and inner * shape[split - 1] <= max_numel:
-        split -= 1
-        inner *= shape[split]
-    if not split:
-        return [Box.whole(shape)]
-    dim, step = split - 1, max(1, max_numel // inner)
-    boxes: list[Box] = []
-    for lead in product(*(range(size) for size in shape[:dim])):
-        for first in range(0, shape[dim], step):
-            count = min(step, shape[dim] - first)
-            offsets = (*lead, first, *(0 for _ in shape[split:]))
-            boxes.append(Box(offsets, (*(1 for _ in lead), count, *shape[split:])))
-    return boxes
+    return list(split_box(Box.whole(shape), (1,) * len(shape), max_numel)) if numel(shape) else []
+
+
+def split_box(box: Box, unit: Sequence[int], most: int) -> Iterator[Box]:
+    """Yield disjoint boxes that cover a box, in order, with at most ``most`` elements, or one unit.
+
+    Outer dimensions are split first, so that boxes keep full rows, which are contiguous in files. With a box of
+    sizes (4, 8), ``unit`` (2, 2) and ``most`` 16, boxes have the sizes (2, 8), twice.
+    """
+    for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
+        if box.numel > most and size > step:
+            others = (*box.sizes[:dim], *box.sizes[dim + 1 :])
+            rows = max(step, most // numel(others) // step * step)
+            for start in range(0, size, rows):
+                offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+                sizes = (*box.sizes[:dim], min(rows, size - start), *box.sizes[dim + 1 :])
+                yield from split_box(Box(offsets, sizes), unit, most)
+            return
+    yield box
 
 
 def parse_size(size: int | str) -> int:
@@ -358,6 +358,10 @@ class Form4(enum.Enum):
     def codebook(self) -> tuple[float, ...]:
         """Values of the 16 codes, as float32."""
         return _NF4 if self is Form4.NF4 else _FP4
+
+    @property
+    def per_byte(self) -> int:
+        return 2
 
 
 FourBitForm: TypeAlias = Form4 | Code

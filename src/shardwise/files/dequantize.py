@@ -1,7 +1,7 @@
 """Dequantization of integers and of low-bit floats: (code - zero point) * scale.
 
-Codes are stored row by row, with the first of two codes in the lower half of a byte. Packed zero points are decoded
-by a node of their own (:func:`decode`).
+Codes are stored row by row, with the first of two codes in the lower half of a byte, or of a :class:`Form4` in the
+upper half. Packed zero points are decoded by a node of their own (:func:`decode`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
-from shardwise.core.computed import BadValues, Computed, ComputedBlock, every_nth, split_aligned, table_for
+from shardwise.core.computed import BadValues, Computed, ComputedBlock, cast, every_nth, split_aligned, table_for
 from shardwise.core.expression import Expression, Shape, permute, reshape
-from shardwise.core.tensors import Box, Code, DType, numel
+from shardwise.core.tensors import Box, Code, DType, Form4, numel
 
 _OUT = "values"
 
@@ -35,9 +35,9 @@ _Check: TypeAlias = tuple[Any, int, str]
 class Dequantize:
     """``out[i, j] = (codes[i, j] - zeros[i // unit[0], j // unit[1]]) * scales[i // unit[0], j // unit[1]]``.
 
-    Computed in float32, for any number of dimensions. Indices are those of the full tensor. Blocks at the end of a
-    dimension may be smaller than the unit. Inputs are the codes, the scales, and if there are any, the scale of the
-    whole tensor and the zero points.
+    Computed in float32 and rounded once to ``dtype``, for any number of dimensions. Indices are those of the full
+    tensor. Blocks at the end of a dimension may be smaller than the unit. Inputs are the codes, the scales, and if
+    there are any, the scale of the whole tensor and the zero points.
 
     A weight (3, 8) in INT4 with groups of 4 columns has ``shape`` (3, 8), ``unit`` (1, 4), codes (3, 4), two in a
     byte, and scales (3, 2). Its box ``[1:3, 4:8]`` needs the codes ``[1:3, 2:4]`` and the scales ``[1:3, 1:2]``.
@@ -50,14 +50,16 @@ class Dequantize:
             255 is NaN).
         overall: power of the scale of the whole tensor by which scales are multiplied: 1, -1, or 0 without one.
         has_zeros: an input has a zero point for each scale.
+        dtype: of the result, F32, BF16 or F16.
     """
 
     shape: Shape
     unit: Shape
-    code: Code
+    code: Code | Form4
     has_exponents: bool = False
     overall: int = 0
     has_zeros: bool = False
+    dtype: DType = DType.F32
     label: str = "dequantizing"
 
     def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
@@ -69,6 +71,7 @@ class Dequantize:
             if self.overall:
                 inputs.append(Box((0,), (1,)))
             if self.has_zeros:
+                # Zero points have one value for each scale, and so the same box.
                 inputs.append(inputs[1])
             scales = inputs[1].numel if self.unit else 0
             yield ComputedBlock(tuple(inputs), {_OUT: box}, self._nbytes(box.numel, scales))
@@ -89,13 +92,13 @@ class Dequantize:
         return 24 if self.has_zeros else 12
 
     def _nbytes(self, elements: int, scales: int) -> int:
-        """Return the bytes of a block: stored codes, float32 values, scales, and the scratch memory of a strip."""
+        """Return the bytes of a block: codes, values of up to 4 bytes, scales, and scratch memory of a strip."""
         return 5 * elements + self._bytes_per_scale * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
 
     def _max_elements(self, most_bytes: int) -> int:
         """Return the elements of the largest block within ``most_bytes``, with full rows or within one row."""
         # The same terms as in _nbytes(), solved for the number of elements.
-        per_element = 5  # a stored code and a float32
+        per_element = 5  # a stored code and a value of up to 4 bytes
         if self.unit:
             per_element += -(-self._bytes_per_scale // self.unit[-1])
         # Below a strip, scratch memory grows with the elements. From a strip on it is constant.
@@ -110,7 +113,8 @@ class Dequantize:
         Raises:
             BadValues: scales are not finite, or the scale of the whole tensor is 0.
         """
-        result = values[0].new_empty(0).float().new_empty(block.outputs[_OUT].sizes)  # on the inputs' device
+        # On the device of the inputs.
+        result = cast(values[0].new_empty(0), self.dtype).new_empty(block.outputs[_OUT].sizes)
         checks = self._write(block.outputs[_OUT], values, result, _STRIP_ELEMENTS)
         for is_usable, source, fault in checks:
             if not is_usable:
@@ -122,7 +126,7 @@ class Dequantize:
         self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
     ) -> tuple[Mapping[str, Any], Any]:
         box = block.outputs[_OUT]
-        result = values[0].new_empty(0).float().new_empty(box.sizes)
+        result = cast(values[0].new_empty(0), self.dtype).new_empty(box.sizes)
         strip_elements = _STRIP_ELEMENTS + max(0, most_bytes - block.nbytes) // _STRIP_BYTES
         checks = self._write(box, values, result, strip_elements)
         is_bad = result.isnan().any()
@@ -134,11 +138,12 @@ class Dequantize:
         """Write the values of a box, strip by strip. Return checks of the inputs."""
         # Strip by strip, so that a strip's values are still in the cache when they are scaled and copied.
         packed, factors, zeros, checks = self._inputs(values)
-        # (256, 1), or (256, 2) for two codes in a byte
-        table = table_for(_values_by_byte(self.code), DType.F32, packed).view(256, self.code.per_byte)
+        numbers = table_for(_values_by_byte(self.code), DType.F32, packed)
+        # The two numbers of a byte are looked up as one integer of 8 bytes.
+        table = numbers.view(numbers.new_empty(0).long().dtype) if self.code.per_byte == 2 else numbers
         for strip in split_aligned([box], self.shape, self._byte_aligned, strip_elements):
             codes = _slice(packed, every_nth(strip, self.code.per_byte), every_nth(box, self.code.per_byte))
-            result = table.index_select(0, codes.int().view(-1)).view(strip.sizes)
+            result = table.index_select(0, codes.int().view(-1)).view(numbers.dtype).view(strip.sizes)
             # The difference of two small integers is exact. Only the product is rounded.
             if zeros is not None:
                 by_block, spread = self._spread(result, self._strip_scales(zeros, strip, box), strip)
@@ -212,11 +217,15 @@ def _slice(tensor: Any, box: Box, whole: Box) -> Any:
 
 
 @cache
-def _values_by_byte(code: Code) -> tuple[float, ...]:
+def _values_by_byte(code: Code | Form4) -> tuple[float, ...]:
     """Return the one or two values of each byte, one byte after the other."""
     if code.per_byte == 1:
         return code.codebook
-    return tuple(number for second in code.codebook for first in code.codebook for number in (first, second))
+    numbers: list[float] = []
+    for upper in code.codebook:
+        for lower in code.codebook:
+            numbers += (upper, lower) if isinstance(code, Form4) else (lower, upper)
+    return tuple(numbers)
 
 
 def decode(values: Expression, shape: Sequence[int], code: Code) -> Expression:
@@ -240,14 +249,15 @@ def dequantize(
     scales: Expression,
     shape: Sequence[int],
     unit: Sequence[int],
-    code: Code,
+    code: Code | Form4,
     *,
     has_exponents: bool = False,
     overall: tuple[Expression, int] | None = None,
     zeros: Expression | None = None,
     groups: Expression | None = None,
+    dtype: DType = DType.F32,
 ) -> Expression:
-    """Return (elements - zero points) * scales, as float32. See :class:`Dequantize`.
+    """Return (elements - zero points) * scales, rounded once to ``dtype``. See :class:`Dequantize`.
 
     Args:
         values: as many bytes as ``shape`` needs, row by row, under any shape.
@@ -259,6 +269,7 @@ def dequantize(
         overall: a tensor of one element, and 1 or -1: by which scales are multiplied, or divided.
         zeros: numbers of any dtype, one for each block, that are subtracted.
         groups: integers, the block of each index of the last dimension, if it does not follow from the index.
+        dtype: of the result, F32, BF16 or F16.
 
     Raises:
         ValueError: there are not as many scales, or zero points, as blocks, not as many bytes as elements, or not
@@ -276,9 +287,9 @@ def dequantize(
     if overall is not None:
         factors.insert(1, reshape(overall[0], (1,)))  # between scales and zero points: see ``blocks``
     power = 0 if overall is None else overall[1]
-    operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None)
+    operation = Dequantize(shape, unit, code, has_exponents, power, zeros is not None, dtype)
     sources = (_bytes(values, shape, code), *factors)
-    return Computed(operation, _OUT, shape, DType.F32, sources)
+    return Computed(operation, _OUT, shape, dtype, sources)
 
 
 def _expand_by_column(by_block: Expression, groups: Expression) -> Expression:
@@ -289,7 +300,7 @@ def _expand_by_column(by_block: Expression, groups: Expression) -> Expression:
     return reshape(permute(by_column, (1, 0)), (*outer, groups.shape[0]))
 
 
-def _bytes(values: Expression, shape: Sequence[int], code: Code) -> Expression:
+def _bytes(values: Expression, shape: Sequence[int], code: Code | Form4) -> Expression:
     per_byte = code.per_byte
     if not shape or shape[-1] % per_byte or numel(values.shape) * per_byte != numel(shape):
         raise ValueError(f"{values} has {values.shape}, which is not {tuple(shape)}, {per_byte} in a byte")

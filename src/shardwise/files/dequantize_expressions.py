@@ -7,7 +7,7 @@ from shardwise.core.expression import Expression, permute, reshape, slice_dim
 from shardwise.core.tensors import numel
 from shardwise.files.coded import FourBits, Scaled, Zeros
 from shardwise.files.dequantize import decode, dequantize
-from shardwise.files.packed import dequantize_packed_rows, dequantize_scales
+from shardwise.files.packed import dequantize_scales
 
 LeafOf: TypeAlias = Callable[[str], Expression]
 """Returns the leaf for a stored tensor, by its key."""
@@ -79,6 +79,10 @@ def dequantize_four_bits(coded: FourBits, leaf: LeafOf) -> Expression:
         factors = dequantize_scales(
             factors, leaf(coded.nested.scales.key), coded.nested.offset, coded.nested.codebook
         )
-    return dequantize_packed_rows(
-        leaf(coded.values.key), factors, coded.shape, coded.form, coded.block, coded.dtype
-    )
+    # (8, 128) in blocks of 64 is computed as it is, and (8, 96) as (768,), in which blocks cross rows. An odd
+    # number of elements is padded by one, which begins no block of its own, because blocks are even.
+    *outer, columns = coded.shape if coded.shape[-1] % coded.block == 0 else (numel(coded.shape),)
+    padded = columns + columns % 2
+    unit = (*(1 for _ in outer), coded.block)
+    weights = dequantize(leaf(coded.values.key), factors, (*outer, padded), unit, coded.form, dtype=coded.dtype)
+    return reshape(slice_dim(weights, len(outer), 0, columns), coded.shape)

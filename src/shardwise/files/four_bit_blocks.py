@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.computed import cast, table_for
-from shardwise.core.tensors import Code, DType, Form4, FourBitForm
+from shardwise.core.tensors import DType, Form4
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Block sizes of bitsandbytes."""
@@ -75,11 +75,6 @@ def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // 2)
 
 
-def scales_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the shape of a weight's scales."""
-    return (*shape[:-1], shape[-1] // block)
-
-
 def fits_blocks(shape: Sequence[int], block: int) -> bool:
     """Return whether a weight of this shape is made of whole blocks within its rows."""
     return len(shape) >= 2 and block in BLOCKS and shape[-1] > 0 and shape[-1] % block == 0
@@ -95,26 +90,24 @@ def scratch_bytes(elements: int) -> int:
     return _SCRATCH_BYTES * min(elements, CHUNK)
 
 
-def quantize_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_out: Any) -> tuple[int, ...]:
+def quantize_rows(
+    values: Any, dtype: DType, block: int, form: Form4, packed_out: Any, absmax_out: Any
+) -> tuple[int, ...]:
     """Quantize rows. All tensors are contiguous and on the CPU. May be called by several threads at once.
 
     Memory: :func:`scratch_bytes`.
 
     Args:
-        values: ``[..., width]`` in float32, bfloat16 or float16.
-        block: elements of a row with one scale.
+        values: ``[..., width]``, whose width is a multiple of ``block``.
+        dtype: of the values, F32, BF16 or F16.
+        block: elements of a row with one scale, one of :data:`BLOCKS`.
         form: 4-bit data type.
         packed_out: receives the codes, uint8 ``[..., width / 2]``.
         absmax_out: receives the scales, float32 ``[..., width / block]``.
 
     Returns:
         The rows with values that are not finite, numbered over all outer dimensions. Their output is undefined.
-
-    Raises:
-        ValueError: shapes, dtypes or the block size do not match.
     """
-    _check(values, block, packed_out, absmax_out)
-    dtype = _get_dtype(values)
     # (8, 128) in blocks of 64: 1024 values, 512 packed bytes, 16 scales, all flat, since no block crosses a row
     flat, packed = values.detach().view(-1), packed_out.detach().view(-1).numpy()
     absmax = absmax_out.detach().view(-1).numpy()
@@ -249,65 +242,6 @@ def _code_table(form: Form4, none: Any) -> Any:
 _tables: dict[Form4, Any] = {}
 
 
-def dequantize_rows(packed: Any, absmax: Any, block: int, form: FourBitForm, out: Any) -> None:
-    """Dequantize rows: products in float32, rounded once to the dtype of ``out``.
-
-    Bitwise ``dequantize_4bit`` of bitsandbytes on a CPU, except for numbers below 2^-126, which its bfloat16 code
-    for AVX512 flushes to zero. All tensors are contiguous and on the CPU.
-
-    Memory: a quarter of a MiB.
-
-    Args:
-        packed: codes, uint8 ``[..., width / 2]``.
-        absmax: scales, float32 ``[..., width / block]``.
-        block: elements of a row with one scale.
-        form: 4-bit data type.
-        out: receives the numbers, ``[..., width]`` in float32, bfloat16 or float16.
-
-    Raises:
-        ValueError: shapes, dtypes or the block size do not match.
-    """
-    _check(out, block, packed, absmax)
-    _get_dtype(out)
-    # Flat: no block crosses a row, and chunks are whole blocks.
-    keys, scales, flat = packed.detach().view(-1).numpy(), absmax.detach().view(-1).numpy(), out.detach().view(-1)
-    numbers = absmax.new_empty(min(CHUNK, flat.numel()))
-    products = numbers.numpy()
-    for start in range(0, flat.numel(), CHUNK):
-        stop = min(start + CHUNK, flat.numel())
-        chunk = products[: stop - start]
-        # One look-up of 8 bytes for each packed byte: two float32
-        np.take(_pairs(form), keys[start // 2 : stop // 2], out=chunk.view(np.uint64), mode="clip")
-        by_block = chunk.reshape(-1, block)
-        with np.errstate(all="ignore"):  # overflow is infinite
-            np.multiply(by_block, scales[start // block : stop // block, None], out=by_block)
-        flat[start:stop].copy_(numbers[: stop - start])
-
-
-def _check(numbers: Any, block: int, packed: Any, absmax: Any) -> None:
-    shape = tuple(numbers.shape)
-    if not shape or block not in BLOCKS or shape[-1] % block:
-        raise ValueError(f"{shape} is not rows of whole blocks of {block} (one of {BLOCKS})")
-    for name, tensor, expected, dtype in (
-        ("codes", packed, packed_shape(shape), DType.U8),
-        ("scales", absmax, scales_shape(shape, block), DType.F32),
-    ):
-        of_torch = cast(tensor.new_empty(0), dtype).dtype
-        if (tuple(tensor.shape), tensor.dtype) != (expected, of_torch):
-            raise ValueError(
-                f"{name} of {shape} are {of_torch} {expected}, not {tensor.dtype} {tuple(tensor.shape)}"
-            )
-    if not all(tensor.is_contiguous() for tensor in (numbers, packed, absmax)):
-        raise ValueError(f"numbers of {shape}, their codes and scales are contiguous")
-
-
-def _get_dtype(values: Any) -> DType:
-    dtypes = {cast(values.new_empty(0), dtype).dtype: dtype for dtype in _BITS}
-    if values.dtype not in dtypes:
-        raise ValueError(f"weights in 4 bits are made of float32, bfloat16 and float16, not of {values.dtype}")
-    return dtypes[values.dtype]
-
-
 def _view_bits(values: Any, dtype: DType) -> NDArray[Any]:
     """Return the bits of a contiguous tensor as a flat view, because numpy has no bfloat16."""
     none = values.new_empty(0)
@@ -324,16 +258,6 @@ def _widen(stored: NDArray[Any], dtype: DType, out: NDArray[np.float32]) -> None
         np.copyto(out, stored.view(np.float32 if dtype is DType.F32 else np.float16))
 
 
-@cache
-def _pairs(form: FourBitForm) -> NDArray[np.uint64]:
-    """Return the two float32 values of each byte, as one integer."""
-    numbers = np.array(form.codebook, np.float32)
-    halves = [np.repeat(numbers, 16), np.tile(numbers, 16)]
-    if isinstance(form, Code):  # the first of two codes is in the lower half of a byte, not in the upper
-        halves.reverse()
-    return np.stack(halves, axis=1).view(np.uint64).reshape(-1)
-
-
 NESTED_BLOCK = 256
 """Scales with one second-level scale."""
 
@@ -346,34 +270,29 @@ def compute_offset(absmax: Any) -> Any:
     Raises:
         ValueError: they are not finite float32, or there are none.
     """
-    _check_scales(absmax)
+    if absmax.dtype != cast(absmax.new_empty(0), DType.F32).dtype or not absmax.isfinite().all():
+        raise ValueError(f"scales are float32 and finite; these are {absmax.dtype}, or not finite")
     if not absmax.numel():
         raise ValueError("there are no scales to average")
     return absmax.detach().reshape(-1).mean()
 
 
-def quantize_scales(absmax: Any, offset: Any) -> tuple[Any, Any]:
-    """Quantize all scales of a weight (CPU, float32, finite, any shape) to 8 bits. See [Note: Nested scales].
+def compute_nested_scales(absmax: Any, offset: Any) -> Any:
+    """Return the largest magnitudes of the blocks of all scales of a weight, float32 ``[ceil(n / 256)]``.
 
-    Returns:
-        Codes (uint8, the same shape), and largest magnitudes (float32, ``[ceil(n / 256)]``).
-
-    Raises:
-        ValueError: the scales are not finite float32.
+    See [Note: Nested scales]. ``absmax`` are on the CPU, finite float32 (see :func:`compute_offset`), in any shape.
     """
-    _check_scales(absmax)
     centered = (absmax.detach().reshape(-1) - offset).numpy()
     nested = absmax.new_empty(-(-centered.size // NESTED_BLOCK))
     np.maximum.reduceat(np.abs(centered), np.arange(0, centered.size, NESTED_BLOCK), out=nested.numpy())
-    return compute_nested_codes(absmax, 0, nested, offset), nested
+    return nested
 
 
 def compute_nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> Any:
     """Return the codes of some scales of a weight, beginning with its ``start``-th, in the shape of ``absmax``.
 
-    ``nested`` and ``offset`` are those of the full weight.
+    ``nested`` and ``offset`` are those of the full weight, whose scales are finite (see :func:`compute_offset`).
     """
-    _check_scales(absmax)
     centered = (absmax.detach().reshape(-1) - offset).numpy()
     # Blocks are counted from the first scale of the full weight, of which these are a part.
     greatest = nested.detach().numpy()[np.arange(start, start + centered.size) // NESTED_BLOCK]
@@ -385,11 +304,6 @@ def compute_nested_codes(absmax: Any, start: int, nested: Any, offset: Any) -> A
     codes = cast(absmax.new_empty(0), DType.U8).new_empty(absmax.shape)
     codes.view(-1).numpy()[:] = flat_codes
     return codes
-
-
-def _check_scales(absmax: Any) -> None:
-    if absmax.dtype != cast(absmax.new_empty(0), DType.F32).dtype or not absmax.isfinite().all():
-        raise ValueError(f"scales are float32 and finite; these are {absmax.dtype}, or not finite")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A reader of local or locally mounted folders, and a function that opens a reader for any name of a checkpoint."""
+"""A reader of local or locally mounted folders, and a function that opens a reader for any path or URL."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import cast
 
 from shardwise.core.errors import StorageError
 from shardwise.core.machine import boot_id
@@ -47,7 +48,7 @@ class LocalReader(StorageReader):
     The policy is that of a network file system if ``root`` is on one according to the mount table, or else that of
     a local disk. ``policy`` replaces it.
 
-    ``bytes_read``, ``reads`` (system calls) and ``files_opened`` are counters.
+    ``reads`` (system calls) and ``files_opened`` are counters.
     """
 
     def __init__(
@@ -65,7 +66,6 @@ class LocalReader(StorageReader):
         self._open_files: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
-        self.bytes_read = 0
         self.reads = 0
         self.files_opened = 0
 
@@ -132,7 +132,6 @@ class LocalReader(StorageReader):
                 raise to_storage_error(self._root, file, f"reading at byte {position}", error) from error
             with self._lock:
                 self.reads += 1
-                self.bytes_read += count
             if count == 0:
                 raise ends_early(self._root, file, (start, stop), position)
             position += count
@@ -154,6 +153,7 @@ class LocalReader(StorageReader):
         No file is opened.
         """
         path = self._path(file)
+        # Without the lock: one dict lookup is atomic, and the reference keeps the descriptor open.
         descriptor = self._open_files.get(file)
         opened = None if descriptor is None else os.fstat(descriptor.descriptor)
         try:
@@ -262,6 +262,11 @@ class CombinedReader(StorageReader):
         """The number of opened files of both readers, as far as they count them."""
         return sum(getattr(reader, "files_opened", 0) for reader in (self._first, self._second))
 
+    @property
+    def reads(self) -> int:
+        """The number of reads of both readers, as far as they count them."""
+        return sum(getattr(reader, "reads", 0) for reader in (self._first, self._second))
+
     def list(self) -> list[str]:
         return sorted([*self._first.list(), *(f"{self._prefix}{file}" for file in self._second.list())])
 
@@ -299,27 +304,19 @@ class OpenStorage:
 
 
 def open_storage(
-    name_or_path: str | os.PathLike[str],
+    path_or_url: str | os.PathLike[str],
     hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
-    *,
-    download: bool = True,
 ) -> OpenStorage:
-    """Open a folder, a safetensors or index file, a hub ID or a URL for reading. The caller closes the reader.
+    """Open a folder, a safetensors or index file, or a URL for reading in place. The caller closes the reader.
 
-    URLs are read in place. A hub ID is downloaded, or with ``download=False`` read only from the cache.
-    ``hub.subfolder`` applies to all of them.
+    Nothing is downloaded: a string is never the name of a repository. ``hub.subfolder`` applies to all of them.
 
     Raises:
         StorageError: the storage does not exist or cannot be opened.
     """
-    if is_url(name_or_path):
-        return _open_url(os.fspath(name_or_path), hub)
-    # A path, or the name of a repository, which is resolved to the folder of its files.
-    place = local_path(name_or_path, hub)
-    if place is None:
-        from shardwise.files.remote import resolve
-
-        place = resolve(name_or_path, hub, download=download)
+    if is_url(path_or_url):
+        return _open_url(os.fspath(path_or_url), hub)
+    place = cast(Path, local_path(Path(path_or_url), hub))  # a Path is never the name of a repository
     if place.is_file():
         return OpenStorage(LocalReader(place.parent), place.name)
     return OpenStorage(LocalReader(place), None)

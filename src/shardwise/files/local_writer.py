@@ -317,6 +317,7 @@ class LocalWriter(storage.StorageWriter):
                 self._write_all(file, opened, [chunk[count:whole]], position + count)
             if whole < chunk.nbytes:
                 self._defer(file, opened, [(position + whole, bytes(chunk[whole:]))])
+        # list.append is atomic. After an error the buffer is dropped, not reused.
         self._buffers.append(buffer)
 
     def _write_blocks(self, file: str, opened: _OpenFile, blocks: memoryview, position: int) -> int:

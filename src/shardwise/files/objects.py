@@ -6,7 +6,7 @@ Credentials are removed from obstore's errors.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +19,6 @@ from shardwise.files.urls import get_scheme, redact, shown, without_secrets
 
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
-
-_ONE_CHUNK_BYTES: Final = 16 << 20
 
 
 def is_denied(error: Exception) -> bool:
@@ -98,8 +96,8 @@ class Objects:
             # Links that are signed for GET refuse HEAD.
             return FileState.from_metadata(self.store.get(self.path(file), options={"range": (0, 1)}).meta)
 
-    def fetch(self, file: str, start: int, stop: int, expected: FileState) -> Iterable[Any]:
-        """Return the bytes ``start <= i < stop`` of a file in this state, in chunks.
+    def fetch(self, file: str, start: int, stop: int, expected: FileState) -> memoryview:
+        """Return the bytes ``start <= i < stop`` of a file in this state, buffered once.
 
         Call it within :meth:`failures`.
         """
@@ -112,8 +110,7 @@ class Objects:
                 f"{self.label(file)}: the file changed while it was being read ({expected.identity} before, "
                 f"{state.identity} now). Load again when no process writes to it"
             )
-        # One chunk takes a quarter less of the processor than many, and as much memory as it is long.
-        return [answer.bytes()] if stop - start <= _ONE_CHUNK_BYTES else answer.stream(min_chunk_size=1 << 20)
+        return memoryview(answer.bytes())
 
     def label(self, file: str | None) -> str:
         """Format a file, or the folder, for errors."""
@@ -177,22 +174,3 @@ def http_store(url: str, options: Mapping[str, Any]) -> Any:
 
 def _with_timeouts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "client_options": {**_TIMEOUTS, **options.get("client_options", {})}}
-
-
-def fill(buffers: Iterable[memoryview], chunks: Iterable[Any]) -> bool:
-    """Copy the chunks into the buffers, one after the other, and return whether the total sizes are equal."""
-    # Sizes of chunks and of buffers are independent: each step copies up to the nearer end of the two.
-    targets: Iterator[memoryview] = iter(buffers)
-    target = memoryview(b"")
-    for chunk in chunks:
-        data = memoryview(chunk)
-        while data.nbytes:
-            while not target.nbytes:
-                following = next(targets, None)
-                if following is None:
-                    return False
-                target = following
-            count = min(target.nbytes, data.nbytes)
-            target[:count] = data[:count]
-            target, data = target[count:], data[count:]
-    return not target.nbytes and next(targets, None) is None

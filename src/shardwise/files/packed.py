@@ -30,8 +30,6 @@ from shardwise.files.four_bit_blocks import NESTED_BLOCK
 
 _BYTES = "bytes"
 _VALUES = "values"
-_BYTES_PER_NUMBER = 5
-"""Memory to dequantize one: itself as float32, its code, and its share of a scale."""
 
 
 def pack(
@@ -114,7 +112,7 @@ def find_stored_rows(weights: Expression) -> StoredRows | None:
     """
     if isinstance(weights, Computed):
         match weights.operation:
-            case DequantizeRows(form=form, block_size=block):
+            case Dequantize(code=Form4() as form, unit=(*_, block)):
                 return StoredRows(form, block, *weights.sources)
             case Dequantize(code=Code.E2M1, has_exponents=True, overall=0, unit=(*outer, block)) if (
                 max(outer, default=1) == 1
@@ -193,72 +191,12 @@ def dequantize_scales(
     return Computed(DequantizeScales(count, offset, codebook), _VALUES, (count,), DType.F32, sources)
 
 
-def dequantize_packed_rows(
-    values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int, dtype: DType
-) -> Expression:
-    """Return the weights of packed codes and float32 scales, both row by row in any shape, rounded to ``dtype``.
-
-    If rows are not whole blocks, blocks continue from row to row, and all weights are computed as one row.
-
-    Raises:
-        ValueError: there are not as many of them as ``shape`` has elements and blocks.
-    """
-    if not shape or numel(values.shape) != -(-numel(shape) // 2):
-        raise ValueError(
-            f"{values} has {values.shape}, which is not {shape} in four bits, in blocks of {block_size}"
-        )
-    if numel(scales.shape) != -(-numel(shape) // block_size):
-        raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} needs other shapes")
-    # (8, 128) in blocks of 64 is computed as it is, and (8, 96) as (768,), in which blocks cross rows.
-    *outer, columns = shape if shape[-1] % block_size == 0 else (numel(shape),)
-    computed = (*outer, columns)
-    # Two codes in a byte, and one scale for each block.
-    sources = reshape(values, (*outer, -(-columns // 2))), reshape(scales, (*outer, -(-columns // block_size)))
-    weights = Computed(DequantizeRows(computed, block_size, form, dtype), _VALUES, computed, dtype, sources)
-    return reshape(weights, shape)
-
-
-@dataclass(frozen=True, slots=True)
-class DequantizeRows:
-    """``codebook[code] * scale`` in float32, rounded once to ``dtype``.
-
-    See [Note: Four bits] in ``files/four_bit_blocks.py``.
-
-    Attributes:
-        shape: of the weights (.., out, in), or (n,) for all in one row, whose last block may be smaller.
-        block_size: elements of a row with one scale.
-        form: 4-bit data type.
-        dtype: of the weights.
-    """
-
-    shape: Shape
-    block_size: int
-    form: Form4
-    dtype: DType
-    label: str = "dequantizing"
-
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        unit = (*(1 for _ in self.shape[:-1]), self.block_size)
-        for box in split_aligned(requested[_VALUES], self.shape, unit, max(1, most_bytes // _BYTES_PER_NUMBER)):
-            inputs = every_nth(box, 2), every_nth(box, self.block_size)
-            yield ComputedBlock(inputs, {_VALUES: box}, _BYTES_PER_NUMBER * box.numel)
-
-    def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        codes, scales = values
-        *outer, columns = block.outputs[_VALUES].sizes
-        whole = -(-columns // self.block_size) * self.block_size
-        if whole != columns:  # the last block of a tensor in one row
-            stored, codes = codes, codes.new_zeros(whole // 2)
-            codes[: stored.numel()] = stored
-        out = cast(scales.new_empty(0), self.dtype).new_empty((*outer, whole))
-        four_bit_blocks.dequantize_rows(codes, scales, self.block_size, self.form, out)
-        return {_VALUES: out[..., :columns]}
-
-
 def find_quant_type(weights: Expression) -> tuple[Form4, int] | None:
     """Return the 4-bit data type and the block size of a matrix stored in 4 bits, otherwise None."""
-    operation = weights.operation if isinstance(weights, Computed) else None
-    return (operation.form, operation.block_size) if isinstance(operation, DequantizeRows) else None
+    match weights:
+        case Computed(operation=Dequantize(code=Form4() as form, unit=(*_, block))):
+            return form, block
+    return None
 
 
 def find_stored_nested(weights: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
@@ -361,9 +299,8 @@ class QuantizeRows:
         none = cast(values[0].new_empty(0), DType.U8)
         codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
         weights = cast(values[0], self.dtype)
-        bad = four_bit_blocks.quantize_rows(
-            weights, self.block, self.form, codes, four_bit_blocks.scales_in(scales)
-        )
+        absmax = four_bit_blocks.scales_in(scales)
+        bad = four_bit_blocks.quantize_rows(weights, self.dtype, self.block, self.form, codes, absmax)
         if bad:
             raise BadValues(
                 f"{_describe_rows(bad, block.inputs[0])} values that are not finite in {self.dtype.label}, and "

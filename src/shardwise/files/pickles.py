@@ -159,6 +159,7 @@ _OPERATIONS = (
     "LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID REDUCE NEWOBJ BUILD"
 )
 _CODES = [getattr(pickle, name)[0] for name in _OPERATIONS.split()]
+# Any other opcode is a KeyError, which read_pickle() turns into a FormatError.
 _Unpickler.dispatch = {code: getattr(_Unpickler, pickle._Unpickler.dispatch[code].__name__) for code in _CODES}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import StorageError
-from shardwise.files.objects import FileState, Objects, fill
+from shardwise.files.objects import FileState, Objects
 from shardwise.files.storage import OBJECT_STORE, ReadPolicy, StorageReader, as_bytes, ends_early
 from shardwise.files.urls import (
     AdapterFiles,
@@ -244,12 +244,12 @@ def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
 class RemoteReader(StorageReader):
     """A reader of files below a URL by range. See :class:`~shardwise.files.storage.StorageReader`.
 
-    Nothing is written to disk, and no complete file is held in memory: each request in flight is buffered once (at
-    most 16 MiB) and copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight,
-    regardless of the number of threads. Obstore retries transient failures. The version of every file is recorded
-    at the first access, and bytes of another version are a StorageError.
+    Nothing is written to disk, and no complete file is held in memory: each request in flight is buffered once and
+    copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight, regardless of the
+    number of threads. Obstore retries transient failures. The version of every file is recorded at the first
+    access, and bytes of another version are a StorageError.
 
-    ``bytes_read``, ``reads`` (requested ranges) and ``files_opened`` (accessed files) are counters.
+    ``reads`` (requested ranges) and ``files_opened`` (accessed files) are counters.
 
     Args:
         url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``, ``az://...`` or
@@ -283,7 +283,6 @@ class RemoteReader(StorageReader):
         self._states: dict[str, FileState] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self.bytes_read = 0
         self.reads = 0
         self.files_opened = 0
 
@@ -320,16 +319,18 @@ class RemoteReader(StorageReader):
         if start == stop:
             return
         doing = f"reading bytes {start}..{stop}"
+        # The semaphore is held until the response is copied: it also bounds the memory of responses.
         with self._in_flight, self._files.failures(file, doing):
             self._require_open(file)
-            is_whole = fill(flat, self._files.fetch(file, start, stop, state))
-        if not is_whole:
-            raise StorageError(
-                f"{self._files.label(file)}: {doing} failed, the response has a wrong size. Check the server"
-            )
+            data = self._files.fetch(file, start, stop, state)
+            if data.nbytes != nbytes:
+                raise StorageError(
+                    f"{self._files.label(file)}: {doing} failed, the response has a wrong size. Check the server"
+                )
+            for buffer in flat:
+                buffer[:], data = data[: buffer.nbytes], data[buffer.nbytes :]
         with self._lock:
             self.reads += 1
-            self.bytes_read += stop - start
 
     def close(self) -> None:
         self._closed = True

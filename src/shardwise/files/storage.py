@@ -9,7 +9,6 @@ the source buffers. For a custom storage, subclass one of them and pass it to a 
 tests for such classes.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, Self, runtime_checkable
@@ -30,7 +29,6 @@ class ReadPolicy:
         request_bytes: the maximum size of one request.
         concurrency: the number of requests that one rank keeps in flight.
         is_remote: whether every read crosses a network, and no page cache serves bytes that another rank has read.
-        bytes_per_s: the expected read bandwidth of one machine, used to compare reading twice with communication.
 
     Raises:
         ConfigError: a number is out of bounds.
@@ -40,7 +38,6 @@ class ReadPolicy:
     request_bytes: int
     concurrency: int
     is_remote: bool
-    bytes_per_s: float
 
     def __post_init__(self) -> None:
         if self.max_gap_bytes < 0:
@@ -48,8 +45,6 @@ class ReadPolicy:
         for name in ("request_bytes", "concurrency"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
-            raise ConfigError(f"bytes_per_s={self.bytes_per_s} must be a positive number of bytes per second")
 
 
 class CannotListError(StorageError):
@@ -323,7 +318,6 @@ LOCAL: Final = ReadPolicy(
     request_bytes=16 * _MIB,
     concurrency=4,
     is_remote=False,
-    bytes_per_s=3e9,
 )
 """A disk of this machine. A system call costs about a microsecond, in which a few KiB are copied, and the kernel
 reads whole pages anyway: gaps of up to a page are free. Calls of 1 to 16 MiB run at the speed of memory; four
@@ -335,7 +329,6 @@ NETWORK_FILE_SYSTEM: Final = ReadPolicy(
     request_bytes=16 * _MIB,
     concurrency=8,
     is_remote=True,
-    bytes_per_s=2e9,
 )
 """NFS, Lustre and similar. About half a millisecond per request at 2 GB/s per stream is 1 MiB: smaller gaps are
 read. One stream has about 2 GB/s and many streams several times that, so eight are in flight; large reads do not
@@ -348,7 +341,6 @@ OBJECT_STORE: Final = ReadPolicy(
     request_bytes=8 * _MIB,
     concurrency=32,
     is_remote=True,
-    bytes_per_s=1e9,
 )
 """S3, GCS, the hub, any HTTP server. Ten to a hundred milliseconds to the first byte, then 50 to 100 MB/s per
 stream: latency times bandwidth is 1 to 8 MiB, and 32 requests in flight are needed for a gigabyte per second. The

@@ -46,7 +46,7 @@ def compare_plans(
     # Only digests have been exchanged so far. The details are exchanged only to describe a difference, the config
     # first: plans differ because of it.
     require_same_settings(world, settings)
-    differing = _find_differences(world, result, plan.fingerprints)
+    differing = find_differences(world, result, plan.fingerprints)
     raise RankMismatchError(
         f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
         "model, config, arguments, and versions of torch and transformers"
@@ -88,7 +88,7 @@ def require_same_settings(world: World, settings: Mapping[str, str], what: str =
         exchange.local = repr_digest(settings)
     mismatched = exchange.result
     if mismatched is not None:
-        differing = _find_differences(world, mismatched, settings)
+        differing = find_differences(world, mismatched, settings)
         shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
         raise RankMismatchError(
             f"{what} on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {shown}. Give "
@@ -96,9 +96,9 @@ def require_same_settings(world: World, settings: Mapping[str, str], what: str =
         )
 
 
-def _find_differences(
-    world: World, mismatched: MismatchedRanks, local: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
+def find_differences(
+    world: World, mismatched: MismatchedRanks, local: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
     """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
     # All ranks take part, but only the two that are compared send anything.
     is_compared = world.rank in (0, mismatched.first)

@@ -8,11 +8,12 @@ import torch
 
 from shardwise.core.errors import KeyMismatchError, RankMismatchError
 from shardwise.core.expression import Expression
-from shardwise.core.formatting import collapse
+from shardwise.core.formatting import abbreviate, few_names
 from shardwise.core.layout import TensorKind
 from shardwise.core.tensors import Box, DType, numel
 from shardwise.fsdp.named_tensors import TensorRef, raw_bytes
 from shardwise.fsdp.torch_private import to_torch
+from shardwise.loading.agreement import find_differences
 from shardwise.loading.plan import LoadPlan, Tie
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
@@ -39,7 +40,7 @@ def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) ->
             wrong.append(f"{tensor.fqn}: {count} of {tensor.local_numel} elements written")
     wrong += [f"{name}: still on meta" for name in on_meta]
     if wrong:
-        shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
+        shown = "\n  ".join(abbreviate(wrong))
         raise KeyMismatchError(
             f"the model is incomplete after loading:\n  {shown}\n"
             "Register a tensor that is a plain attribute as a buffer, and pass buffers=... to compute it"
@@ -61,19 +62,12 @@ def require_equal_buffers(world: World, refs: Sequence[TensorRef]) -> None:
         sums[name] = tuple(tensor.shape), tensor.dtype, value
     # One digest of each rank first. Names and checksums are exchanged only if these differ.
     # Sorted, because modules may register buffers in the order of a set.
-    if world.all_reduce_object(repr_digest(sorted(sums.items())), world.find_mismatched) is None:
-        return
-    with world.broadcast("compare buffers") as exchange:
-        if world.rank == 0:
-            exchange.local = sums
-    first = exchange.result
-    differing = [name for name in {**first, **sums} if first.get(name) != sums.get(name)]
-    # Each rank knows only its own differences from the first. All of them raise with the names of all.
-    names = sorted(set().union(*world.all_gather_object(differing)))
-    if names:
+    mismatched = world.all_reduce_object(repr_digest(sorted(sums.items())), world.find_mismatched)
+    if mismatched is not None:
+        names = few_names(find_differences(world, mismatched, sums))
         raise RankMismatchError(
-            f"non-persistent buffers differ between ranks: {', '.join(names[:20])}. Pass buffers=... with a "
-            "callable that computes them"
+            f"non-persistent buffers differ between ranks: {names}. Pass buffers=... with a callable that computes "
+            "them"
         )
 
 

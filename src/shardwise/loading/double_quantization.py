@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.core.expression import Bindings
-from shardwise.files.four_bit_blocks import compute_nested_codes, compute_offset, quantize_scales
+from shardwise.files.four_bit_blocks import compute_nested_codes, compute_nested_scales, compute_offset
 from shardwise.fsdp.named_tensors import canonical, local_boxes, local_tensor, place_like
 from shardwise.models.four_bit.layers import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.ranks.world import World
@@ -87,7 +87,7 @@ def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str
     matrix, inside of block 671.
     """
     mean = torch.tensor(offset, dtype=torch.float32)
-    _, nested = quantize_scales(whole, mean)
+    nested = compute_nested_scales(whole, mean)
     layer.weight_nested_scales.copy_(nested)
     layer.weight_nested_offset.fill_(offset)
     local, count = local_tensor(layer.weight_scales), 0

@@ -17,7 +17,6 @@ from shardwise.core.estimate_report import Estimate, GroupEstimate, TrainingEsti
 from shardwise.core.layout import Activations, MeshShape, ModelLayout, TensorKind, WorldLayout
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import CheckpointIndex, wrapper_notes
-from shardwise.files.storage import ReadPolicy
 from shardwise.files.urls import is_url
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.policies import WrapPolicy, find_repeated_blocks
@@ -50,7 +49,6 @@ class PlanOptions(meta_model.FilledOptions, total=False):
             ``sharding.replicas``, or one axis of all ranks.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.loading.prepare.LoadOptions`.
-        read_policy: read policy of the storage. Default: the policy of the checkpoint's storage.
 
         optim: name of the optimizer (default "adamw_torch_fused").
         per_device_train_batch_size, max_length: rows of a forward pass and tokens of a row. If both are given,
@@ -65,7 +63,6 @@ class PlanOptions(meta_model.FilledOptions, total=False):
     mesh: Mapping[str, int]
     device: str
     budget_bytes: int
-    read_policy: ReadPolicy
 
     optim: str
     per_device_train_batch_size: int
@@ -114,7 +111,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 @gc_disabled()
 def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estimate:
     """Forecast a load, and a training run, of a checkpoint whose headers have been read."""
-    index, reader = opened.source.index, opened.source.reader
+    index = opened.source.index
     # The model, as a load would build it: ties, four bits and adapters are settled on meta.
     built = meta_model.build_meta_model(
         opened.directory, opened.config, opened.index, options, options.get("resize_vocab")
@@ -130,7 +127,7 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
     world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     placement = MemoryPlacement.from_plan(
         plan,
-        options.get("read_policy") or reader.policy,
+        opened.source.reader.policy,
         device=options.get("device", "cuda"),
         budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),

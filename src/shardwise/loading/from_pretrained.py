@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.core.errors import ConfigError, FormatError, RankMismatchError, StorageError
+from shardwise.core.errors import ConfigError, FormatError, RankMismatchError
 from shardwise.core.machine import namespace_id
 from shardwise.core.reports import LoadReport
-from shardwise.files.checkpoint_index import CheckpointIndex, without_wrappers
+from shardwise.files.checkpoint_index import CheckpointIndex, is_there, without_wrappers
 from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
-from shardwise.files.storage import StorageReader
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
 from shardwise.fsdp import wrap
@@ -274,20 +273,18 @@ def _write_configs(contents: Mapping[str, bytes]) -> Iterator[Path]:
 
 
 def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
+    contents: dict[str, bytes] = {}
     with open_storage(url, hub).reader as reader:
-        return {name: content for name in _CONFIGS if (content := _read_config_file(reader, name)) is not None}
-
-
-def _read_config_file(reader: StorageReader, name: str) -> bytes | None:
-    try:
-        nbytes = reader.size(name)
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
-    if nbytes > _MAX_CONFIG_BYTES:
-        raise FormatError(f"{name} in {reader.root}: has {nbytes:,} bytes, more than any config. Check the URL")
-    return reader.read(name, 0, nbytes)
+        for name in _CONFIGS:
+            if not is_there(reader, name):
+                continue
+            nbytes = reader.size(name)
+            if nbytes > _MAX_CONFIG_BYTES:
+                raise FormatError(
+                    f"{name} in {reader.root}: has {nbytes:,} bytes, more than any config. Check the URL"
+                )
+            contents[name] = reader.read(name, 0, nbytes)
+    return contents
 
 
 def build_together(

@@ -95,8 +95,6 @@ class LoadSizes:
         self.itemsizes: Counter[Spread] = Counter()
         self.read_rates: dict[Spread, float] = {}
         for tensor in tensors:
-            # By spread: a rank's bytes are its elements of a spread times the sum of the item sizes of all
-            # tensors with it.
             spread, itemsize = spreads[tensor.fqn], tensor.dtype.bits // 8
             memory = spread.padded_numel * itemsize
             self.sharded += memory if is_sharded(tensor) else 0
@@ -110,6 +108,7 @@ class LoadSizes:
 
     def at(self, rank: int, position: int, placement: MemoryPlacement) -> RankEstimate:
         device, host = placement.memory(sharded_bytes=self.sharded, whole_bytes=self.whole)
+        # Elements of a spread times the item sizes of all tensors that have it.
         shards = sum(local_numel(spread, position) * size for spread, size in self.itemsizes.items())
         read = sum(local_numel(spread, position) * rate for spread, rate in self.read_rates.items())
         return RankEstimate(rank, shards, self.saved, device, host, round(read))

@@ -63,6 +63,7 @@ def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions
         with world.collective("open the folder"):
             opened = open_storage(place, hub) if is_url(place) else open_storage(place)
             stack.enter_context(opened.reader)
+        # Nothing failed on any rank: from here on the caller closes the reader.
         stack.pop_all()
         return opened
 
@@ -90,12 +91,8 @@ def read_index(
             if world.rank == 0:
                 exchange.local = _read_headers(reader, opened.file or weights_name, extra)
         index, remote_identities = exchange.result
-        identities: dict[str, str] = {}
-        notes: tuple[str, ...] = ()
-        if world.size > 1:
-            identities, notes = require_one_checkpoint(world, reader, index)
-        elif isinstance(reader, FilePlaces):
-            identities = {file: reader.identity(file) for file in index.files}
+        identities, notes = require_one_checkpoint(world, reader, index)
+        # Nothing failed on any rank: from here on the caller closes the reader.
         stack.pop_all()
     # The identities of remote files are those that the first rank saw when it read the headers.
     return OpenSource(index, reader, identities or remote_identities, is_own, notes)
@@ -104,10 +101,11 @@ def read_index(
 def _read_headers(
     reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]
 ) -> tuple[CheckpointIndex, dict[str, str]]:
-    """Return the index of a checkpoint, and the identities of the files of a remote one."""
+    """Return the index of a checkpoint, and the identities of its files if they are equal on all ranks."""
     index = dequantize_index(reader, open_checkpoint(reader, weights_name=weights_name, extra_files=extra_files))
-    identities = read_identities(reader, list(index.files)) if reader.policy.is_remote else {}
-    return index, identities
+    # Of local files, also of a network file system, each rank reads its own: see require_one_checkpoint().
+    is_remote = reader.policy.is_remote and not isinstance(reader, FilePlaces)
+    return index, read_identities(reader, list(index.files)) if is_remote else {}
 
 
 def resolve_everywhere(

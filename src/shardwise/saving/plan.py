@@ -172,7 +172,6 @@ def arrange_writes(
         request_bytes=policy.request_bytes,
         concurrency=policy.concurrency,
         is_remote=False,
-        bytes_per_s=1.0,
     )
     segments: list[tuple[str, Segment]] = []
     for entry, expression in saved:

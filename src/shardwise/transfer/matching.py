@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from shardwise.core.consents import Consent, OnUnexpected, allows, describe_faults
 from shardwise.core.errors import KeyMismatchError, RankMismatchError
-from shardwise.core.formatting import ALL_RANKS, abbreviate, collapse, format_ranks
+from shardwise.core.formatting import ALL_RANKS, abbreviate, format_ranks
 from shardwise.core.tensors import Box, DType, follows
 from shardwise.transfer.move_plan import covers
 
@@ -246,9 +246,6 @@ it holds, readable only by the same number of ranks with the same sharding.
 """
 
 
-_SHOWN = 8
-
-
 NO_SOURCES: tuple[int, ...] = ()
 """In place of the sources of a tensor that is on meta everywhere."""
 
@@ -333,7 +330,7 @@ def select_dtypes(
                 texts.append(f"{dtype} on {_name_ranks(ranks, global_ranks)}")
             errors.append(f"{name} is {', '.join(texts)}")
     if errors:
-        shown = "\n  ".join(pattern for pattern, _ in collapse(errors)[:_SHOWN])
+        shown = "\n  ".join(abbreviate(errors))
         raise RankMismatchError(f"the ranks have tensors in different dtypes:\n  {shown}\nBuild them in one dtype")
     return selected
 

@@ -225,6 +225,7 @@ class Block:
         counts: Counter[int] = Counter()
         for rank, pieces in self.pieces_by_rank:
             if rank in self.targets:
+                # Aligned although nothing is staged: an upper bound of what the rank keeps in this round.
                 counts[rank] = self.staged_bytes(pieces)
         return counts
 

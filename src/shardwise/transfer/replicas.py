@@ -297,6 +297,7 @@ def _shares_by_name(
         boxes, itemsize = boxes_by_name[item.fqn], item.tensor.element_size()
         is_buffer = item.kind is not TensorKind.PARAMETER
         # Small parameters are sent by the holders in turn. All buffers are sent by the first holder.
+        # -1 keeps buffers apart from parameters in the cache: with equal boxes, their shares differ.
         turn = -1 if is_buffer else number % len(boxes)
         key = id(boxes), turn, itemsize
         if key not in cache:

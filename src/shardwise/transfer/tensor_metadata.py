@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import torch
 from torch import nn
 
 from shardwise.core.errors import RankMismatchError, ShardingError
-from shardwise.core.formatting import ALL_RANKS, collapse, few_names
+from shardwise.core.formatting import ALL_RANKS, abbreviate, few_names
 from shardwise.fsdp.named_tensors import TensorRef, local_boxes
 from shardwise.fsdp.torch_private import sets_grad_dtype
 from shardwise.transfer import move_plan
 from shardwise.transfer.move_plan import Boxes
-
-_MAX_SHOWN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ def require_same_tensors(
         # Equal items in another order are also refused: the order is that in which ranks exchange tensors.
         if not lines:
             lines.append(f"the order of the tensors on {here} is not that on {there}")
-        shown = "\n  ".join(pattern for pattern, _ in collapse(lines)[:_MAX_SHOWN])
+        shown = "\n  ".join(abbreviate(lines))
         raise RankMismatchError(
             f"the ranks have different tensors:\n  {shown}\nBuild the model and its optimizers from one "
             "configuration on every rank, with the same weights tied and frozen"

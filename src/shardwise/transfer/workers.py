@@ -92,6 +92,7 @@ class WorkerPool(Generic[Task, Buffer]):
                 while self._at_work:
                     # With a timeout: check() runs, and Ctrl-C is raised, also while a worker hangs in a read.
                     self._finished.wait(_CHECK_INTERVAL_S)
+                    # With the lock held, so check() must not wait for a worker.
                     if self.check is not None:
                         self.check()
         finally:
