@@ -218,7 +218,7 @@ def test_it_continues_on_any_number_of_ranks(worlds, base, begun, began, ranks):
 
 def test_ranks_that_pass_other_arguments_are_reported(worlds, base, tmp_path):
     first = agreed(worlds(2), resuming.differing, base, tmp_path)
-    assert first["state"].startswith("RankMismatchError: training_state on rank 1 is not that of rank 0")
+    assert "on rank 1 is not that of rank 0: training_state (" in first["state"]
     assert first["name"].startswith("RankMismatchError: the name of the adapter on rank 1")
     assert first["given"].startswith("RankMismatchError: the state that 'ada' is given on rank 1")
     assert first["no mode"] == "ConfigError: rank 1: training_state='no': pass True or False"

@@ -18,7 +18,6 @@ from torch import nn
 from shardwise.core import machine
 from shardwise.core.errors import CheckpointError, FormatError, StorageError
 from shardwise.fsdp.named_tensors import collect_tensors
-from shardwise.loading.agreement import require_same_settings
 from shardwise.loading.audit import require_equal_buffers
 from shardwise.ranks.call_arguments import comparing_arguments
 from shardwise.ranks.collective_errors import translate_collective_errors
@@ -246,8 +245,9 @@ def subgroup_errors() -> list[str]:
             exchange.local = metadata_by_name({"w": model.weight})
         calls = (
             (world.require_equal, odd, "the number"),
+            (with_arguments, world, {"dtype": "same", "seed": "same"}),
             (with_arguments, world, {"dtype": odd}),
-            (require_same_settings, world, {"size": odd}),
+            (with_arguments, world, {"size": odd, "word": "same"}, "the config"),
             (in_block, world, collect_boxes, exchange.result, world.global_ranks),
             (require_alike_models, world, collect_tensors(model), ()),
             (require_equal_buffers, world, collect_tensors(first_only)),
@@ -256,9 +256,10 @@ def subgroup_errors() -> list[str]:
         return [attempt(*call)[1] for call in calls]
 
 
-def with_arguments(world: World, arguments: dict[str, str]) -> None:
-    with comparing_arguments(world) as exchange:
-        exchange.local = arguments
+def with_arguments(world: World, arguments: dict[str, str], *what: str) -> None:
+    """Pass arguments in another order on the second rank."""
+    with comparing_arguments(world, *what) as exchange:
+        exchange.local = dict(sorted(arguments.items(), reverse=world.rank == 1))
 
 
 def first_on_host(with_names: bool = False) -> bool:

@@ -168,18 +168,18 @@ def test_a_token_is_not_shown():
 def test_differing_arguments_of_ranks_are_named(worlds, qwen3):
     whole = {"sharding": Sharding(wrap="whole_model")}
     asked = [
-        (whole, {"sharding": Sharding(wrap="auto")}, "sharding.wrap on rank 1 is not that of rank 0"),
-        ({}, {"options": LoadOptions(budget_bytes=1 << 20)}, "options.budget_bytes on rank 1"),
-        ({}, {"options": LoadOptions(seed=1)}, "options.seed on rank 1 is not that of rank 0 (1 against 0)"),
-        ({}, {"options": LoadOptions(shared_reads="never")}, "options.shared_reads on rank 1"),
-        ({}, {"options": LoadOptions(check_memory=False)}, "options.check_memory on rank 1"),
-        ({}, {"dtype": "bfloat16"}, "dtype on rank 1 is not that of rank 0 ('bfloat16' against left out)"),
-        ({}, {"on_missing": shardwise.options.Initialize(("x",))}, "on_missing on rank 1"),
-        ({}, {"load_weights": False}, "load_weights on rank 1"),
-        ({}, {"tuning": shardwise.ExistingLora("/nowhere")}, "tuning on rank 1"),
-        ({}, {"key_mapping": {"a": "b"}}, "key_mapping on rank 1"),
-        ({}, {"attn_implementation": "eager"}, "attn_implementation on rank 1"),
-        ({}, {"experts_implementation": "eager"}, "experts_implementation on rank 1"),
+        (whole, {"sharding": Sharding(wrap="auto")}, "arguments on rank 1 is not that of rank 0: sharding.wrap ("),
+        ({}, {"options": LoadOptions(budget_bytes=1 << 20)}, ": options.budget_bytes ("),
+        ({}, {"options": LoadOptions(seed=1)}, "rank 1 is not that of rank 0: options.seed (1 against 0)"),
+        ({}, {"options": LoadOptions(shared_reads="never")}, ": options.shared_reads ("),
+        ({}, {"options": LoadOptions(check_memory=False)}, ": options.check_memory ("),
+        ({}, {"dtype": "bfloat16"}, "rank 1 is not that of rank 0: dtype ('bfloat16' against left out)"),
+        ({}, {"on_missing": shardwise.options.Initialize(("x",))}, ": on_missing ("),
+        ({}, {"load_weights": False}, ": load_weights ("),
+        ({}, {"tuning": shardwise.ExistingLora("/nowhere")}, ": tuning ("),
+        ({}, {"key_mapping": {"a": "b"}}, ": key_mapping ("),
+        ({}, {"attn_implementation": "eager"}, ": attn_implementation ("),
+        ({}, {"experts_implementation": "eager"}, ": experts_implementation ("),
         ({}, {"config_overrides": {"hidden_act": "gelu"}}, "config on rank 1 is not that of rank 0: hidden_act"),
         ({}, {"shardin": 1}, "rank 1: from_pretrained() got an unexpected keyword argument 'shardin'"),
         ({}, {"sharding": Sharding(wrap="Block")}, "rank 1: sharding.wrap='Block' is not known"),
@@ -196,6 +196,6 @@ def test_so_for_shard_and_load(worlds, qwen3):
     ends = worlds(2).run(one_rank_shards_with_nonsense, "")
     require_same_error(ends, "ConfigError", "rank 1: sharding.wrap is ('Block',), of type tuple")
     budget, kind, options = zip(*worlds(2).run(one_rank_loads_otherwise, str(qwen3)), strict=True)
-    require_same_error(budget, "RankMismatchError", "options.budget_bytes on rank 1 is not that of rank 0")
-    require_same_error(kind, "RankMismatchError", "the kind of checkpoint on rank 1")
+    require_same_error(budget, "RankMismatchError", "rank 1 is not that of rank 0: options.budget_bytes (")
+    require_same_error(kind, "RankMismatchError", "rank 1 is not that of rank 0: the kind of checkpoint (")
     require_same_error(options, "ConfigError")

@@ -67,10 +67,11 @@ def test_ranks_of_a_subgroup_have_their_global_ranks_in_every_message(worlds):
     none, one, other = worlds(3).run(faults.subgroup_errors)
     assert none == []
     assert one == other
-    number, arguments, settings, tensors, models, first_only, last_only = one
+    number, other_order, arguments, settings, tensors, models, first_only, last_only = one
     assert number == "the number on rank 2 is not that of rank 1"
-    assert arguments.startswith("dtype on rank 2 is not that of rank 1 (odd against even)")
-    assert settings.startswith("the config on rank 2 is not that of rank 1: size (odd against even)")
+    assert other_order == ""
+    assert arguments.startswith("the list of arguments on rank 2 is not that of rank 1: dtype (odd against even). ")
+    assert settings.startswith("the config on rank 2 is not that of rank 1: size (odd against even). Give every ")
     assert "w is a tensor of shape (1, 2), torch.float32 on rank 2, a tensor of shape (1, 1)" in tensors
     assert "on rank 2, a parameter of shape (1, 1), trained on rank 1" in models
     assert first_only == last_only

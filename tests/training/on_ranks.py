@@ -38,7 +38,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.fsdp.torch_private import get_given_timeout, is_compiled_in_place
 from shardwise.integrations import ShardwiseTrainer
 from shardwise.ranks import slow_ranks
-from shardwise.training import trl_objects
+from shardwise.training import train_model, trl_objects
 from shardwise.training.arguments import REWARDED
 from shardwise.training.run_config import read_run_config
 from shardwise.training.train_model import TrlOutcome
@@ -370,8 +370,8 @@ def train_compiled(values: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "blocks": blocks, "others": others, "warnings": messages}
 
 
-def train_with_tracker(values: dict[str, Any]) -> tuple[TrlOutcome, list[dict[str, float]]]:
-    """Train on this rank; what came of it, and what a tracker was sent of memory."""
+def train_with_tracker(values: dict[str, Any]) -> tuple[TrlOutcome, list[dict[str, float]], int]:
+    """Train on this rank; what came of it, what a tracker was sent of memory, and how often it was estimated."""
 
     class Tracker(TrainerCallback):
         __module__ = "transformers.integrations.own"
@@ -380,8 +380,10 @@ def train_with_tracker(values: dict[str, Any]) -> tuple[TrlOutcome, list[dict[st
             sent.append({name: value for name, value in logs.items() if name.startswith("memory/")})
 
     sent: list[dict[str, float]] = []
-    outcome = train_with(values, Tracker())
-    return outcome, [metrics for metrics in sent if metrics]
+    device = mock.patch.object(train_model, "accelerator", return_value=torch.device("cuda"))
+    with device, mock.patch.object(trl_objects, "plan_run", side_effect=ShardwiseError("none")) as plan_run:
+        outcome = train_with(values, Tracker())
+    return outcome, [metrics for metrics in sent if metrics], plan_run.call_count
 
 
 def size_of_png(path: Path) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def test_a_run_recorded_by_an_earlier_version_resumes(tmp_path: Path, monkeypatc
 def test_the_record_of_a_run_survives_a_crash(tmp_path: Path) -> None:
     log, folder = EffectLog(tmp_path / "log"), tmp_path / RUN_FOLDER
     folder.mkdir()
-    with recorded(log, folder), lock_output(tmp_path, {"method": "sft"}):
+    with recorded(log, folder), lock_output(tmp_path, {"method": "sft"}, ["*.safetensors"]):
         pass
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert json.loads(last.files["run.json"]) == {"method": "sft"}

@@ -63,9 +63,9 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
     assert found.values["use_peft"] is True
     assert found.values["learning_rate"] == "1e-4"  # TrlParser converts strings
     assert found.own == ShardwiseArguments(method="dpo")
-    former = read_run_config([file, "--exp_name", "007", "--evaluation_strategy=no", "--wandb_run_id", "1e3"])
+    former = read_run_config([file, "--exp_name", "007", "--evaluation_strategy=no", "--wandb_run_group", "1e3"])
     assert (former.values["run_name"], former.values["eval_strategy"]) == ("007", "no")
-    assert former.own.env == {"WANDB_RUN_ID": "1e3"}
+    assert former.own.env == {"WANDB_RUN_GROUP": "1e3"}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,9 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ),
         ("optim: lion_8bit", r"optim: lion_8bit is not known to step sharded .*adamw_torch_8bit"),
         ("optim: adafactor", r"optim: adafactor is not known to step sharded parameters"),
+        ("adafactor: true", r"adafactor, read as optim: adafactor is not known to step sharded parameters"),
+        ("evaluation_strategy: never", r"evaluation_strategy, read as eval_strategy: 'never' is not a choice"),
+        ("no_cuda: true", r"no_cuda: is not a key of sft"),
         ("fsdp: full_shard", r"fsdp: the model is sharded by shardwise"),
         ("load_in_8bit: true", r"load_in_8bit: 8-bit bases are not supported. Use load_in_4bit"),
         (

@@ -520,7 +520,8 @@ def test_early_stopping_is_no_signal_and_trackers_get_the_memory_of_each_rank(fo
     values |= {"max_steps": 20, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}
     values |= {"eval_steps": 1, "test_split_size": 0.2, "load_best_model_at_end": True}
     values["early_stopping_patience"] = 1
-    [(outcome, tracked), _] = run_world(2, on_ranks.train_with_tracker, values)
+    [(outcome, tracked, estimates), (*_, others)] = run_world(2, on_ranks.train_with_tracker, values)
+    assert (estimates, others) == (1, 0), "the first rank alone estimates the memory, and a failure is logged"
     assert outcome.steps < 20
     assert not outcome.has_stopped
     assert (folder / "early" / "model.safetensors").exists()

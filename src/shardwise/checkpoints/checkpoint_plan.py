@@ -56,6 +56,7 @@ class CheckpointPlan:
         # optimizers.
         numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
         everyone = tuple(range(len(self.ranks) - 1))
+        # By name, the boxes with ranks of the group (not global ranks).
         common = {name: ((Box.whole(value.shape), everyone),) for name, value in numbers.items()}
         return Replicas.among({**self.collected.by_key, **numbers}, {**self.common, **common}, collected.buffers)
 

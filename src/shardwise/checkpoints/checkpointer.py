@@ -172,7 +172,9 @@ class Checkpointer:
             if self._mode == "async":
                 background = self._world("save", _BACKGROUND)
                 background.join()
-                stack.push(background)  # which the thread enters
+                # Only __exit__: if anything below raises, the threads of the other ranks learn that this one has
+                # left. The thread enters it.
+                stack.push(background)
             # In the caller's thread: ranks agree on the content, and with "async" the state is copied. What is left
             # is the writing.
             with self._world("save") as world:
@@ -278,7 +280,8 @@ class Checkpointer:
                 exchange.local = _comparable_step(step)
             with world.broadcast("remove later checkpoints") as exchange:
                 if world.rank == 0:
-                    exchange.local = step_folders.remove_after(self._root, step)
+                    later = [number for number in step_folders.steps_in(self._root) if number > step]
+                    exchange.local = step_folders.remove(self._root, later)
             removed: list[int] = exchange.result
             self._newest = self._find_latest(world)
         return removed

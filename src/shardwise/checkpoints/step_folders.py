@@ -31,7 +31,7 @@ from shardwise.files.distributed import MAX_METADATA_BYTES, ChunkPlace, open_sta
 from shardwise.files.join_entries import METADATA, KeyPath
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.local_writer import open_writer
-from shardwise.files.storage import INCOMPLETE, StorageWriter
+from shardwise.files.storage import INCOMPLETE, StorageWriter, read_limited
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import is_url
 from shardwise.saving.rename_journal import remove_pending
@@ -146,11 +146,6 @@ def remove(root: Path, steps: Sequence[int]) -> list[int]:
         if _remove_folder(root, step):
             removed.append(step)
     return removed
-
-
-def remove_after(root: Path, step: int) -> list[int]:
-    """Remove all checkpoints of later steps. Return the removed steps."""
-    return remove(root, [later for later in steps_in(root) if later > step])
 
 
 def remove_left(root: Path) -> None:
@@ -307,8 +302,8 @@ def open_folder(folder: Path) -> OpenCheckpoint:
     with LocalReader(folder) as reader:
         # The header is sealed. What it records makes every other file certain: .metadata by its digest, data files
         # by their sizes here, and by checksums as they are read.
-        header = CheckpointHeader.from_bytes(_read_limited(reader, HEADER, MAX_HEADER_BYTES), f"{folder}/{HEADER}")
-        content = _read_limited(reader, METADATA, MAX_METADATA_BYTES)
+        header = CheckpointHeader.from_bytes(read_limited(reader, HEADER, MAX_HEADER_BYTES), f"{folder}/{HEADER}")
+        content = read_limited(reader, METADATA, MAX_METADATA_BYTES)
         if digest(content) != header.metadata_sha256:
             raise FormatError(
                 f"{folder}/{METADATA}: is not the one recorded in {HEADER}. The folder mixes two checkpoints, or "
@@ -347,13 +342,6 @@ def _is_value_path(path: KeyPath) -> bool:
         case ("optimizer", "reduced", _) | ("schedulers",) | ("scaler",) | ("rng", _) | ("data", _):
             return True
     return False
-
-
-def _read_limited(reader: LocalReader, file: str, max_nbytes: int) -> bytes:
-    nbytes = reader.size(file)
-    if nbytes > max_nbytes:
-        raise FormatError(f"{reader.root}/{file}: has {nbytes} bytes, {max_nbytes} is the limit")
-    return reader.read(file, 0, nbytes)
 
 
 def _require_size(reader: LocalReader, file: str, nbytes: int) -> None:

@@ -29,6 +29,7 @@ from shardwise.files.join_entries import KeyPath
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import build_param_groups
 from shardwise.fsdp.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
+from shardwise.fsdp.torch_private import accelerator, accelerator_module
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.transfer.distributed_chunks import Views
 from shardwise.transfer.replicas import Replicas
@@ -372,9 +373,8 @@ def generator_states() -> dict[str, Any]:
         "numpy": (str(name), torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
     }
-    if torch.accelerator.is_available():
-        module = _accelerator()
-        states[torch.accelerator.current_accelerator().type] = module.get_rng_state().cpu()  # type: ignore[union-attr]
+    if (device := accelerator()) is not None:
+        states[device.type] = accelerator_module(device).get_rng_state().cpu()
     return states
 
 
@@ -398,8 +398,8 @@ def seed_generators(
             np.random.seed(seed % 2**32)
         elif name == "torch":
             torch.default_generator.manual_seed(seed)
-        elif _has(name):
-            _accelerator().manual_seed(seed)
+        elif (device := accelerator()) is not None and device.type == name:
+            accelerator_module(device).manual_seed(seed)
         else:
             missing.append(name)
     return missing
@@ -421,19 +421,10 @@ def restore_generators(states: Mapping[str, Any], what: str) -> list[str]:
                 np.random.set_state((kind, words.numpy().astype(np.uint32), *position))
             elif name == "torch":
                 torch.set_rng_state(state)
-            elif _has(name):
-                _accelerator().set_rng_state(state)
+            elif (device := accelerator()) is not None and device.type == name:
+                accelerator_module(device).set_rng_state(state)
             else:
                 missing.append(name)
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise FormatError(f"{what}: the state of the generator {name} is invalid: {error}") from error
     return missing
-
-
-def _has(kind: str) -> bool:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return device is not None and device.type == kind
-
-
-def _accelerator() -> Any:
-    return torch.get_device_module(torch.accelerator.current_accelerator())

@@ -24,7 +24,7 @@ from shardwise.files.checkpoint_index import (
 )
 from shardwise.files.join_entries import MAX_DEPTH, METADATA, Chunk, FoundTensor, KeyPath, WrapperChoice
 from shardwise.files.pickles import Record, are_sizes, read_pickle
-from shardwise.files.storage import StorageReader
+from shardwise.files.storage import StorageReader, read_limited
 from shardwise.files.torch_files import read_torch_file, read_torch_tensor
 from shardwise.files.urls import shown, unsafe_name_reason
 
@@ -71,11 +71,8 @@ class DistributedMetadata:
 def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadata:
     """Read ``.metadata`` in ``folder``. See :func:`parse_metadata`."""
     file = f"{folder}{METADATA}"
-    what = f"{shown(file)} in {reader.root}"
-    nbytes = reader.size(file)
-    if nbytes > MAX_METADATA_BYTES:
-        raise FormatError(f"{what}: it has {nbytes} bytes, {MAX_METADATA_BYTES} is the limit")
-    return parse_metadata(reader.read(file, 0, nbytes), folder, what=what)
+    content = read_limited(reader, file, MAX_METADATA_BYTES)
+    return parse_metadata(content, folder, what=f"{shown(file)} in {reader.root}")
 
 
 def _add_chosen(

@@ -28,7 +28,7 @@ from shardwise.files.checkpoint_index import (
     View,
     Whole,
 )
-from shardwise.files.storage import FilePlaces, StorageReader
+from shardwise.files.storage import FilePlaces, StorageReader, read_limited
 from shardwise.files.urls import shown, unsafe_name_reason
 
 T = TypeVar("T")
@@ -156,10 +156,8 @@ def select_indexed(
     reader: StorageReader, name: str, suffix: str, layout: str, faults: FormatFaults
 ) -> FileSelection:
     """Return the files that an index names, each of which must end in ``suffix``."""
-    nbytes = reader.size(name)
-    if nbytes > MAX_INDEX_BYTES:
-        _refuse_index(reader, name, f"it has {nbytes} bytes, {MAX_INDEX_BYTES} is the limit")
-    content = checkpoint_index.parse_object(reader.read(name, 0, nbytes), what=f"{shown(name)} in {reader.root}")
+    data = read_limited(reader, name, MAX_INDEX_BYTES)
+    content = checkpoint_index.parse_object(data, what=f"{shown(name)} in {reader.root}")
     weight_map = _weight_map(reader, name, content.get("weight_map"), suffix, faults)
     metadata = content.get("metadata")
     if not isinstance(metadata, dict):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, Self, runtime_checkable
 
-from shardwise.core.errors import ConfigError, StorageError
+from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.files.urls import shown
 
 
@@ -137,6 +137,21 @@ class StorageReader(Protocol):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_limited(reader: StorageReader, file: str, max_nbytes: int) -> bytes:
+    """Return the content of a file of at most ``max_nbytes`` bytes.
+
+    Raises:
+        FormatError: it is larger.
+        StorageError: it cannot be read.
+    """
+    # The size first, so that a damaged file does not fill the memory.
+    nbytes = reader.size(file)
+    if nbytes > max_nbytes:
+        what = f"{shown(file)} in {reader.root}"
+        raise FormatError(f"{what}: has {nbytes} bytes, {max_nbytes} is the limit. Download or write it again")
+    return reader.read(file, 0, nbytes)
 
 
 def ends_early(root: str, file: str, wanted: tuple[int, int], nbytes: int) -> StorageError:

@@ -38,6 +38,8 @@ def save_state(
         # into the folder, and those that accelerate has written into ``work``.
         with saving_state(world, folder, is_new=is_named) as (saving, work):
             config.automatic_checkpoint_naming = False  # accelerate would choose the folder, and not take ``work``
+            # accelerate calls hooks after the models and optimizers: nothing before the first inner call fails on
+            # one rank.
             failure: Exception | None = None
             location: Any = None
             try:
@@ -104,7 +106,8 @@ def load_state(
             _require_still_there(seen, folder)
         except Exception as error:
             failure = error
-        # Another world: while accelerate loads, models and optimizers have worlds of their own.
+        # Not the World above: a rank that fails before its first inner call would wait in it for ranks that are in
+        # that call, until join_timeout_s. In two different calls all ranks raise at once.
         with World.current(call="load_state") as world, world.collective("load the state"):
             if failure is not None:
                 raise failure

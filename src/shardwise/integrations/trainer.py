@@ -15,6 +15,7 @@ evaluation and save), and changes of ``control`` are set on all ranks there. A s
 numbers, on the host, because an accelerator would return it only after the whole step.
 """
 
+import inspect
 import logging
 import math
 import os
@@ -53,7 +54,6 @@ from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.streamed_rows import split_by_row
 from shardwise.integrations.trainer_checkpoints import MODEL_ALONE, TrainerHeader
 from shardwise.integrations.trainer_marks import (
-    bind_arguments,
     double_sharding_error,
     require_rows_or_sequences,
     require_trainable,
@@ -105,13 +105,12 @@ class ShardwiseTrainer(_Trainer):
         compat.require_before_trainer(cls, ShardwiseTrainer)
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        # The classes that super() leads to. Arguments have the names that their first constructor gives them.
-        after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
         # Constructors of such trainers have no ref_model, so it is taken out before the arguments are passed on.
         reference: Any = None
         if compat.loads_reference(type(self)):
             reference = keywords.pop("ref_model", None)
-        kwargs = bind_arguments(after, positional, keywords)
+        names = inspect.signature(super().__init__).parameters
+        kwargs = {**dict(zip(names, positional, strict=False)), **keywords}
         if reference is not None:
             kwargs = {**kwargs, "ref_model": reference}
         with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
@@ -524,6 +523,8 @@ class ShardwiseTrainer(_Trainer):
             super()._save(output_dir, state_dict)
         except Exception as error:
             failure = error
+        # A call after super(), and not around it: if a rank fails alone before save() begins, the ranks are in
+        # different calls, and all raise.
         with World.current(call="Trainer.save_model") as world:
             raise_together(world, failure)
 

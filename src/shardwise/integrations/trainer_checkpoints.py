@@ -30,7 +30,7 @@ from shardwise.files.local_writer import LocalWriter
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.integrations.trainer_restoring import STATE_FILE, TrainerFolder
 from shardwise.ranks.world import World
-from shardwise.saving.commit import publish, write_again
+from shardwise.saving.commit import make_file, publish, write_again
 from shardwise.saving.commit_plan import pending_name
 from shardwise.saving.locked_folder import LockedFolder, Saving, lock_here, lock_on_first_rank
 from shardwise.saving.rename_journal import remove_pending
@@ -295,10 +295,7 @@ def _begin(run: Path, step: int, save_id: str) -> None:
         )
     # The marker is durable before there is any other file, so that all remains of a killed save are recognized.
     with LocalWriter(folder, folders=()) as writer:
-        content = save_id.encode()
-        writer.create(BEGUN_FILE, len(content))
-        writer.write(BEGUN_FILE, 0, [memoryview(content)])
-        writer.sync(BEGUN_FILE)
+        make_file(writer, BEGUN_FILE, save_id.encode())
         writer.sync_names()
 
 

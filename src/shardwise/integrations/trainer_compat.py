@@ -26,6 +26,8 @@ require_version("transformers", "5.19")
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 """Start of the name of a checkpoint's folder."""
+# Read by PreTrainedModel.is_distributed_loading_by_transformers, by is_fsdp_managed_module, by the label smoother,
+# and by the deferred reduction.
 _MARK = "_is_distributed_loading_by_transformers"
 _MANAGED = "_is_fsdp_managed_module"
 _NAME = "_get_name"

@@ -22,7 +22,6 @@ parameters whose gradients are averaged already get the mark that keeps the Trai
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -262,15 +261,6 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
 
 
 # Arguments of ShardwiseTrainer
-
-
-def bind_arguments(
-    classes: Sequence[type], positional: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return arguments by name, for the first of these classes that has a constructor."""
-    kind = next(kind for kind in classes if "__init__" in vars(kind))
-    names = list(inspect.signature(kind.__init__).parameters)[1:]  # type: ignore[misc]  # without self
-    return {**dict(zip(names, positional, strict=False)), **keywords}
 
 
 def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> None:

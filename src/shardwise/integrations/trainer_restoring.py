@@ -19,6 +19,7 @@ from shardwise.core.save_reports import TrainerReport
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.peft_adapter import ADAPTER_WEIGHTS
+from shardwise.files.storage import read_limited
 from shardwise.fsdp.named_tensors import without_compile
 from shardwise.integrations.accelerate_reading import FilesSource, read_model
 from shardwise.loading.load import load_checkpoint
@@ -229,12 +230,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
         if inner:
             hint = f"Pass one of {', '.join(inner[:8])} in it"
         raise FormatError(f"{folder}: has no {STATE_FILE}. {hint}")
-    # The size first, so that a damaged file does not fill the memory.
     with LocalReader(folder) as reader:
-        nbytes = reader.size(STATE_FILE)
-        if nbytes > _MAX_STATE_BYTES:
-            raise FormatError(f"{what}: it has {nbytes} bytes, {_MAX_STATE_BYTES} is the limit")
-        content = reader.read(STATE_FILE, 0, nbytes)
+        content = read_limited(reader, STATE_FILE, _MAX_STATE_BYTES)
     try:
         state = json.loads(content)  # the Trainer logs NaN, so this is not strict
     except (ValueError, RecursionError) as error:

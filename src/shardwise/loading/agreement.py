@@ -1,4 +1,4 @@
-"""Checks that ranks call with the same settings and have the same plans."""
+"""Checks that ranks have the same plans."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardwise.core.formatting import few_names
 from shardwise.core.reports import Available, RankEstimate
 from shardwise.loading.memory_estimate import require_fits
 from shardwise.loading.plan import LoadPlan
+from shardwise.ranks.call_arguments import comparing_arguments, find_differences
 from shardwise.ranks.world import MismatchedRanks, World, repr_digest
 
 RankPlan: TypeAlias = tuple[tuple[str, bytes], str, RankEstimate, Available]
@@ -45,7 +46,8 @@ def compare_plans(
         return result
     # Only digests have been exchanged so far. The details are exchanged only to describe a difference, the config
     # first: plans differ because of it.
-    require_same_settings(world, settings)
+    with comparing_arguments(world, "the config") as exchange:
+        exchange.local = settings
     differing = find_differences(world, result, plan.fingerprints)
     raise RankMismatchError(
         f"ranks plan {len(differing)} tensors differently: {few_names(differing)}. Give every rank the same "
@@ -69,40 +71,3 @@ def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool)
             needs = replace(estimate, rank=rank, host_bytes=needed[container])
             require_fits(needs, available, sharers[container])
     return max(sharers.values())
-
-
-def require_same_settings(world: World, settings: Mapping[str, str], what: str = "the config") -> None:
-    """Require the same settings on all ranks. Settings may change values without changing a shape, and thus a plan.
-
-    Collective: yes.
-
-    Args:
-        world: the ranks.
-        settings: values of this rank by name, as text.
-        what: the settings, for the message.
-
-    Raises:
-        RankMismatchError: naming the settings that differ.
-    """
-    with world.all_reduce("compare the settings", world.find_mismatched) as exchange:
-        exchange.local = repr_digest(settings)
-    mismatched = exchange.result
-    if mismatched is not None:
-        differing = find_differences(world, mismatched, settings)
-        shown = ", ".join(f"{name} ({other} against {first})" for name, (first, other) in differing.items())
-        raise RankMismatchError(
-            f"{what} on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {shown}. Give "
-            "every rank the same"
-        )
-
-
-def find_differences(
-    world: World, mismatched: MismatchedRanks, local: Mapping[str, object]
-) -> dict[str, tuple[object, object]]:
-    """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
-    # All ranks take part, but only the two that are compared send anything.
-    is_compared = world.rank in (0, mismatched.first)
-    values = world.all_gather_object(local if is_compared else {})
-    first, other = values[0], values[mismatched.first]
-    pairs = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in sorted({*first, *other})}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -13,8 +13,8 @@ from shardwise.core.layout import TensorKind
 from shardwise.core.tensors import Box, DType, numel
 from shardwise.fsdp.named_tensors import TensorRef, raw_bytes
 from shardwise.fsdp.torch_private import to_torch
-from shardwise.loading.agreement import find_differences
 from shardwise.loading.plan import LoadPlan, Tie
+from shardwise.ranks.call_arguments import find_differences
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.read import ReadExecutor

@@ -18,13 +18,13 @@ from shardwise.files.checkpoint_index import CheckpointIndex, is_there, without_
 from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
+from shardwise.files.storage import read_limited
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
 from shardwise.fsdp import wrap
 from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.wrap import Sharding
 from shardwise.loading import double_quantization, meta_model
-from shardwise.loading.agreement import require_same_settings
 from shardwise.loading.load import execute_load, unite_sorted
 from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, get_comparable_settings, prepare_load
 from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
@@ -126,7 +126,8 @@ def build_and_load(
                 with world.collective("load kernels of the hub"):
                     tuned.base.set_use_kernels(True)
         else:
-            require_same_settings(world, pretrained.get_settings(tuned.base))
+            with call_arguments.comparing_arguments(world, "the config") as exchange:
+                exchange.local = pretrained.get_settings(tuned.base)
     pretrained.record_conversions(tuned.base, built.transforms)
     # Registers hooks on the parameters that fully_shard leaves whole, which have memory only after a load.
     if report is not None and sharding.mesh is not None:
@@ -276,14 +277,8 @@ def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     with open_storage(url, hub).reader as reader:
         for name in _CONFIGS:
-            if not is_there(reader, name):
-                continue
-            nbytes = reader.size(name)
-            if nbytes > _MAX_CONFIG_BYTES:
-                raise FormatError(
-                    f"{name} in {reader.root}: has {nbytes:,} bytes, more than any config. Check the URL"
-                )
-            contents[name] = reader.read(name, 0, nbytes)
+            if is_there(reader, name):
+                contents[name] = read_limited(reader, name, _MAX_CONFIG_BYTES)
     return contents
 
 

@@ -3,18 +3,14 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from shardwise.core.errors import ConfigError, RankMismatchError, unknown_keyword
-from shardwise.core.formatting import format_ranks
-from shardwise.ranks.world import Exchange, World
-
-T = TypeVar("T")
-P = ParamSpec("P")
+from shardwise.ranks.world import Exchange, MismatchedRanks, World, repr_digest
 
 _OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
 """Modules of further classes whose arguments are checked."""
@@ -111,31 +107,44 @@ def get_world(options: object, call: str) -> World:
 
 
 @contextmanager
-def comparing_arguments(world: World) -> Iterator[Exchange]:
+def comparing_arguments(world: World, what: str = "the list of arguments") -> Iterator[Exchange]:
     """Check the arguments of a call on every rank in a block, and that they are the same on all. Collective: yes.
 
-    The block sets ``local`` to the arguments that ranks must have in common, as text by name.
+    The block sets ``local`` to the arguments that ranks must have in common, as text by name. ``what`` names them
+    all in the message.
 
     Raises:
         ShardwiseError: the same on every rank, if the block raised it on any.
-        RankMismatchError: ranks were called with different arguments.
+        RankMismatchError: ranks have different arguments. The message has their names and values.
     """
-    with world.all_reduce("check the arguments", functools.partial(_difference, world)) as exchange:
+    with world.all_reduce("check the arguments", world.find_mismatched) as exchange:
         yield exchange
-    if exchange.result is not None:
-        raise RankMismatchError(exchange.result)
+        settings: Mapping[str, str] = exchange.local
+        exchange.local = repr_digest(sorted(settings.items()))
+    mismatched: MismatchedRanks | None = exchange.result
+    if mismatched is not None:
+        pairs = find_differences(world, mismatched, settings)
+        shown: list[str] = []
+        for name, (first, other) in pairs.items():
+            values = f"{other} against {first}"
+            shown.append(f"{name} ({values:.500})")
+        raise RankMismatchError(
+            f"{what} on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {', '.join(shown)}. "
+            "Give every rank the same"
+        )
 
 
-def _difference(world: World, settings_by_rank: Sequence[Mapping[str, str]]) -> str | None:
-    """Describe the first argument that is not the same on all ranks."""
-    first = settings_by_rank[0]
-    for name in dict.fromkeys(name for settings in settings_by_rank for name in settings):
-        ranks = [rank for rank, each in enumerate(settings_by_rank) if each.get(name) != first.get(name)]
-        if ranks:
-            values = f"{settings_by_rank[ranks[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
-            text = f"{name} on rank {format_ranks(ranks, world.global_ranks)} is not that of rank"
-            return f"{text} {world.global_ranks[0]} ({values:.500}). Pass the same on every rank"
-    return None
+def find_differences(
+    world: World, mismatched: MismatchedRanks, local: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
+    """Return by name the values of rank 0 and of the first other rank, if they differ. Collective: yes."""
+    # All ranks take part, but only the two that are compared send anything.
+    is_compared = world.rank in (0, mismatched.first)
+    values = world.all_gather_object(local if is_compared else {})
+    first, other = values[0], values[mismatched.first]
+    # In the order of the settings: later ones may differ because of the first.
+    pairs = {name: (first.get(name, "left out"), other.get(name, "left out")) for name in {**first, **other}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _get_allowed(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:

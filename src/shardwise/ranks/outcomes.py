@@ -55,6 +55,7 @@ class Failure:
         # Ranks that only stopped are consequences. If there are no others, the first of them is all that is known.
         causes = {rank: failure for rank, failure in failures.items() if not failure.is_stop} or failures
         for rank, first in causes.items():
+            # count is 1 in a broadcast. Then the error of the first rank has no "rank 0: ".
             is_common = [*causes] == [*range(count)] and set(causes.values()) == {first}
             return first if is_common else first.at_rank(global_ranks[rank])
         return None

@@ -389,13 +389,3 @@ def _set_malloc(values: Mapping[int, int], environment: Mapping[str, str]) -> No
 def get_rank_and_size() -> tuple[int, int]:
     """Return this rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def this_device() -> torch.device:
-    """Return this rank's accelerator, or else the CPU."""
-    from shardwise.fsdp.torch_private import accelerator, accelerator_module, has_collectives
-
-    kind = accelerator()
-    if kind is None or (dist.is_initialized() and not has_collectives(kind)):
-        return torch.device("cpu")
-    return torch.device(kind.type, accelerator_module(kind).current_device())

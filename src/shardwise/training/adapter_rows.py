@@ -146,6 +146,7 @@ class StepOrder:
     seed: int
     epoch: int = 0
     offset: int = 0
+    # An epoch and its order. Copies of this object share the list, which is replaced and never changed.
     _of_epoch: tuple[int, list[int]] = field(default=(-1, []))
 
     def take_step(self) -> list[int]:

@@ -14,17 +14,11 @@ RENAMED: Final[Mapping[str, str]] = {
     # transformers 4
     "torch_dtype": "dtype",
     "evaluation_strategy": "eval_strategy",
-    "no_cuda": "use_cpu",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "push_to_hub_model_id": "hub_model_id",
-    "push_to_hub_token": "hub_token",
     # TRL before 1.0
     "max_seq_length": "max_length",
     "use_liger": "use_liger_kernel",
     "use_liger_loss": "use_liger_kernel",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "wandb_log_unique_prompts": "log_unique_prompts",
     # scripts
     "preprocessing_num_workers": "dataset_num_proc",
     "hub_model_revision": "hub_revision",
@@ -62,10 +56,7 @@ NESTED: Final[Mapping[str, tuple[str, str]]] = {
     "wandb_project": ("env", "WANDB_PROJECT"),
     "wandb_entity": ("env", "WANDB_ENTITY"),
     "wandb_run_group": ("env", "WANDB_RUN_GROUP"),
-    "wandb_run_id": ("env", "WANDB_RUN_ID"),
     "wandb_tags": ("env", "WANDB_TAGS"),
-    "wandb_notes": ("env", "WANDB_NOTES"),
-    "wandb_mode": ("env", "WANDB_MODE"),
     "logging_dir": ("env", "TENSORBOARD_LOGGING_DIR"),
 }
 """Keys whose values are in a mapping of today: its key, and the name inside of it."""
@@ -94,27 +85,18 @@ INERT: Final[Mapping[str, str]] = {
     "callbacks": "callbacks of the authors' script, which push checkpoints and start evaluations",
     "max_prompt_length": "TRL limits whole rows only, by max_length, and the prompts of GRPO not at all",
     "vllm_device": "vllm_mode decides where the engine runs",
-    "vllm_dtype": "the engine computes in the dtype of the model",
     "cache_dir": "downloads are kept in the folder of HF_HOME",
     "model_cache_dir": "downloads are kept in the folder of HF_HOME",
     "save_safetensors": "weights are always saved in safetensors",
-    "dataset_batch_size": "the number of rows that are tokenized at once",
     "dataset_num_proc": "the processes that prepare rows, which this method prepares as it reads them",
     "padding_free": "this method pads its rows, with the same loss",
     "log_completions": "this method generates none",
     "dataset_format": "chats, ShareGPT and Alpaca are recognized by their columns",
     "allow_mixed_parquet_schemas": "datasets unites the columns of files",
-    "half_precision_backend": "torch has one",
-    "fp16_backend": "torch has one",
-    "include_tokens_per_second": "the tokens per second are printed at the end",
-    "ray_scope": "it is for hyperparameter searches",
-    "mp_parameters": "it is for a launcher of SageMaker",
     "use_unsloth": "the model is loaded and sharded here, without the kernels of Unsloth",
     "unsloth_local_files_only": "files are downloaded once, and then read from the cache",
-    "low_cpu_mem_usage": "each rank reads its own bytes only",
     "truncation_side": "TRL cuts rows by truncation_mode",
     "padding_side": "TRL pads on the side that its loss needs",
-    "wandb_watch": "gradients of sharded parameters cannot be watched",
 }
 """Keys that are left out, each with the reason. None changes the loss, the data or where results go."""
 
@@ -135,11 +117,13 @@ class Translation:
         values: its keys and values. Unknown keys are among them.
         notes: one line for each key that was translated or left out.
         faults: former keys that contradict others.
+        former_keys: the former key of each key that was translated.
     """
 
     values: Mapping[str, Any]
     notes: tuple[str, ...]
     faults: tuple[str, ...]
+    former_keys: Mapping[str, str]
 
 
 def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation:
@@ -153,6 +137,7 @@ def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation
     today = {key: value for key, value in values.items() if key in keys and not _is_converted(key, value, values)}
     notes: list[str] = []
     faults: list[str] = []
+    former_keys: dict[str, str] = {}
     for key, value in values.items():
         if key in today:
             if isinstance(value, str | bool) and value in VALUES.get(key, {}):
@@ -187,10 +172,10 @@ def translate(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Translation
             elif not is_unset and old != new:
                 faults.append(f"{key}: is a former name of {name}, which has another value. Remove {key}")
             else:
-                today[name] = new
+                today[name], former_keys[name] = new, key
                 # Values of renamed keys may be secrets.
                 notes.append(f"{key}: read as {name}" + ("" if key in RENAMED else f": {new}"))
-    return Translation(today, tuple(notes), tuple(faults))
+    return Translation(today, tuple(notes), tuple(faults), former_keys)
 
 
 def _is_converted(key: str, value: Any, values: Mapping[str, Any]) -> bool:

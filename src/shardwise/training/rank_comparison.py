@@ -9,7 +9,7 @@ from typing import Any, Final
 import datasets
 
 from shardwise.files.urls import without_secrets
-from shardwise.loading.agreement import require_same_settings
+from shardwise.ranks.call_arguments import comparing_arguments
 from shardwise.ranks.world import World
 from shardwise.training.dataset_loading import AnyDataset, without_decoding
 from shardwise.training.trl_objects import TrlArguments
@@ -52,12 +52,14 @@ def require_same_rows(split: str, dataset: AnyDataset | None) -> None:
         return
     what = f"the dataset {split!r}"
     with World.current(call="train") as world:
-        require_same_settings(world, _describe(dataset), what)
+        with comparing_arguments(world, what) as exchange:
+            exchange.local = _describe(dataset)
         if not isinstance(dataset, datasets.Dataset):
             return  # a stream is compared in its first row, and ranks notice when its rows end in different steps
         # Reading all rows is slow, and rarely needed.
         if world.all_reduce_object(dataset._fingerprint, world.find_mismatched):
-            require_same_settings(world, {"rows": _digest(dataset)}, what)
+            with comparing_arguments(world, what) as exchange:
+                exchange.local = {"rows": _digest(dataset)}
 
 
 def _describe(dataset: AnyDataset) -> dict[str, str]:

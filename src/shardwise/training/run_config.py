@@ -91,7 +91,9 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
         del values["resume_from_checkpoint"]
     # First all keys one by one, and only if all are valid those that contradict each other.
     for key, value in values.items():
-        faults += find_faults(key, value, valid_method)
+        former = translation.former_keys.get(key)
+        prefix = f"{former}, read as " if former else ""
+        faults += [f"{prefix}{fault}" for fault in find_faults(key, value, valid_method)]
     raise_faults(source, faults)
     trl_values = {key: value for key, value in values.items() if key not in own_keys()}
     config = RunConfig(source, trl_values, _parse_own(values), translation.notes)

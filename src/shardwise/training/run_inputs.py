@@ -16,7 +16,7 @@ from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.local_writer import LocalWriter
 from shardwise.fsdp import torch_private
 from shardwise.integrations.trainer_checkpoints import checkpoints_in
-from shardwise.loading.agreement import require_same_settings
+from shardwise.ranks.call_arguments import comparing_arguments
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
 from shardwise.ranks.world import World
 from shardwise.saving.locked_folder import lock_on_first_rank
@@ -39,6 +39,7 @@ RUN_FOLDER: Final = ".shardwise-run"
 
 _RUN_FILE: Final = "run.json"
 
+# After a change of one of these, the weights in the folder are of another run. Learning rates and steps may change.
 _IDENTITY_OF_BASE: Final = ("model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type")
 """Keys of the base of many LoRAs that may not change when a run resumes."""
 
@@ -91,11 +92,12 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
         with world.collective("parse the configuration"):
             parsed = {name: trl_objects.parse(one) for name, one in configs.items()}
         # Ranks of a launcher read files and environments of their own.
-        settings: dict[str, str] = {}
-        for name, arguments in parsed.items():
-            for key, value in effective_settings(arguments).items():
-                settings[f"{name}.{key}" if name else key] = value
-        require_same_settings(world, settings, "the configuration")
+        with comparing_arguments(world, "the configuration") as exchange:
+            settings: dict[str, str] = {}
+            for name, arguments in parsed.items():
+                for key, value in effective_settings(arguments).items():
+                    settings[f"{name}.{key}" if name else key] = value
+            exchange.local = settings
     # Keys of the base are the same for all. Those of the tokenizer are among those of supervised training.
     first = min(parsed.values(), key=lambda one: one.own.method != "sft")
     output = Path(first.training.output_dir)
@@ -150,9 +152,7 @@ def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY
 
 
 @contextmanager
-def lock_output(
-    output: Path, identity: Mapping[str, Any], weights: Sequence[str] = ("*.safetensors",)
-) -> Iterator[TrainingRecord]:
+def lock_output(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> Iterator[TrainingRecord]:
     """Lock an output folder within the block, and record its training there. Collective: yes.
 
     Args:

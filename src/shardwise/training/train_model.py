@@ -84,8 +84,8 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
                 record.require_on_first_rank(world)
         if not has_stopped:
             trainer.save_model(str(output), _internal_call=True)  # which is not uploaded yet
-        estimated_bytes = _estimate_peak(config, world.size)
         if world.rank == 0:
+            estimated_bytes = _estimate_peak(config, world.size)
             draw_curves(output, {SINGLE: state.log_history}, state.log_history, estimated_bytes)
         if not has_stopped:
             require_finite_loss(state, output)  # after the picture, which shows where it began
