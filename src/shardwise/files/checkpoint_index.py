@@ -34,6 +34,9 @@ R = TypeVar("R")
 LISTED = 20
 """Number of names, or of faults of one kind, that a message lists."""
 
+OF_RANKS: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""Names of the files of a distributed checkpoint of transformers, each with one rank's chunks."""
+
 
 @dataclass
 class FormatFaults:

@@ -17,6 +17,7 @@ from shardwise.core.lazy_exports import import_object
 from shardwise.core.tensors import DType
 from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
+    OF_RANKS,
     CheckpointFormat,
     CheckpointIndex,
     FileSelection,
@@ -49,12 +50,13 @@ def open_checkpoint(
     """Find the files of a checkpoint and read their entries.
 
     ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
-    first of these is opened: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
-    ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
-    of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
-    only folder with a name that accelerate gives to models. If the storage cannot list files, the usual names are
-    tried. ``extra_files`` are safetensors files that are read as well, if they exist. Files named by an index are
-    relative to the folder, as in transformers.
+    first of these is opened: ``weights_name`` (from ``config.transformers_weights``), the files of ranks of a
+    distributed checkpoint of transformers, ``model.safetensors``, ``model.safetensors.index.json``,
+    ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index of safetensors files, all
+    safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the only folder with a name
+    that accelerate gives to models. If the storage cannot list files, the usual names are tried. ``extra_files``
+    are safetensors files that are read as well, if they exist. Files named by an index are relative to the folder,
+    as in transformers.
 
     Pickles are read without executing their code: see :mod:`shardwise.files.pickles`.
 
@@ -152,6 +154,8 @@ def _select(
         names = reader.list()
     except CannotListError:
         return _select_probed(reader, faults)
+    if of_ranks := [name for name in names if OF_RANKS.fullmatch(name)]:
+        return import_object(_SAFETENSORS), FileSelection("files of ranks", of_ranks)
     for name in _usual():
         if name in names:
             return _select_named(reader, name, faults)
