@@ -293,7 +293,9 @@ def _write_around_tensors(writer: LocalWriter, file: str, outputs: NamedOutputs)
     ``torch.save`` writes a sparse file of untouched memory in a temporary folder.
     """
     tensors = outputs.places()
-    empty = {path: torch.empty(shape, dtype=to_torch(dtype)) for path, (_, dtype, shape) in tensors.items()}
+    empty = {
+        path: torch.empty(shape, dtype=to_torch(dtype), device="cpu") for path, (_, dtype, shape) in tensors.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         sparse = Path(folder, outputs.torch_file)
         with torch.serialization.skip_data():
