@@ -176,9 +176,13 @@ def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
 
 
 def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
-    """Record on the model the conversions that matched a key, which saving uses."""
-    if isinstance(model, PreTrainedModel):
-        model._weight_conversions = [item for item in transforms if item.was_used()]  # type: ignore[assignment]
+    """Record on the model the conversions that matched a key, which saving uses. None leaves those before.
+
+    A checkpoint with the model's own names says nothing about the hub's.
+    """
+    used = [item for item in transforms if item.was_used()]
+    if used and isinstance(model, PreTrainedModel):
+        model._weight_conversions = used  # type: ignore[assignment]
 
 
 def get_attention_implementation(model: nn.Module) -> str | None:
