@@ -17,6 +17,7 @@ from shardwise.core.lazy_exports import import_object
 from shardwise.core.tensors import DType
 from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
+    DISTRIBUTED_SAFETENSORS,
     OF_RANKS,
     CheckpointFormat,
     CheckpointIndex,
@@ -155,7 +156,7 @@ def _select(
     except CannotListError:
         return _select_probed(reader, faults)
     if of_ranks := [name for name in names if OF_RANKS.fullmatch(name)]:
-        return import_object(_SAFETENSORS), FileSelection("files of ranks", of_ranks)
+        return import_object(_SAFETENSORS), FileSelection(DISTRIBUTED_SAFETENSORS, of_ranks)
     for name in _usual():
         if name in names:
             return _select_named(reader, name, faults)

@@ -129,7 +129,7 @@ def build_and_load(
                     tuned.base.set_use_kernels(True)
         else:
             require_same_settings(world, pretrained.get_settings(tuned.base))
-    pretrained.record_conversions(tuned.base, built.transforms)
+    pretrained.record_conversions(tuned.base, built.transforms, is_distributed=opened.index.is_distributed)
     # Parameters on meta, too: their hooks go over to the ones that get memory.
     if sharding.mesh is not None:
         average_replicated_gradients(tuned.model, sharding.mesh)

@@ -141,7 +141,8 @@ def load_checkpoint(
         finally:
             # Even after a failure: parameters for staging must not stay on the caller's model.
             double_quantization.rollback(model)
-    pretrained.record_conversions(model, load.request.transforms)
+    is_distributed = source.index.is_distributed
+    pretrained.record_conversions(model, load.request.transforms, is_distributed=is_distributed)
     return report
 
 
