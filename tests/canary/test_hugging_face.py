@@ -1,6 +1,7 @@
 """The meaning of unexported names of transformers, PEFT and accelerate."""
 
 from pathlib import Path
+from unittest import mock
 
 import accelerate.utils.constants as accelerate_names
 import pytest
@@ -118,6 +119,13 @@ def test_building_and_initializing(llama: transformers.PreTrainedModel, tmp_path
         norm.weight.fill_(7)
     pretrained.run_initializers(model, {norm})
     assert norm.weight.tolist() == [7] * 8, "what is marked is passed over"
+
+
+def test_generation_asks_whether_ranks_have_finished(llama: transformers.PreTrainedModel) -> None:
+    with mock.patch.object(llama, "_has_unfinished_sequences", return_value=False, create=False) as asked:
+        tokens = torch.ones(1, 2, dtype=torch.int64)
+        assert llama.generate(tokens, max_new_tokens=2, synced_gpus=True).shape == (1, 2)
+    asked.assert_called_once_with(False, True, device=tokens.device)
 
 
 def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:

@@ -151,6 +151,15 @@ def test_the_memory_for_staging_is_used_again(worlds, tmp_path):
     assert all(first == second for first, second in worlds(2).run(on_ranks.save_twice, str(tmp_path)))
 
 
+def test_saves_of_inference_mode_and_others_take_turns(tmp_path):
+    training = Training()
+    with Checkpointer(tmp_path, mode="async") as checkpointer:
+        with torch.inference_mode():
+            checkpointer.save(1, training.state)
+        checkpointer.save(2, training.state)
+    assert checkpointer.steps() == [1, 2]
+
+
 def test_a_closed_checkpointer_keeps_nothing_of_the_state(tmp_path):
     training = Training()
     checkpointer = Checkpointer(tmp_path, mode="async")

@@ -46,6 +46,12 @@ def test_chunks_are_put_together() -> None:
         assert index.metadata == {"DCP_VERSION": "1.0", "format": "pt"}
 
 
+def test_chunks_beside_a_file_of_their_own_are_refused() -> None:
+    files = {"shard-00001-model-00001-of-00001.safetensors": file_of_chunks({"g": GRID}, {"g": at(0, 0)})}
+    with pytest.raises(FormatError, match="has model.safetensors and a distributed checkpoint .* Remove the older"):
+        open_checkpoint(MemoryReader({**files, "model.safetensors": save({"g": GRID})}))
+
+
 def test_tensors_without_dimensions_and_those_of_which_nothing_is_reported() -> None:
     tensors = {"scalar": torch.tensor(3.5), "plain": torch.ones(2)}
     reader = MemoryReader({"shard-1.safetensors": file_of_chunks(tensors, {"scalar": at()})})

@@ -7,9 +7,10 @@ import pytest
 from tests.integrations import resuming
 from tests.support.files import change_json
 from tests.support.world import require_same_error
+from torch import nn
 
+import shardwise
 from shardwise.core.errors import FormatError
-from shardwise.integrations.trainer_restoring import TrainerFolder
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,8 @@ def test_mismatches_are_refused_on_all_ranks(worlds, checkpoints, tmp_path, how)
 
 
 @pytest.mark.parametrize("epoch", ["9" * 400, "NaN", '"2"'])
-def test_an_epoch_that_is_none(tmp_path, epoch):
+def test_an_epoch_that_is_none(tmp_path, epoch, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "trainer_state.json").write_text(f'{{"global_step": 2, "epoch": {epoch}}}')
     with pytest.raises(FormatError, match="are no place in a training"):
-        TrainerFolder.open(tmp_path)
+        shardwise.load_trainer_checkpoint(nn.Linear(1, 1), "~")

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from tests import load_cases, truth
 from tests.models.stepping import counting
 from tests.support.world import attempt
@@ -236,7 +237,35 @@ def in_a_subgroup(directory: str) -> dict[str, Any] | None:
     model, report = shardwise.from_pretrained(directory, options=options, output_loading_info=True)
     assert report.world_size == 2
     assert model.lm_head.weight.device_mesh.mesh.tolist() == [0, 1]
+    # Each rank waits for the other, which generates more tokens, and not for the third.
+    tokens = batch(model.config.vocab_size, rows=1, seed=0)
+    generated = model.generate(tokens, max_new_tokens=2 + dist.get_rank(), do_sample=False, eos_token_id=-1)
+    assert generated.shape[1] == tokens.shape[1] + 2 + dist.get_rank()
     return truth.snapshot(model)["values"]
+
+
+def gradients_of_whole_parameters(directory: str, folder: str, way: str) -> dict[str, torch.Tensor]:
+    """Gradients of a LoRA that every rank has whole, of a model that was made without values and then filled."""
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    tuning = shardwise.Lora(adapter, placement="replicated")
+    filled, model = (
+        bring_up(directory, dtype=torch.float32, tuning=tuning, load_weights=load_weights)
+        for load_weights in (True, False)
+    )
+    if way == "load":
+        shardwise.save(filled, folder, names="internal")
+        shardwise.load(model, folder)
+    elif way == "state":
+        shardwise.set_model_state_dict(model, shardwise.get_model_state_dict(filled))
+    elif way == "accelerate":
+        shardwise.save_accelerate_model(filled, folder)
+        shardwise.load_accelerate_model(model, folder)
+    else:
+        checkpointer = shardwise.Checkpointer(folder)
+        checkpointer.save(1, shardwise.TrainState(filled))
+        checkpointer.restore(shardwise.TrainState(model))
+    found = loss_and_gradients(model, batch(97, rows=2, seed=dist.get_rank()))
+    return {name: gradient for name, gradient in found.items() if "lora" in name}
 
 
 def mesh_of_others(directory: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from tests import truth, zoo
 from tests.loading import on_ranks
-from tests.small_checkpoints import small_qwen3
+from tests.small_checkpoints import SMALL, small_qwen3
 from tests.support.files import change_json
 from tests.support.world import require_same_error
 from transformers import (
@@ -17,6 +17,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -203,6 +204,18 @@ def test_a_process_group_of_some_ranks_loads_together(worlds, qwen3):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+_SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("state", "accelerate", "checkpoint")]
+
+
+@pytest.mark.parametrize("way", ["load", *_SLOW_WAYS])
+def test_whole_parameters_are_trained_alike_however_they_are_filled(worlds, qwen3, tmp_path, way):
+    first, second = worlds(2).run(on_ranks.gradients_of_whole_parameters, str(qwen3), str(tmp_path / way), way)
+    assert len(first) == 4
+    for name, gradient in first.items():
+        assert gradient.any()
+        assert torch.equal(gradient, second[name]), name
+
+
 def test_a_mesh_of_other_ranks_than_the_process_group_is_refused(worlds, qwen3):
     require_same_error(worlds(3).run(on_ranks.mesh_of_others, str(qwen3))[:2], "ShardingError")
 
@@ -228,6 +241,34 @@ def test_a_meta_device_context_does_not_change_new_tensors(qwen3):
     with torch.device("meta"):
         model = shardwise.from_pretrained(qwen3, **options)
     assert truth.differences(truth.snapshot(model), truth.snapshot(plainly)) == []
+
+
+def test_models_that_are_loaded_in_inference_mode_can_be_trained(qwen3):
+    tokens = on_ranks.batch(97, rows=1, seed=0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SMALL)).to(torch.bfloat16)
+    with torch.inference_mode():
+        shardwise.load(model, qwen3, on_unexpected=Ignore(("*_norm.weight",)))
+        returned = shardwise.from_pretrained(qwen3, dtype=torch.bfloat16)
+    for each in (model, returned):
+        assert len(on_ranks.loss_and_gradients(each, tokens)) > 5
+
+
+def test_a_model_has_the_generation_config_of_its_class(qwen3, tmp_path):
+    class Settings(GenerationConfig):
+        pass
+
+    class Model(type(small_qwen3())):
+        generation_config_class = Settings
+
+    (copied := shutil.copytree(qwen3, tmp_path / "model")).joinpath("generation_config.json").unlink(
+        missing_ok=True
+    )
+    change_json(copied / "config.json", max_length=7)
+    assert type(shardwise.from_pretrained(copied, model_class=Model).generation_config) is Settings
+    Settings(max_new_tokens=3).save_pretrained(copied)
+    settings = shardwise.from_pretrained(copied, model_class=Model).generation_config
+    assert (type(settings), settings.max_new_tokens) == (Settings, 3)
 
 
 def test_a_given_config_is_used_as_it_is(qwen3):

@@ -17,6 +17,7 @@ from torch import nn
 
 import shardwise
 from shardwise import ConfigError, FormatError, KeyMismatchError
+from shardwise.files.open_checkpoint import open_checkpoint
 
 
 def as_torch_files(source: Path, target: Path) -> Path:
@@ -202,6 +203,23 @@ def test_safetensors_files_of_chunks(worlds, tmp_path, mixtral):
     worlds(2).run(torch_saves.save_safetensors, str(mixtral), str(tmp_path))
     assert len(list(tmp_path.glob("shard-*.safetensors"))) == 2
     check(worlds, tmp_path, mixtral)
+    # transformers opens them before a single file, which may be older.
+    plain = nn.Linear(2, 2)
+    shardwise.save(plain, tmp_path / "other")
+    single = shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path)
+    assert len(open_checkpoint(tmp_path).files) == 2
+    # A save replaces them.
+    shardwise.save(plain, tmp_path)
+    assert list(tmp_path.glob("*.safetensors")) == [Path(single)]
+
+
+def test_names_of_the_model_leave_those_of_the_hub_to_a_save(tmp_path, mixtral):
+    model = shardwise.from_pretrained(mixtral)
+    with zoo.silenced():  # that there is one process
+        dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path / "own", no_dist=True)
+    shardwise.load(model, tmp_path / "own")
+    shardwise.save(model, tmp_path / "saved")
+    assert tensors_of(tmp_path / "saved").keys() == tensors_of(mixtral).keys()
 
 
 def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):

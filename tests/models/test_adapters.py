@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.conftest import Worlds
 from tests.models import on_ranks, reference
@@ -197,6 +197,14 @@ def test_engines_that_may_ignore_an_adapter_on_experts_are_named_once(
     (record,) = caplog.records
     assert "vLLM and SGLang" in record.getMessage()
     assert "gate_up_proj" in record.getMessage()
+
+
+def test_an_adapter_of_another_kind_is_saved_as_peft_saves_it(tied: Path, tmp_path: Path) -> None:
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False)
+    model = get_peft_model(shardwise.from_pretrained(tied), config)
+    shardwise.save_adapter(model, tmp_path / "found")
+    model.save_pretrained(tmp_path / "wanted")
+    require_equal(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("found", "wanted")))
 
 
 def test_an_adapter_of_a_classifier_is_taken_up_again(tmp_path: Path) -> None:

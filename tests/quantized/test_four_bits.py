@@ -287,7 +287,8 @@ def test_loaded_later(plain, scales):
     quantization = Nf4(double_quant=scales)
     wanted = shardwise.from_pretrained(str(plain), quantization=quantization)
     found = shardwise.from_pretrained(str(plain), quantization=quantization, load_weights=False)
-    shardwise.load(found, str(plain))
+    with torch.device("meta"):
+        shardwise.load(found, str(plain))
     require_equal(found.state_dict(), wanted.state_dict())
 
 

@@ -4,14 +4,18 @@ import inspect
 import os
 import re
 import signal
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from tests.ranks import faults
 from tests.support import local_ranks
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.support.world import require_same_error, run_world
 
 from shardwise.core.errors import CheckpointError, FormatError, StorageError
+from shardwise.options import LoadOptions, SaveOptions, StateOptions, StreamOptions, Timeouts
+from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import World
 
 pytestmark = pytest.mark.distributed
@@ -87,6 +91,19 @@ def test_an_error_has_the_step_in_which_its_rank_was(worlds):
     phase = "load, read, open files"
     expected = ("rank 1: gone", phase, [f"The ranks were in this phase: {phase}"])
     assert worlds(3).run(faults.fail_in_a_step) == [expected] * 3
+
+
+def test_options_have_the_timeout_of_the_process_group(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        for options in (LoadOptions(), SaveOptions(), StateOptions(), StreamOptions()):
+            timeouts = get_world(options, "load").timeouts
+            assert (timeouts.join_timeout_s, timeouts.meeting_timeout_s) == (77, 77)
+        own = Timeouts(join_timeout_s=88)
+        assert get_world(LoadOptions(timeouts=own), "load").timeouts == own
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_process_is_a_world_without_a_group():

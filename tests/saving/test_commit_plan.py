@@ -32,6 +32,14 @@ def test_a_single_file_takes_precedence_over_an_index():
     assert find_obsolete(SEVERAL, folder_state) == [SINGLE]
 
 
+def test_files_of_ranks_are_removed_in_any_case():
+    of_ranks = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    folder_state = get_folder_state([*of_ranks, SINGLE, "shard-1-model.safetensors"], None)
+    assert find_obsolete(ONE, folder_state) == of_ranks
+    assert find_obsolete(SEVERAL, folder_state) == [SINGLE, *of_ranks]
+    assert get_folder_state(of_ranks, None, "adapter_model.safetensors").weights == set()
+
+
 LEFT = [
     "model.89abcdef.incomplete",
     "model.89abcdef.older",

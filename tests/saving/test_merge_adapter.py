@@ -1,6 +1,7 @@
 """``merge_adapter`` against PEFT's own ``merge_and_unload``."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests import zoo
 from tests.saving.adapters import adapted_by_peft, change, merged_by_peft, save_adapter, tensors_of, ulps_apart
 from tests.small_checkpoints import SMALL
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
     GPT2Config,
@@ -21,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from shardwise import KeyMismatchError
+from shardwise import KeyMismatchError, StorageError
 from shardwise.saving.merge_adapter import merge_adapter
 from shardwise.saving.merge_steps import read_companions
 
@@ -96,6 +98,24 @@ def test_equals_the_merge_of_peft(case: str, bases: dict[str, Path], tmp_path: P
     compare(truth, tmp_path / "out", torch.bfloat16)
     assert (report.modules, report.unchanged) == (modules, ())
     assert f"merged {modules} of {modules} modules" in str(report)
+
+
+def test_options_of_the_hub_and_a_config_are_those_of_the_base(bases: dict[str, Path], tmp_path: Path) -> None:
+    adapter = save_adapter(bases["qwen3"], tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    both = shutil.copytree(bases["tied"], tmp_path / "both")
+    inner = shutil.copytree(bases["qwen3"], both / "inner")
+    report = merge_adapter(both, adapter, tmp_path / "out", subfolder="inner")
+    assert report.base == str(inner)
+    with pytest.raises(StorageError, match="at revision v2"):
+        merge_adapter("somebody/something", adapter, tmp_path / "out", revision="v2", cache_dir=tmp_path)
+    # All fields of a config that is passed are written, with or without a file of the base's.
+    config = Qwen3Config(**SMALL, rms_norm_eps=0.5)
+    for _ in range(2):
+        merge_adapter(inner, adapter, tmp_path / "out", config=config, model_class=AutoModelForCausalLM)
+        merged = AutoConfig.from_pretrained(tmp_path / "out")
+        assert (merged.rms_norm_eps, merged.hidden_size) == (0.5, config.hidden_size)
+        assert merged.architectures == ["Qwen3ForCausalLM"]
+        (inner / "config.json").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("vocab_size", [104, 90])

@@ -279,7 +279,8 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_one_file_of_torch(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
-    report = merge_weights(step, tmp_path / "out", file_format="bin", remove_source=True)
+    with torch.device("meta"):
+        report = merge_weights(step, tmp_path / "out", file_format="bin", remove_source=True)
     assert report.files == ("pytorch_model.bin",)
     same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), small[1])
     wanted = ["config.json", "pytorch_model.bin", "tokenizer_config.json"]

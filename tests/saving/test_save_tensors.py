@@ -95,7 +95,10 @@ def test_the_tokenizer_is_put_beside(tmp_path):
 
 def test_a_tokenizer_that_writes_folders_is_refused_before_anything_is_written(tmp_path):
     made = tokenizer(chat_template={"default": "{{ messages }}", "tools": "{{ tools }}"})
-    with pytest.raises(shardwise.ConfigError, match="additional_chat_templates.*Leave tokenizer"):
+    with pytest.raises(
+        shardwise.ConfigError,
+        match="the tokenizer or the model's code writes a folder, additional_chat_templates.*Leave tokenizer",
+    ):
         shardwise.save(small_qwen3(), tmp_path / "saved", tokenizer=made)
     assert not (tmp_path / "saved").exists()
 

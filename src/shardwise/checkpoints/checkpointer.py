@@ -136,6 +136,7 @@ class Checkpointer:
         with self._world("latest") as world:
             return self._find_latest(world)
 
+    @torch.inference_mode(False)  # the thread of the next save writes to the copy of the state
     @torch.no_grad()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
         """Save a checkpoint. With ``"async"``, wait for the previous one and save in the background.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
@@ -31,7 +30,6 @@ from shardwise.core.save_reports import RestoreReport
 from shardwise.core.tensors import Box
 from shardwise.files.join_entries import KeyPath
 from shardwise.files.storage import StorageReader
-from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, read
 from shardwise.fsdp.rebind import Key, rebuild_state_tensor
@@ -369,12 +367,7 @@ def _materialize(
             timeouts=options.timeouts,
         )
         load = prepare_load(world, model, source, LoadRequest(Bindings(expressions), options=as_load))
-    report = execute_load(world, model, source, load, Clock())
-    # The hooks that average belong to parameter objects, and the load has made new ones.
-    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    if mesh is not None:
-        average_replicated_gradients(model, mesh)
-    return report.read_bytes
+    return execute_load(world, model, source, load, Clock()).read_bytes
 
 
 def _rebind(collected: CollectedState) -> OptimizerTargets:

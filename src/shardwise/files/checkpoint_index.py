@@ -34,6 +34,13 @@ R = TypeVar("R")
 LISTED = 20
 """Number of names, or of faults of one kind, that a message lists."""
 
+OF_RANKS: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""Names of the files of a distributed checkpoint of transformers, each with one rank's chunks."""
+
+DISTRIBUTED: Final = "torch distributed checkpoint"
+DISTRIBUTED_SAFETENSORS: Final = "distributed checkpoint of transformers"
+"""Descriptions of layouts, see :class:`CheckpointIndex`."""
+
 
 @dataclass
 class FormatFaults:
@@ -360,6 +367,11 @@ class CheckpointIndex:
     ignored: tuple[str, ...] = ()
     quantized: str = ""
     extra: frozenset[str] = frozenset()
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it is a distributed checkpoint, of torch or transformers, with names that a model gave."""
+        return self.layout in (DISTRIBUTED, DISTRIBUTED_SAFETENSORS)
 
     @property
     def nbytes(self) -> int:

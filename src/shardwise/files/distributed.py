@@ -16,6 +16,7 @@ from shardwise.core.errors import FormatError
 from shardwise.core.tensors import Box, ByteRange, DType
 from shardwise.files import checkpoint_index, join_entries
 from shardwise.files.checkpoint_index import (
+    DISTRIBUTED,
     CheckpointFormat,
     CheckpointIndex,
     FileSelection,
@@ -290,7 +291,6 @@ class _Parser:
         return names if ".".join(names) == key else (key,)
 
 
-LAYOUT: Final = "torch distributed checkpoint"
 _MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
 
 
@@ -307,7 +307,7 @@ class _DistributedFolders(CheckpointFormat):
         name: str,
         faults: FormatFaults,  # noqa: ARG002
     ) -> FileSelection:
-        return FileSelection(LAYOUT, [], folder=name.removesuffix(METADATA))
+        return FileSelection(DISTRIBUTED, [], folder=name.removesuffix(METADATA))
 
     def find(
         self,
@@ -316,13 +316,13 @@ class _DistributedFolders(CheckpointFormat):
         faults: FormatFaults,  # noqa: ARG002 - as any format
     ) -> FileSelection | None:
         if METADATA in names:
-            return FileSelection(LAYOUT, [])
+            return FileSelection(DISTRIBUTED, [])
         # No checkpoint at the top: that of the only folder with a model's name, or else an error that says what
         # is there.
         complete = join_entries.find_distributed_folders(names)
         models = [name for name in complete if any(fnmatchcase(name, pattern) for pattern in _MODEL_FOLDERS)]
         if len(models) == 1:
-            return FileSelection(LAYOUT, [], folder=f"{models[0]}/")
+            return FileSelection(DISTRIBUTED, [], folder=f"{models[0]}/")
         chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
         if not chunks and not complete:
             return None
@@ -380,7 +380,7 @@ def open_state(
         for place in metadata.objects.values():
             index.files.setdefault(place.file, reader.size(place.file))
     faults.raise_if_any()
-    layout = LAYOUT if file is None else "torch file"
+    layout = DISTRIBUTED if file is None else "torch file"
     return CheckpointIndex(reader.root, index.files, index.entries, {}, layout, index.composed)
 
 

@@ -17,6 +17,8 @@ from shardwise.core.lazy_exports import import_object
 from shardwise.core.tensors import DType
 from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
+    DISTRIBUTED_SAFETENSORS,
+    OF_RANKS,
     CheckpointFormat,
     CheckpointIndex,
     FileSelection,
@@ -50,11 +52,12 @@ def open_checkpoint(
 
     ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
     first of these is opened: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
-    ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
-    of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
-    only folder with a name that accelerate gives to models. If the storage cannot list files, the usual names are
-    tried. ``extra_files`` are safetensors files that are read as well, if they exist. Files named by an index are
-    relative to the folder, as in transformers.
+    ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the files of ranks of
+    a distributed checkpoint of transformers (beside one of the former they are an error), the only other index of
+    safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the only
+    folder with a name that accelerate gives to models. If the storage cannot list files, the usual names are tried.
+    ``extra_files`` are safetensors files that are read as well, if they exist. Files named by an index are relative
+    to the folder, as in transformers.
 
     Pickles are read without executing their code: see :mod:`shardwise.files.pickles`.
 
@@ -152,9 +155,17 @@ def _select(
         names = reader.list()
     except CannotListError:
         return _select_probed(reader, faults)
+    of_ranks = [name for name in names if OF_RANKS.fullmatch(name)]
     for name in _usual():
+        if name in names and of_ranks:
+            raise FormatError(
+                f"{reader.root}: has {name} and a distributed checkpoint of transformers, {of_ranks[0]} and so on. "
+                "Remove the older of the two, or pass the file"
+            )
         if name in names:
             return _select_named(reader, name, faults)
+    if of_ranks:
+        return import_object(_SAFETENSORS), FileSelection(DISTRIBUTED_SAFETENSORS, of_ranks)
     for item in _formats():
         selection = item.find(reader, names, faults)
         if selection is not None:

@@ -74,9 +74,10 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
 def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Average gradients of unsharded parameters of a sharded model over all ranks.
 
-    Call it after the parameters are materialized (the hooks belong to the parameter objects). Repeated calls have
-    no effect. Every backward pass then ends with a collective, unless FSDP2 does not synchronize gradients
-    (``set_requires_gradient_sync(False)``). Gradients accumulate on each rank until it does.
+    The hooks belong to the parameter objects. Those of parameters on meta go over to the ones that a load puts in
+    their place. Repeated calls have no effect. Every backward pass then ends with a collective, unless FSDP2 does
+    not synchronize gradients (``set_requires_gradient_sync(False)``). Gradients accumulate on each rank until it
+    does.
     """
     hooks = [hook for parameter in model.parameters() if (hook := _find_hook(parameter)) is not None]
     # One for the model: ranks begin its collectives in one order, whichever parameters a pass reaches first.
@@ -153,6 +154,12 @@ class Averaging:
 def _find_hook(parameter: nn.Parameter) -> Averaging | None:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return next((hook for hook in hooks.values() if isinstance(hook, Averaging)), None)
+
+
+def move_averaging(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
+    """Average the gradient of a parameter that takes the place of another, if the other's is averaged."""
+    if (average := _find_hook(parameter)) is not None:
+        replacement.register_post_accumulate_grad_hook(average)
 
 
 def is_averaged(parameter: nn.Parameter) -> bool:

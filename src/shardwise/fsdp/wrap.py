@@ -225,7 +225,7 @@ def wrap(
     fully_shard(model, **options)
     if hasattr(model, "generate"):  # it calls encoders without the model's forward
         register_fsdp_forward_method(model, "generate")
-    mark_sharded(model)
+    mark_sharded(model, mesh)
     return tuple(canonical(name) for group in grouping.blocks for name in group.modules)
 
 
@@ -245,11 +245,31 @@ def _save_gathered(
     type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **options)
 
 
-def mark_sharded(model: nn.Module) -> None:
+def _has_unfinished_sequences(
+    model: Any,
+    mesh: DeviceMesh,
+    this_peer_finished: bool,  # noqa: FBT001 - as transformers has it
+    synced_gpus: bool,  # noqa: FBT001
+    device: torch.device,
+) -> bool:
+    """Return whether a rank of the mesh has unfinished sequences. transformers asks all ranks."""
+    if synced_gpus:
+        unfinished = torch.tensor(0 if this_peer_finished else 1, device=device)
+        for group in mesh.get_all_groups():  # the sum over each axis in turn is that over the mesh
+            dist.all_reduce(unfinished, group=group)
+        this_peer_finished = not unfinished.item()
+    result: bool = type(model)._has_unfinished_sequences(model, this_peer_finished, False, device)
+    return result
+
+
+def mark_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
     """Mark the model as sharded: generation synchronizes ranks (``is_fsdp_managed_module``), saving is refused."""
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
     if isinstance(model, PreTrainedModel):
         vars(model)["save_pretrained"] = functools.partial(_save_gathered, model)
+        if dist.is_initialized() and mesh.size() < dist.get_world_size():
+            unfinished = functools.partial(_has_unfinished_sequences, model, mesh)
+            vars(model)["_has_unfinished_sequences"] = unfinished
 
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:

@@ -393,7 +393,7 @@ def _files_place(plugin: Any, output_dir: str, number: int, others: Mapping[str,
         form = "full"
     if isinstance(output_dir, TemporaryFolder):
         return writing.FilesPlace(output_dir.folder, number, form, output_dir)
-    return writing.FilesPlace(Path(output_dir), number, form)
+    return writing.FilesPlace(Path(output_dir).expanduser(), number, form)
 
 
 def _select(model: nn.Module, *, adapter_only: bool) -> Selection:

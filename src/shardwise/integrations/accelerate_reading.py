@@ -92,7 +92,8 @@ def load_accelerate_model(
     model = without_compile(model)
     clock = Clock()
     consents = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
-    source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+    source = FilesSource(Path(path).expanduser(), number, consent, options)
     with get_world(options, "load_accelerate_model") as world, torch.device("cpu"):
         with clock.phase("agree"):
             arguments = {"only": only, **consents}
@@ -133,7 +134,8 @@ def load_accelerate_optimizer(
     model = without_compile(model)
     clock = Clock()
     consents = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
-    source = FilesSource(Path(path), number, Consent(on_missing, on_mismatched, on_unexpected), options)
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+    source = FilesSource(Path(path).expanduser(), number, consent, options)
     with get_world(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
         with clock.phase("agree"):
             agree_on_call(world, load_accelerate_optimizer, source.path, number, consents, options)

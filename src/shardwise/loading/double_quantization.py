@@ -86,7 +86,7 @@ def _quantize_scales(layer: Any, whole: torch.Tensor, offset: float) -> dict[str
     2,752 second-level scales. On a rank with the rows from 1000 on, the first code is number 172,000 of the
     matrix, inside of block 671.
     """
-    mean = torch.tensor(offset, dtype=torch.float32)
+    mean = torch.tensor(offset, dtype=torch.float32, device="cpu")
     nested = compute_nested_scales(whole, mean)
     layer.weight_nested_scales.copy_(nested)
     layer.weight_nested_offset.fill_(offset)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.core.errors import ConfigError, FormatError, RankMismatchError
@@ -128,9 +129,9 @@ def build_and_load(
         else:
             with call_arguments.comparing_arguments(world, "the config") as exchange:
                 exchange.local = pretrained.get_settings(tuned.base)
-    pretrained.record_conversions(tuned.base, built.transforms)
-    # Registers hooks on the parameters that fully_shard leaves whole, which have memory only after a load.
-    if report is not None and sharding.mesh is not None:
+    pretrained.record_conversions(tuned.base, built.transforms, is_distributed=opened.index.is_distributed)
+    # Parameters on meta, too: their hooks go over to the ones that get memory.
+    if sharding.mesh is not None:
         average_replicated_gradients(tuned.model, sharding.mesh)
     return cast(PreTrainedModel, tuned.model), report  # PEFT's model forwards attributes to it
 
@@ -372,7 +373,9 @@ def from_pretrained(
             keywords = meta_model.check_keywords("from_pretrained", keywords, meta_model.PretrainedOptions)
         with call_arguments.comparing_arguments(world) as exchange:
             exchange.local = check_call(name_or_path, keywords, asks_for_report=output_loading_info)
-        model, report = build_and_load(world, name_or_path, keywords, clock)
+        # In the mode, parameters could not be trained, nor written to by other threads.
+        with torch.inference_mode(False):
+            model, report = build_and_load(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model
 
 

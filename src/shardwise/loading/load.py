@@ -88,7 +88,7 @@ def load(
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     request = LoadRequest(consent=consent, buffers=buffers or {}, options=options)
-    with call_arguments.get_world(options, "load") as world:
+    with call_arguments.get_world(options, "load") as world, torch.inference_mode(False):
         with call_arguments.comparing_arguments(world) as exchange:
             exchange.local = _check_load(model, checkpoint, request, key_mapping, hub)
         model = named_tensors.without_compile(model)
@@ -130,7 +130,9 @@ def load_checkpoint(
     The ``request`` has no bindings yet.
     """
     with clock.phase("index"):
-        source = open_source(world, checkpoint, hub)
+        # Some classes load further files, which their config names.
+        extra = getattr(type(getattr(model, "config", None)), "extra_files", ())
+        source = open_source(world, checkpoint, hub, extra)
     with source.closing():
         try:
             with clock.phase("plan"), world.collective("plan the load"):
@@ -139,7 +141,8 @@ def load_checkpoint(
         finally:
             # Even after a failure: parameters for staging must not stay on the caller's model.
             double_quantization.rollback(model)
-    pretrained.record_conversions(model, load.request.transforms)
+    is_distributed = source.index.is_distributed
+    pretrained.record_conversions(model, load.request.transforms, is_distributed=is_distributed)
     return report
 
 

@@ -54,7 +54,8 @@ class LoadOptions:
         device: of an unsharded model on meta. Sharded ones use the device of their mesh.
         progress: show a bar on the first rank (if there is a terminal, and transformers' bars are not off).
         process_group: the ranks that load together. None is the default group, or this process alone.
-        timeouts: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other. None for the timeout of the process group, if it was given
+            one.
         shared_reads: whether ranks that hold the same (replicas) read a share each and send it to the others:
             "auto" does so if the storage is remote, "always" and "never" are the other choices.
         check_memory: refuse a load whose estimate exceeds free memory before anything is read.
@@ -65,7 +66,7 @@ class LoadOptions:
     device: torch.device | None = None
     progress: bool = True
     process_group: dist.ProcessGroup | None = None
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    timeouts: Timeouts | None = None
     shared_reads: SharedReads = "auto"
     check_memory: bool = True
 

@@ -44,16 +44,20 @@ class OpenSource:
         return self.reader if self.is_own else nullcontext()
 
 
-def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
-    """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
+def open_source(world: World, checkpoint: Source, hub: HubOptions, extra: tuple[str, ...] = ()) -> OpenSource:
+    """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes.
+
+    ``extra`` are further files of weights, if they exist.
+    """
     is_own = not isinstance(checkpoint, StorageReader)
     if isinstance(checkpoint, StorageReader):
         # The caller has opened this reader on every rank.
         opened = OpenStorage(checkpoint, None)
     else:
-        place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub)
+        wanted = ModelFiles(extra=extra)
+        place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub, wanted)
         opened = open_everywhere(world, place, hub)
-    return read_index(world, opened, is_own=is_own)
+    return read_index(world, opened, extra=extra, is_own=is_own)
 
 
 def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:

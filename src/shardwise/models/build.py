@@ -198,24 +198,29 @@ def build_on_meta(
         ) from error
     model.eval()
     if directory is not None and model.can_generate():
-        model.generation_config = _generation_config(directory) or model.generation_config
+        kind = getattr(model, "generation_config_class", GenerationConfig)
+        model.generation_config = _generation_config(directory, kind) or model.generation_config
     return model
 
 
-def _generation_config(directory: Path) -> GenerationConfig | None:
+def _generation_config(directory: Path, kind: type[GenerationConfig]) -> GenerationConfig | None:
     """Return the checkpoint's generation config, in old checkpoints the generation fields of its model config.
+
+    A model with a class of its own for it has no such old checkpoints.
 
     Raises:
         FormatError: it cannot be read.
     """
     keywords: dict[str, Any] = {"config_file_name": "generation_config.json"}
     if not (directory / "generation_config.json").is_file():
+        if kind is not GenerationConfig:
+            return None
         keywords = {"config_file_name": "config.json", "_from_model_config": True}
     file = keywords["config_file_name"]
     if not (directory / file).is_file():
         return None
     try:
-        return GenerationConfig.from_pretrained(directory, **keywords)
+        return kind.from_pretrained(directory, **keywords)
     except Exception as error:  # the content is untrusted, and errors are of many kinds
         raise FormatError(
             f"{file} in {directory}: is not a generation config ({error}). It is damaged: restore the file"

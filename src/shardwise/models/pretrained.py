@@ -175,10 +175,15 @@ def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
 
 
-def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
-    """Record on the model the conversions that matched a key, which saving uses."""
-    if isinstance(model, PreTrainedModel):
-        model._weight_conversions = [item for item in transforms if item.was_used()]  # type: ignore[assignment]
+def record_conversions(model: nn.Module, transforms: Sequence[Any], *, is_distributed: bool = False) -> None:
+    """Record on the model the conversions that matched a key, which saving uses.
+
+    Without any, a save keeps the names of the checkpoint. Those of a distributed one are the model's own in any
+    case, and say nothing about the hub's, so that nothing is recorded.
+    """
+    used = [item for item in transforms if item.was_used()]
+    if isinstance(model, PreTrainedModel) and (used or not is_distributed):
+        model._weight_conversions = used  # type: ignore[assignment]
 
 
 def get_attention_implementation(model: nn.Module) -> str | None:

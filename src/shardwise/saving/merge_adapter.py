@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Unpack
 
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.core.errors import ConfigError, FormatError, KeyMismatchError
 from shardwise.core.expression import Expression, Stored, count_stored_rows, iter_stored_leaves, substitute
@@ -166,13 +166,19 @@ def find_num_labels(lora: _AdapterSource, built: MetaModel, head: Mapping[str, s
 
 
 def get_config_fields(
-    model: PreTrainedModel, overrides: Collection[str], *, has_new_head: bool
+    model: PreTrainedModel, config: PreTrainedConfig, options: ModelOptions, *, has_new_head: bool
 ) -> dict[str, object]:
-    """Return the fields of a model's config that the base's does not have: overrides, class and labels."""
+    """Return the fields of a model's config that the base's does not have: overrides, class and labels.
+
+    All fields of ``config``, if it is the caller's instead of the base's.
+    """
     content = json.loads(model.config.to_json_string(use_diff=False))
-    names = [*overrides, *(("id2label", "label2id") if has_new_head else ())]
+    names = [*options.get("config_overrides", {}), *(("id2label", "label2id") if has_new_head else ())]
     fields = {name: content[name] for name in names if name in content}
-    return fields | ({"architectures": [type(model).__name__]} if has_new_head else {})
+    if "config" in options:
+        fields = json.loads(config.to_json_string(use_diff=False)) | fields
+    is_changed = has_new_head or "config" in options
+    return fields | ({"architectures": [type(model).__name__]} if is_changed else {})
 
 
 def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
@@ -352,8 +358,8 @@ def merge_adapter(
     and round the sum once ([Note: One rounding] in ``saving/stream_out.py``).
 
     Args:
-        base: a folder, or a hub id in the cache.
-        adapter: a folder of PEFT's with ``adapter_config.json``, or a hub id in the cache.
+        base: a folder, or a hub id in the cache. ``hub`` and its keywords are for it.
+        adapter: a folder of PEFT's with ``adapter_config.json``, or a hub id in the same cache.
         out: a folder, created if missing. A model in it is replaced once all is written.
         adapter_name: of an adapter in a folder of its own inside ``adapter``, or in the names of its tensors.
         max_shard_size: as in ``"5GB"``: of one file's tensors.
@@ -372,10 +378,13 @@ def merge_adapter(
     """
     start = time.perf_counter()
     options = check_keywords("merge_adapter", options, ModelOptions)
-    max_shard_bytes, in_cache = parse_size(max_shard_size), HubOptions(local_files_only=True)
+    max_shard_bytes = parse_size(max_shard_size)
     # Both from the cache, so that a merge never begins with a download.
+    in_cache = replace(options.get("hub", HubOptions()), local_files_only=True)
+    # The adapter is in another repository than the base, with revisions and folders of its own.
+    of_adapter = replace(in_cache, revision=None, subfolder="")
     base_path = resolve(base, in_cache, download=False)
-    lora_folder = find_adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
+    lora_folder = find_adapter_folder(resolve(adapter, of_adapter, download=False), adapter_name)
     folder, out = base_path if base_path.is_dir() else base_path.parent, Path(out).expanduser()
     merge_steps.require_other_folder(out, [base_path, lora_folder])
     with ExitStack() as stack:
@@ -504,7 +513,7 @@ def _plan_edits(
     # 5. One index and one reader of both, over which the outputs are expressions.
     joined_executor = merge_steps.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}
-    fields = get_config_fields(built.model, options.get("config_overrides", {}), has_new_head=bool(head))
+    fields = get_config_fields(built.model, config, options, has_new_head=bool(head))
     to_save = TensorsToSave(merge_tensors(source, outputs, plan, expressions, changed), joined_executor)
     source.notes += lora.notes
     return _PlannedEdits(source, plan, to_save, changed, vocab_size, fields)

@@ -19,8 +19,8 @@ from shardwise.core.formatting import in_bytes
 from shardwise.core.layout import TensorKind
 from shardwise.core.save_reports import MergeWeightsReport
 from shardwise.core.tensors import ByteRange, numel, parse_size, row_blocks
-from shardwise.files.checkpoint_index import CheckpointIndex, with_keys, without_wrappers
-from shardwise.files.distributed import LAYOUT, holds_optimizer, open_state, read_metadata
+from shardwise.files.checkpoint_index import DISTRIBUTED, CheckpointIndex, with_keys, without_wrappers
+from shardwise.files.distributed import holds_optimizer, open_state, read_metadata
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader, OpenStorage, open_storage
 from shardwise.files.local_writer import LocalWriter
@@ -293,7 +293,9 @@ def _write_around_tensors(writer: LocalWriter, file: str, outputs: NamedOutputs)
     ``torch.save`` writes a sparse file of untouched memory in a temporary folder.
     """
     tensors = outputs.places()
-    empty = {path: torch.empty(shape, dtype=to_torch(dtype)) for path, (_, dtype, shape) in tensors.items()}
+    empty = {
+        path: torch.empty(shape, dtype=to_torch(dtype), device="cpu") for path, (_, dtype, shape) in tensors.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         sparse = Path(folder, outputs.torch_file)
         with torch.serialization.skip_data():
@@ -324,7 +326,7 @@ def _remove(folder: Path, index: CheckpointIndex) -> str:
     folders = _checkpoint_folders(folder, index)
     naming: list[Path] = []  # of the layout of this checkpoint: others are of another one
     try:
-        if index.layout == LAYOUT:
+        if index.layout == DISTRIBUTED:
             naming = [inner / METADATA for inner in folders if (inner / METADATA).is_file()]
         elif index.layout.startswith("indexed"):
             indexes = folder.glob("*.index*.json")

@@ -229,7 +229,8 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, byt
         if isinstance(request.names, AdapterOnly):
             peft_private.save_config(request.model, request.names.adapter, folder)
             adapters: Any = request.model.peft_config
-            if parameters := adapters[request.names.adapter].target_parameters:
+            # Configs of other adapters than LoRA do not have the field.
+            if parameters := getattr(adapters[request.names.adapter], "target_parameters", None):
                 _warn_of_engines(tuple(sorted(parameters)))
         else:
             revert.save_configs(request.model, _choose_config_dtype(request, plan), Path(folder))
@@ -243,8 +244,8 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, byt
         folders = [path.name for path in paths if path.is_dir()]
         if folders:
             raise ConfigError(
-                f"{type(tokenizer).__name__} writes a folder, {folders[0]}, and a save writes files only. Leave "
-                "tokenizer=... out, and call its save_pretrained afterwards"
+                f"the tokenizer or the model's code writes a folder, {folders[0]}, and a save writes files only. "
+                "Leave tokenizer=... out, and call its save_pretrained afterwards"
             )
         return {path.name: path.read_bytes() for path in paths}
 

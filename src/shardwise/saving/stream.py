@@ -40,13 +40,14 @@ class StreamOptions:
         bucket_bytes: bytes that a rank sends or receives at once. Larger tensors travel in several parts.
         device: device of the yielded tensors. None is the model's compute device.
         process_group: the ranks that iterate: all that hold a part of the model.
-        timeouts: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other. None for the timeout of the process group, if it was given
+            one.
     """
 
     bucket_bytes: int = 64 << 20
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    timeouts: Timeouts | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < _SMALLEST_BUCKET_BYTES:

@@ -4,7 +4,7 @@ Either kind is resharded into tensors of a model or an optimizer.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -38,12 +38,13 @@ class StateOptions:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves. A checkpoint uses it
             for strided tensors, and copies to and from an accelerator, besides the copies of ``mode="async"``.
         process_group: the ranks that act together. None is the default group, or this process alone.
-        timeouts: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other. None for the timeout of the process group, if it was given
+            one.
     """
 
     budget_bytes: int = 64 << 20
     process_group: dist.ProcessGroup | None = None
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    timeouts: Timeouts | None = None
 
     def __post_init__(self) -> None:
         require_budget(self.budget_bytes)

@@ -17,6 +17,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.machine import GROUPS, OWN_GROUP, control_groups, number_in, read_text
 from shardwise.core.reports import Available
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.gradients import move_averaging
 from shardwise.fsdp.named_tensors import TensorRef, computing_device, local_tensor
 from shardwise.fsdp.torch_private import copy_attributes
 
@@ -61,6 +62,7 @@ def _find_fsdp_param(item: TensorRef, fsdp_params: FsdpParams) -> Any:
     return fsdp_params.get(item.tensor) if isinstance(item.tensor, nn.Parameter) else None
 
 
+@torch.inference_mode(False)  # other threads write to the memory, and parameters may be trained
 def materialize(
     refs: Sequence[TensorRef], fsdp_params: FsdpParams, device: torch.device
 ) -> dict[str, torch.Tensor]:
@@ -68,7 +70,7 @@ def materialize(
 
     ``fsdp_params`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this
     rank's local tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
-    ``requires_grad`` and attributes. Memory: this rank's shards.
+    ``requires_grad``, attributes, and hooks that average gradients. Memory: this rank's shards.
     """
     return {item.fqn: _allocate(item, fsdp_params, device) if item.tensor.is_meta else item.local for item in refs}
 
@@ -91,6 +93,7 @@ def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) ->
     # A parameter on meta cannot get memory in place: it is replaced at every place that registers it.
     parameter = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=tensor.requires_grad)
     copy_attributes(parameter, tensor)
+    move_averaging(tensor, parameter)
     item.install(parameter)
     # After install(): FSDP2 takes the parameter that is set on its modules.
     if fsdp_param is not None:

@@ -125,10 +125,10 @@ def build_metadata(packing: Packing, shape: Sequence[int], offset: float | None)
         "dtype": str(packing.dtype).removeprefix("torch."),
         "shape": list(shape),
     }
-    metadata = {QUANT_MAP: torch.tensor(form.codebook, dtype=torch.float32)}
+    metadata = {QUANT_MAP: torch.tensor(form.codebook, dtype=torch.float32, device="cpu")}
     if offset is not None:
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-        metadata[NESTED_MAP] = torch.tensor(dynamic_codebook(), dtype=torch.float32)
+        metadata[NESTED_MAP] = torch.tensor(dynamic_codebook(), dtype=torch.float32, device="cpu")
     text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return metadata | {f"{QUANT_STATE}{form.value}": text}
 
