@@ -524,7 +524,7 @@ def _promise(request_id: str, num_samples: int | None = None) -> Response:
     return JSONAnswer(answer, headers={"x-request-id": request_id})
 
 
-async def _read_bytes(request: Request, max_bytes: int = messages.MAX_BODY_BYTES) -> bytes:
+async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     """Return the body without its encoding. Raise StatusError 413 if it has more than ``max_bytes``."""
     parts, size = [], 0
     async for part in request.stream():
