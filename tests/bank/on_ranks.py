@@ -82,7 +82,6 @@ def together(base: Path, kind: str) -> dict[str, Any]:
         "steps": [(step.is_taken, step.grad_norm) for step in told if hasattr(step, "is_taken")],
         "all_reduces": calls["all_reduce"],
         "base is same": base_is_same,
-        "backends": {why for each in told if hasattr(each, "passes") for why in each.backends},
         "losses": told[0].adapters["ada"].loss,
     }
 

@@ -23,6 +23,7 @@ from shardwise.bank.memory import estimate_pass
 from shardwise.core.errors import ShardwiseError, TrainingError
 from shardwise.core.reports import Available
 from shardwise.fsdp.wrap import prepare_blocks
+from shardwise.ranks.world import World
 
 
 @pytest.mark.parametrize("backend", ["loop", "auto"], ids=["loop", "grouped"])
@@ -49,6 +50,15 @@ def test_a_pass_that_fails_changes_no_adapter_by_a_bit(base, kind, backend):
         require_equal(everything(bank, name), everything(quiet, name))
 
 
+all_reduce = World.all_reduce
+
+
+def fail_to_gather(world: World, what: str, *arguments: Any) -> Any:
+    if what == "gather the outputs":
+        raise TrainingError("the host has no memory")
+    return all_reduce(world, what, *arguments)
+
+
 def test_a_loss_that_raises_changes_its_adapter_alone(base):
     """Also in the middle of its window; the rows of the others are in the pass as they would be without it."""
     own = members()
@@ -57,6 +67,8 @@ def test_a_loss_that_raises_changes_its_adapter_alone(base):
     bad = [(name, rows_of(name, recipe, 1, bad=name == "bob")) for name, recipe in own.items()]
     for each in (quiet, bank):
         each.forward_backward(good[1:2])
+    with mock.patch.object(World, "all_reduce", fail_to_gather), pytest.raises(TrainingError, match="no memory"):
+        bank.forward_backward(good, gather=True)  # is discarded
     before = failing.gradients(bank)["bob"]
     with failing.losses_raise(), pytest.raises(TrainingError) as told:
         bank.forward_backward(bad)

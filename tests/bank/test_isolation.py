@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from tests import zoo
 from tests.bank import banking
 from tests.bank.banking import Recipe, adamw, create, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of
@@ -14,7 +15,7 @@ from tests.truth import require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
 import shardwise
-from shardwise.bank.batch import RequestCounts, combine_counts
+from shardwise.bank.batch import RequestCounts, require_equal_requests
 from shardwise.core.errors import ConfigError, RankMismatchError, TrainingError
 
 
@@ -96,17 +97,17 @@ def test_who_is_idle_stays_as_it_is(base):
     assert bank._adapters["a"].optimizer.param_groups[0]["weight_decay"] == before["weight_decay"]
 
 
-def test_counts_of_ranks_are_combined_and_a_mismatch_names_global_ranks():
+def test_a_mismatch_of_requests_names_global_ranks():
     """The ranks of a group are 4 and 6 in the default group."""
-    first = RequestCounts("a", "", 1, ((7, 9),), ((6, 8),), (1,))
-    second = RequestCounts("a", "", 1, ((40,),), ((39,),), (4,))
-    [combined] = combine_counts([[first], [second]], [4, 6])
-    assert combined == RequestCounts("a", "", 1, ((7, 9), (40,)), ((6, 8), (39,)), (1, 4))
-    assert combined.num_supervised_tokens == 53
-    with pytest.raises(RankMismatchError, match=r"rank 6 has rows of \['b'\], and rank 4 of \['a'\]"):
-        combine_counts([[first], [replace(second, name="b")]], [4, 6])
-    with pytest.raises(RankMismatchError, match=r"rank 6 has requests with \['ppo'\], and rank 4 with \[''\]"):
-        combine_counts([[first], [replace(second, settings="ppo")]], [4, 6])
+    first, second = RequestCounts("'a' (ppo)", 1, (7, 9), (6, 8), 1), RequestCounts("'a' (ppo)", 1, (40,), (39,), 4)
+    require_equal_requests([[first], [second]], [4, 6])
+    other = replace(second, description="'a' (cispo)")
+    with pytest.raises(
+        RankMismatchError, match=r"rank 6 has rows of 'a' \(cispo\), and rank 4 of 'a' \(ppo\)\. Name"
+    ):
+        require_equal_requests([[first], [other]], [4, 6])
+    with pytest.raises(RankMismatchError, match=r"rank 6 has rows of none, and rank 4 of 'a' \(ppo\)\. Name"):
+        require_equal_requests([[first], []], [4, 6])
 
 
 # ── refused by name ───────────────────────────────────────────────────────────────────────────────
@@ -204,7 +205,7 @@ def test_configs_that_are_no_pairs_of_matrices(bank, match, config):
         ),
         ("accumulation_steps=0: pass 1 or more", {"gradient_accumulation_steps": 0}),
         ("optimizer=5: is not a function", {"optimizer": 5}),
-        ("schedule: returned a NoneType without step", {"schedule": lambda optimizer: None}),
+        ("schedule: returned a NoneType. Return an LRScheduler", {"schedule": lambda optimizer: None}),
         ("ReduceLROnPlateau needs a metric", {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}),
         ("cannot be made, Invalid learning rate", {"optimizer": lambda own: torch.optim.SGD(own, lr=-1)}),
         ("unexpected keyword argument 'sed'. Did you mean 'seed'", {"sed": 1}),
@@ -216,6 +217,17 @@ def test_configs_that_are_no_pairs_of_matrices(bank, match, config):
 )
 def test_invalid_options_are_refused(bank, match, keywords):
     refused(bank, match, **keywords)
+
+
+def test_a_row_longer_than_a_multimodal_base_has_positions():
+    """Its length is in a part of its config."""
+    specimen = zoo.Specimen("gemma3", "gemma3", "Gemma3ForConditionalGeneration", "vision-language")
+    config = zoo.tiny_config(specimen)
+    config.text_config.max_position_embeddings = 12
+    bank = shardwise.AdapterBank(zoo.build(specimen, config=config))
+    assert bank.max_length == 12
+    with pytest.raises(ConfigError, match="rows have 13 to 13 tokens. They may have 2 to 12"):
+        bank.compute_logprobs([(None, {"input_ids": torch.ones((1, 13), dtype=torch.int64)})])
 
 
 def test_invalid_calls_are_refused(base):

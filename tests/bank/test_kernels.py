@@ -1,6 +1,8 @@
 """Both backends are the sum that they stand for, forward and backward, whatever the parts are."""
 
 import itertools
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ from shardwise.bank.kernels import (
     adapt,
     group_into_runs,
     row_keys,
-    select_backend,
 )
+from shardwise.bank.routes import AdapterRows, Route
 
 IN, OUT = 8, 12
 
@@ -87,31 +89,27 @@ def test_runs_leave_nothing_out(drawn):
         assert len({(part.weights.rank, part.stop - part.start) for part in run}) == 1
 
 
-def pairs(*ranks: int, width: int = OUT) -> list[RoutedSegment]:
-    made = []
-    for number, rank in enumerate(ranks):
-        a, b = torch.ones(rank, IN), torch.ones(width, rank)
-        made.append(RoutedSegment(LoraWeights(a, b, a, b, 1.0), 4 * number, 4 * number + 4))
-    return made
-
-
 @pytest.mark.parametrize(
-    ("choice", "ranks", "width", "dtype", "why"),
+    ("choice", "ranks", "dtype", "is_grouped"),
     [
-        ("loop", (4, 4), OUT, torch.float32, "loop: as asked"),
-        ("auto", (4, 4), OUT, torch.float32, "grouped: fewer products"),
-        ("auto", (4, 8), OUT, torch.float32, "loop: no two equal segments adjacent"),
-        ("auto", (4, 8, 8), OUT, torch.float32, "grouped: fewer products"),
-        ("auto", (4, 4), OUT, torch.float64, "loop: no batched product of torch.float32 to torch.float64"),
+        ("loop", (4, 4), torch.float32, False),
+        ("auto", (4, 4), torch.float32, True),
+        ("auto", (4, 8), torch.float32, False),
+        ("auto", (4, 8, 8), torch.float32, True),
+        ("auto", (4, 4), torch.float64, False),
     ],
 )
-def test_the_choice_and_its_reason(choice, ranks, width, dtype, why):
-    parts = pairs(*ranks, width=width)
-    rows = parts[-1].stop
-    x, out = torch.ones(rows, IN), torch.ones(rows, width, dtype=dtype)
-    backend, told = select_backend(choice, parts, x, out, GroupedProducts())
-    assert told == why
-    assert isinstance(backend, GroupedProducts) == why.startswith("grouped")
+def test_equal_adapters_that_are_adjacent_are_grouped(choice, ranks, dtype, is_grouped):
+    adapters, members = [], []
+    for number, rank in enumerate(ranks):
+        a, b = torch.ones(rank, IN), torch.ones(OUT, rank)
+        adapters.append(SimpleNamespace(weights_by_site={"layer": LoraWeights(a, b, a, b, 1.0)}))
+        members.append(AdapterRows(adapters[-1], 4 * number, 4 * number + 4, None))
+    rows = members[-1].stop
+    route = Route(rows, 1, tuple(members), adapters, choice, torch.zeros(()))
+    with mock.patch("shardwise.bank.routes.adapt", side_effect=lambda _anchor, _x, y, *_: y) as called:
+        route.add_adapters("layer", torch.ones(rows, IN), torch.ones(rows, OUT, dtype=dtype))
+    assert isinstance(called.call_args.args[4], GroupedProducts) == is_grouped
 
 
 def test_tokens_that_recur_give_the_same_bits_on_any_number_of_threads():

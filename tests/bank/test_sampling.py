@@ -168,6 +168,8 @@ def test_log_probabilities_of_prompts(bank):
         ({"top_p": 0.0}, "temperature, top_k and top_p"),
         ({"prompt": []}, "'ada': the prompt is not a list of token ids"),
         ({"prompt": [WORDS]}, "'ada': the prompt has tokens outside of the model's 64"),
+        ({"prompt": [10**30]}, "'ada': the prompt is not a list of token ids"),
+        ({"top_prompt_logprobs": WORDS + 1}, "top_prompt_logprobs=65: is not 0 to 64"),
         ({"adapter": "bob"}, "no adapter named 'bob'"),
     ],
 )

@@ -9,6 +9,7 @@ from tests.files.building import refusal_of as refusal
 from tests.files.torch_building import same, values_of
 from tests.support.memory_storage import MemoryReader
 
+from shardwise.core.errors import FormatError
 from shardwise.files.open_checkpoint import open_checkpoint
 
 GRID = torch.arange(48.0).reshape(6, 8)

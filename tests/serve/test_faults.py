@@ -20,7 +20,7 @@ from tests.serve.users import User, make_message
 from tests.support.local_ranks import LIMIT_S
 from tinker.proto import tinker_public_pb2 as protobuf
 
-from shardwise.bank import losses
+from shardwise.bank import batch, losses
 from shardwise.core.errors import StorageError
 from shardwise.files.local_writer import LocalWriter
 from shardwise.serve import app
@@ -101,6 +101,36 @@ def test_a_loss_that_raises(served: Served, users: dict[str, User], monkeypatch:
     assert isinstance(ada.retrieve(again), bytes)
     step = ada.retrieve(ada.post("optim_step", model_id=models[0], seq_id=4, **STEP))
     assert step["metrics"]["skipped:max"] == 0.0
+
+
+def test_requests_that_do_not_fit_into_memory(
+    served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fail alone in their turn: those of other users are carried out."""
+    ada, bo, estimate_pass = users["ada"], users["bo"], batch.estimate_pass
+    models = [user.create() for user in (ada, bo)]
+
+    def estimate(base: Any, adapters: Any, rows: int, tokens: int, *rest: Any) -> int:
+        return 1 << 60 if tokens > 64 else estimate_pass(base, adapters, rows, tokens, *rest)
+
+    def sample(user: User, length: int) -> Any:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5] * length}]}
+        body = {"base_model": "base", "prompt": prompt, "topk_prompt_logprobs": 1}
+        return user.post("asample", **body, sampling_params={"max_tokens": 1})
+
+    monkeypatch.setattr(batch, "estimate_pass", estimate)
+    with one_turn(served, users["dee"]):
+        refused = [(ada, ada.send(make_message(models[0], 1, (5,) * 100)).json()), (ada, sample(ada, 100))]
+        fine = [(bo, bo.send(make_message(models[1], seq_id)).json()) for seq_id in (1, 2)]
+        fine += [(bo, sample(bo, 3)), (ada, sample(ada, 3))]
+        steps = [
+            user.post("optim_step", model_id=model, seq_id=seq_id, **STEP)
+            for user, model, seq_id in ((ada, models[0], 2), (bo, models[1], 3))
+        ]
+    assert [user.retrieve(promise).get("category") for user, promise in refused] == ["server"] * 2
+    assert all(isinstance(user.retrieve(promise), bytes) for user, promise in fine)
+    assert "seq_id 1 failed since the last step" in ada.retrieve(steps[0])["error"]
+    assert bo.retrieve(steps[1])["metrics"]["grad_norm:mean"] > 0
 
 
 def test_two_steps_that_are_sent_at_once_are_both_taken(served: Served, users: dict[str, User]) -> None:

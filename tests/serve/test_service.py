@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tests.support.local_ranks import LIMIT_S
 
 from shardwise.bank.compose import Unit, compose_passes
-from shardwise.bank.sampling import SampleOutput
+from shardwise.bank.sampling import Sample, SampleOutput
 from shardwise.cli.serve import serve_command
 from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.serve.checkpoints import CheckpointStore
@@ -33,7 +33,7 @@ async def run_turn(service: Service, duration_s: float = 0.0) -> Turn:
 
 
 async def create(service: Service) -> Model:
-    session = service.open_session(LOCAL, None)
+    session = service.open_session(LOCAL)
     with service.open_model(session, 1, 4, frozenset(("attn",)), None) as request:
         model_id = name_model(session, 1)
         request.operation = CreateModel(request.request_id, model_id, 4, 0, frozenset(("attn",)))
@@ -83,8 +83,7 @@ def test_samples_of_vllm_are_waited_for_at_a_stop() -> None:
         service, vllm = Service(Settings("base", "base"), None), Vllm()
         service.vllm = vllm  # type: ignore[assignment]
         with service.admit(LOCAL, "samples") as request:
-            settings = {"n": 1, "max_tokens": 1}
-            request.operation = Generate(request.request_id, None, None, (1,), settings)
+            request.operation = Generate(request.request_id, Sample(None, (1,), max_tokens=1))
             request.answer = SampleAnswer(1, prompt_logprobs=False)
         await service.begin_stop()
         turns = [await run_turn(service) for _ in range(3)]

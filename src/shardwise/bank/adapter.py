@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau
 from typing_extensions import TypedDict
 
 from shardwise.core.errors import ConfigError
@@ -68,29 +68,25 @@ def create_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
     return optimizer
 
 
-ScheduleMaker: TypeAlias = Callable[[Optimizer], Any]
-"""Makes a scheduler of an optimizer, with torch's ``step``, ``state_dict`` and ``load_state_dict``."""
+ScheduleMaker: TypeAlias = Callable[[Optimizer], LRScheduler]
+"""Makes a scheduler of an optimizer."""
 
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 """An adapter's loss: the mean over the supervised tokens of a window, or their sum, each times its weight."""
 
 
-def create_schedule(make: ScheduleMaker, optimizer: Optimizer) -> Any:
+def create_schedule(make: ScheduleMaker, optimizer: Optimizer) -> LRScheduler:
     """Make the schedule of an adapter.
 
     Raises:
-        ConfigError: the schedule lacks methods of torch's, or depends on a metric.
+        ConfigError: the schedule is not one of torch's, or depends on a metric.
     """
-    schedule = make(optimizer)
+    schedule: object = make(optimizer)
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError("schedule: ReduceLROnPlateau needs a metric. Pass lr to optim_step instead")
-    methods = ("step", "state_dict", "load_state_dict")
-    missing = [method for method in methods if not callable(getattr(schedule, method, None))]
-    if missing:
-        raise ConfigError(
-            f"schedule: returned a {type(schedule).__name__} without {', '.join(missing)}. Return one of torch"
-        )
+    if not isinstance(schedule, LRScheduler):
+        raise ConfigError(f"schedule: returned a {type(schedule).__name__}. Return an LRScheduler of torch")
     return schedule
 
 
@@ -457,12 +453,10 @@ class FusedLosses:
     Attributes:
         requests: in order.
         passes: number of passes through the base.
-        backends: how adapters were computed and why, with the number of layers on this rank.
     """
 
     requests: list[AdapterLoss]
     passes: int
-    backends: dict[str, int]
 
     @property
     def adapters(self) -> dict[str, AdapterLoss]:

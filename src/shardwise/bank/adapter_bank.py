@@ -71,8 +71,8 @@ class AdapterBank:
        before the call, and those of other adapters have the micro-batch. After any other error, all are as before
        the call. :meth:`zero_grad` discards the window.
     4. :meth:`optim_step`: the matrices change, unless the gradient is not finite, and the adapter is ACCUMULATING
-       with an empty window. If the step fails, it is FAILED, as are adapters of the call with equal optimizer
-       settings: :meth:`load_state_dict`, :meth:`load` and :meth:`delete_adapter` are the only calls for it.
+       with an empty window. If the step fails, it is FAILED: :meth:`load_state_dict`, :meth:`load` and
+       :meth:`delete_adapter` are the only calls for it.
     5. :meth:`save`, :meth:`state_dict`, :meth:`compute_logprobs`, :meth:`copy_adapter` and :meth:`offload` at any
        time in between: they change nothing. :meth:`load_state_dict` and :meth:`load` replace the state.
     6. :meth:`delete_adapter`: the name is free, and the other adapters are not affected.
@@ -190,9 +190,9 @@ class AdapterBank:
         """Run rows of many adapters through the base, together, and accumulate their gradients.
 
         Rows are sorted by length and cut into passes ([Note: Composed passes] in ``bank/compose.py``). If a pass
-        fails, the whole call is discarded on all ranks: gradients and windows do not change. If a loss raises, or
-        its gradient is not finite, those of its adapter do not change, and the others' do. With ``gather`` the
-        outputs are gathered after that: if this fails, the micro-batches count.
+        fails, or gathering the outputs, the whole call is discarded on all ranks: gradients and windows do not
+        change. If a loss raises, or its gradient is not finite, those of its adapter do not change, and the others'
+        do.
 
         Collective: yes. Two small exchanges (two more for each pass for which the memory of a CPU is short), and
         FSDP2's all-gathers of each pass. Memory: that of a pass of ``max_tokens_per_pass`` tokens, with the logits
@@ -215,46 +215,22 @@ class AdapterBank:
         """
         call = batch.open_call(self._base, requests, self._adapters, is_training=True)
         trained = call.trained()
-        # Without backward passes there is nothing to restore, and no need for the base's training mode.
-        sums = call.accumulate_gradients() if trained else call.run(is_training=False)
+        sums = call.run(gather=gather)
         # Before an error is raised: the gradients of adapters whose loss did not raise have the micro-batch.
         counted = []
         for name, numbers in trained.items():
             if not sums.failures.keys() & set(numbers):
                 adapter = self._adapter(name)
                 adapter.micro_batches += 1
-                adapter.num_supervised_tokens += sum(call.counts[each].num_supervised_tokens for each in numbers)
+                adapter.num_supervised_tokens += call.count_targets(numbers)
                 counted.append(name)
-        output = self._make_output(call, sums, gather=gather)
+        output = _make_output(call, sums)
         if sums.failures:
             others = f"; the micro-batches of {', '.join(map(repr, counted))} count" if counted else ""
             error = TrainingError(f"{call.describe(sums.failures)}. Its gradient is as before the call{others}")
             error.output = output
             raise error
         return output
-
-    def _make_output(self, call: batch.RowCall, sums: batch.PassSums, *, gather: bool) -> FusedLosses:
-        # By request and row. Passes have other orders.
-        logprobs = [[of_request[row] for row in sorted(of_request)] for of_request in call.logprobs]
-        if gather:
-            by_rank: list[list[list[torch.Tensor]]] = []
-            with self._world.all_reduce("gather the outputs", by_rank.extend) as exchange:
-                exchange.local = [[values.cpu() for values in of_request] for of_request in logprobs]
-            # Of each request, the rows of rank 0, then those of rank 1. ``by_rank`` is empty on all but the first.
-            logprobs = [[] for _ in logprobs]
-            for of_rank in by_rank:
-                for gathered, values_of_rank in zip(logprobs, of_rank, strict=True):
-                    gathered += values_of_rank
-        outcomes = []
-        for number, (placed, entry) in enumerate(zip(call.requests, call.counts, strict=True)):
-            # The loss in the report is that of this request. The divisor of the gradient is in BankAdapter.
-            tokens, adapter = entry.num_supervised_tokens, placed.adapter
-            is_mean = adapter is not None and adapter.options["reduction"] == "mean"
-            loss = math.nan if number in sums.failures else sums.losses.get(number, 0.0)
-            divisor = max(tokens, 1) if is_mean else 1
-            failure = sums.failures.get(number)
-            outcomes.append(AdapterLoss(entry.name, loss / divisor, tokens, logprobs[number], failure))
-        return FusedLosses(outcomes, len(call.passes), dict(call.backends))
 
     def zero_grad(self, name: str) -> None:
         """Discard an adapter's open window. Collective: no, but call it on every rank."""
@@ -273,7 +249,7 @@ class AdapterBank:
 
         A window may have any number of micro-batches, unless the adapter has ``gradient_accumulation_steps``.
         Without any, the step is taken with a gradient of zeros. Several adapters at once step with the same bits as
-        one after the other, in fewer calls.
+        one after the other.
 
         Collective: yes (two small exchanges, whatever the number of adapters, and an all-reduce of each gradient).
 
@@ -287,9 +263,8 @@ class AdapterBank:
             RankMismatchError: ranks step different adapters or pass different settings, or their optimizers have
                 different settings (for example, from different schedules) or step counts. No step is taken.
             RankLostError: a rank is lost. The bank has ended.
-            ShardwiseError: the optimizer or the schedule of an adapter fails on a rank. It, and adapters of the
-                call with equal optimizer settings, must be restored or deleted. The others took their steps, whose
-                outcomes are the ``output`` of the error.
+            ShardwiseError: the optimizer or the schedule of an adapter fails on a rank. It must be restored or
+                deleted. The others took their steps, whose outcomes are the ``output`` of the error.
         """
         by_name = {steps: changes} if isinstance(steps, str) else steps
         with comparing_arguments(self._world) as exchange:
@@ -349,9 +324,10 @@ class AdapterBank:
             it, (tokens - 1,) float32, or those of its targets, of their shape; 0 for ignored ones.
         """
         call = batch.open_call(self._base, requests, self._adapters, is_training=False)
-        if failures := (sums := call.run(is_training=False)).failures:
-            raise TrainingError(call.describe(failures))
-        return [outcome.logprobs for outcome in self._make_output(call, sums, gather=gather).requests]
+        sums = call.run(gather=gather)
+        if sums.failures:
+            raise TrainingError(call.describe(sums.failures))
+        return sums.logprobs
 
     def generate(self, samples: Sequence[Sample]) -> list[SampleOutput]:
         """Sample from adapters and the base, many at once. See :class:`~shardwise.bank.sampling.Sample`.
@@ -592,6 +568,19 @@ class AdapterBank:
             started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
         self._register(adapter)  # the last step: a failure on any rank before it leaves the bank unchanged
         return started
+
+
+def _make_output(call: batch.RowCall, sums: batch.PassSums) -> FusedLosses:
+    outcomes = []
+    for number, (placed, logprobs) in enumerate(zip(call.requests, sums.logprobs, strict=True)):
+        # The loss in the report is that of this request. The divisor of the gradient is in BankAdapter.
+        tokens, adapter = call.count_targets([number]), placed.adapter
+        is_mean = adapter is not None and adapter.options["reduction"] == "mean"
+        loss = math.nan if number in sums.failures else sums.losses.get(number, 0.0)
+        divisor = max(tokens, 1) if is_mean else 1
+        failure = sums.failures.get(number)
+        outcomes.append(AdapterLoss(placed.request.adapter, loss / divisor, tokens, logprobs, failure))
+    return FusedLosses(outcomes, len(call.passes))
 
 
 def _comparable_options(backend: object, max_tokens_per_pass: object) -> dict[str, str]:

@@ -204,6 +204,7 @@ def read_adapter(
 def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapter: Adapter | None) -> None:
     """Read all tensors of a file, which may be an adapter's, into a module. Collective: yes."""
     options = StateOptions()
+    # On the CPU whatever the caller's default device is, as in set_model_state_dict.
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
         stored = open_stored_values(world, str(folder), file, options, stack)
         values: Values = stored

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,27 +29,21 @@ from shardwise.transfer.memory import trim_heap
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """What ranks tell each other of a request.
+    """What a rank tells the others of a request.
 
     Attributes:
-        name: the adapter.
-        settings: all else that must be equal on all ranks, as text.
+        description: adapter, loss and settings, which must be equal on all ranks, as text.
         group_size: rows that share a pass. None for all of a rank.
-        lengths: by rank, tokens of each row.
-        num_targets: by rank, positions of each row with a target that counts.
-        widths: by rank, targets of a position (K), the most of any row.
+        lengths: tokens of each row.
+        num_targets: positions of each row with a target that counts.
+        width: targets of a position (K), the most of any row.
     """
 
-    name: str | None
-    settings: str
+    description: str
     group_size: int | None
-    lengths: tuple[tuple[int, ...], ...]
-    num_targets: tuple[tuple[int, ...], ...]
-    widths: tuple[int, ...]
-
-    @property
-    def num_supervised_tokens(self) -> int:
-        return sum(map(sum, self.num_targets))
+    lengths: tuple[int, ...]
+    num_targets: tuple[int, ...]
+    width: int
 
 
 @dataclass
@@ -60,32 +53,32 @@ class PassSums:
     Attributes:
         losses: sums of the losses by request.
         failures: errors of losses that raised, by request.
+        logprobs: by request and row, log probabilities of the rows of this rank, or of all on the first.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    logprobs: list[list[torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class RowCall:
-    """A call with requests. Each list has one item for each request.
+    """A call with requests.
 
     Attributes:
         base: the base.
         requests: the requests, with the rows of this rank.
-        counts: counts of the rows of each request on all ranks.
+        counts: counts of the rows by rank and request.
         passes: the passes, as many and as long on all ranks.
-        backends: number of adapted layer calls, by how they were computed.
-        logprobs: log probabilities of this rank's rows.
+        logprobs: by request and number of row, log probabilities of this rank's rows.
         num_top: number of the most probable tokens that are returned for each position, too.
         top: their log probabilities and ids, (positions, num_top) each.
     """
 
     base: SharedBase
     requests: list[PlacedRequest]
-    counts: list[RequestCounts]
+    counts: Sequence[Sequence[RequestCounts]]
     passes: list[PlannedPass]
-    backends: Counter[str] = field(default_factory=Counter)
     logprobs: list[dict[int, torch.Tensor]] = field(default_factory=list)
     num_top: int = 0
     top: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -98,15 +91,29 @@ class RowCall:
                 numbers.setdefault(placed.adapter.name, []).append(number)
         return numbers
 
-    def accumulate_gradients(self) -> PassSums:
-        """Accumulate the gradients of the adapters by forward and backward passes. Collective: yes.
+    def count_targets(self, numbers: Iterable[int]) -> int:
+        """Return the number of positions of requests with a target that counts, on all ranks."""
+        return sum(sum(of_rank[number].num_targets) for of_rank in self.counts for number in numbers)
+
+    def describe(self, failures: Mapping[int, str]) -> str:
+        """Describe losses that raised, by request."""
+        return "; ".join(
+            f"the loss of {describe_adapter(self.requests[number].request.adapter)} raised, {text}"
+            for number, text in failures.items()
+        )
+
+    def run(self, *, gather: bool = False) -> PassSums:
+        """Run passes on all ranks, sum their results, and accumulate gradients. Collective: yes.
 
         An adapter with a loss that raises has the gradient from before the call, and those of the others are
         accumulated.
 
+        Args:
+            gather: True for the log probabilities of all ranks' rows on the first rank, and none on the others.
+
         Raises:
             ShardwiseError: the same on every rank. A note names the adapters. Gradients are restored.
-            RankLostError: see :meth:`_run`. Gradients are restored.
+            RankLostError: see :func:`collective_passes`. Gradients are restored.
         """
         adapters = {placed.adapter.name: placed.adapter for placed in self.requests if placed.adapter is not None}
         trained = self.trained()
@@ -114,8 +121,15 @@ class RowCall:
         copies = {name: adapters[name].gradient.clone() for name in trained if adapters[name].micro_batches}
         # The backward pass adds to the gradients in place, so after a failure on any rank all of them are restored.
         restored: Collection[str] = trained
+        names = []
+        for number, placed in enumerate(self.requests):
+            if any(of_rank[number].lengths for of_rank in self.counts):
+                names.append(placed.request.adapter)
         try:
-            sums = self.run(is_training=True)
+            with collective_passes(self.base, "compute the pass", names, self._sum) as exchange:
+                exchange.local = self._run_passes()
+            sums: PassSums = exchange.result
+            sums.logprobs = self._collect_logprobs(gather=gather)
             restored = [name for name, numbers in trained.items() if sums.failures.keys() & numbers]
         finally:
             for name in restored:
@@ -125,20 +139,20 @@ class RowCall:
                     adapters[name].gradient.zero_()
         return sums
 
-    def describe(self, failures: Mapping[int, str]) -> str:
-        """Describe losses that raised, by request."""
-        return "; ".join(
-            f"the loss of {describe_adapter(self.counts[number].name)} raised, {text}"
-            for number, text in failures.items()
-        )
-
-    def run(self, *, is_training: bool) -> PassSums:
-        """Run passes on all ranks, and sum their results. Collective: yes. Errors: of :func:`collective_passes`."""
-        names = [entry.name for entry in self.counts if any(entry.lengths)]
-        with collective_passes(self.base, "compute the pass", names, self._sum) as exchange:
-            exchange.local = self._run_passes(is_training=is_training)
-        sums: PassSums = exchange.result
-        return sums
+    def _collect_logprobs(self, *, gather: bool) -> list[list[torch.Tensor]]:
+        """Return log probabilities by request and row: passes have other orders. Collective: with ``gather``."""
+        logprobs = [[of_request[row] for row in sorted(of_request)] for of_request in self.logprobs]
+        if not gather:
+            return logprobs
+        by_rank: list[list[list[torch.Tensor]]] = []
+        with self.base.world.all_reduce("gather the outputs", by_rank.extend) as exchange:
+            exchange.local = [[values.cpu() for values in of_request] for of_request in logprobs]
+        # Of each request, the rows of rank 0, then those of rank 1. ``by_rank`` is empty on all but the first.
+        gathered: list[list[torch.Tensor]] = [[] for _ in logprobs]
+        for of_rank in by_rank:
+            for of_request, values_of_rank in zip(gathered, of_rank, strict=True):
+                of_request += values_of_rank
+        return gathered
 
     def _sum(self, results: Sequence[PassSums]) -> PassSums:
         """Sum the losses of all ranks by request."""
@@ -153,9 +167,9 @@ class RowCall:
                 sums.failures.setdefault(number, text)
         return sums
 
-    def _run_passes(self, *, is_training: bool) -> PassSums:
+    def _run_passes(self) -> PassSums:
         """Run the passes with the rows of this rank. Collective: as the base is."""
-        base = self.base
+        base, is_training = self.base, bool(self.trained())
         keys = self._dropout_keys()
         self.logprobs.extend({} for _ in self.requests)
         sums, routes = PassSums(), []
@@ -167,12 +181,12 @@ class RowCall:
                     )
                 fused.forward()
                 # A loss that raises must not keep this rank from the backward pass, in which the others gather.
-                sums.failures |= fused.compute_losses(is_training=is_training)
+                sums.failures |= fused.compute_losses()
                 if is_training:
                     fused.backward()
                 # Polls, so that the failure of another rank ends the wait. sum_losses() would block.
                 base.wait_for_device()
-                # A request may have rows in several passes.
+                # Partial sums of this rank: all_reduce adds those of the others.
                 losses, not_finite = fused.sum_losses()
                 for number, loss in losses.items():
                     sums.losses[number] = sums.losses.get(number, 0.0) + loss
@@ -181,7 +195,6 @@ class RowCall:
                     self.logprobs[placed.request][placed.number] = logprobs
                 if self.num_top:
                     self.top.update(fused.collect_top())
-                self.backends.update(fused.route.backends)
                 routes.append(fused.route)
         # Only now: a rank that raises alone between two gathers would leave the others waiting in the next.
         if is_training:
@@ -198,12 +211,12 @@ class RowCall:
         rank = self.base.world.rank
         keys: list[list[int | None]] = []
         num_rows: Counter[str] = Counter()
-        for placed, entry in zip(self.requests, self.counts, strict=True):
+        for number, placed in enumerate(self.requests):
             adapter = placed.adapter
             if adapter is None or not placed.request.backward:
-                keys.append([None] * len(entry.lengths[rank]))
+                keys.append([None] * len(placed.rows))
                 continue
-            by_rank = [len(lengths) for lengths in entry.lengths]
+            by_rank = [len(of_rank[number].lengths) for of_rank in self.counts]
             # 4 rows of the adapter are in earlier requests, and ranks have 2 and 3 of this one: those of rank 1 are
             # numbers 4 + 2 = 6 to 8.
             first = num_rows[adapter.name] + sum(by_rank[:rank])
@@ -291,8 +304,8 @@ def open_call(
     Raises:
         ConfigError, RankMismatchError, TrainingError: the same on every rank.
     """
-    # Each rank checks and counts its own rows. The counts of all ranks are compared on the first one.
-    with base.world.all_reduce("check the rows", partial(_combine, base.world.global_ranks)) as exchange:
+    # Each rank checks and counts its own rows.
+    with base.world.all_gather("check the rows") as exchange:
         placed, counts_here = [], []
         for request in _require_requests(requests):
             request = request if is_training else replace(request, backward=False)
@@ -306,19 +319,21 @@ def open_call(
         exchange.local = counts_here, base.free_bytes()
     # From here on each rank computes the same from what was exchanged, so all have the same passes, and the same
     # errors.
-    counts, free_bytes = exchange.result
-    units = [_make_units(counts, rank) for rank in range(base.world.size)]
-    members = [_group_into_units(counts, rank) for rank in range(base.world.size)]
+    counts = [of_rank for of_rank, _ in exchange.result]
+    free_bytes: Sequence[int | None] = [free for _, free in exchange.result]
+    require_equal_requests(counts, base.world.global_ranks)
+    members = [_group_into_units(of_rank) for of_rank in counts]
+    units = [[unit for unit, _ in of_rank] for of_rank in members]
     passes = []
     for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
         by_rank: list[list[tuple[int, int]]] = []  # (request, row) of each row of the pass
         num_targets: list[int] = []
         widths: list[int] = []
-        for rank, numbers in enumerate(plan.units):
-            rows_of_rank = [row for number in numbers for row in members[rank][number]]
+        for of_rank, members_of_rank, numbers in zip(counts, members, plan.units, strict=True):
+            rows_of_rank = [row for number in numbers for row in members_of_rank[number][1]]
             by_rank.append(rows_of_rank)
-            num_targets.append(sum(counts[request].num_targets[rank][row] for request, row in rows_of_rank))
-            widths.append(max((counts[request].widths[rank] for request, _ in rows_of_rank), default=1))
+            num_targets.append(sum(of_rank[request].num_targets[row] for request, row in rows_of_rank))
+            widths.append(max((of_rank[request].width for request, _ in rows_of_rank), default=1))
         free_bytes = _require_memory(base, plan, placed, by_rank, num_targets, widths, free_bytes)
         # As many as the rank with the most targets needs: FSDP2 may gather the output layer for each chunk.
         num_chunks = max(-(-max(num_targets) // base.chunk_positions), 1)
@@ -329,9 +344,9 @@ def open_call(
         assert adapter is not None
         if adapter.scales_before_backward:
             # The divisor counts the targets of all ranks, since the gradients of all ranks are summed.
-            total = sum(counts[number].num_supervised_tokens for number in requests_of_adapter)
+            scale = 1 / max(call.count_targets(requests_of_adapter), 1)
             for number in requests_of_adapter:
-                placed[number] = replace(placed[number], scale=1 / max(total, 1))
+                placed[number] = replace(placed[number], scale=scale)
     return call
 
 
@@ -392,9 +407,10 @@ def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow])
     # Ranks cannot compare functions, so a loss of the caller's own counts by its name.
     loss = request.loss if isinstance(request.loss, str) else getattr(request.loss, "__qualname__", "")
     settings = f"{loss} {sorted(request.loss_config.items())} {request.backward} {request.group_size}"
-    counts = RequestCounts(request.adapter, settings, request.group_size, (lengths,), (num_targets,), (width,))
+    description = f"{describe_adapter(request.adapter)} ({settings})"
+    counts = RequestCounts(description, request.group_size, lengths, num_targets, width)
     # Here, before ranks meet, so that the error is raised on all. Rows that fit a pass alone may be in any.
-    for unit in _make_units([counts], 0):
+    for unit, _ in _group_into_units([counts]):
         tokens = pad_length(unit.length, longest=base.max_length)
         if unit.num_rows * tokens > base.max_tokens_per_pass:
             raise ConfigError(
@@ -405,73 +421,41 @@ def _count_rows(base: SharedBase, request: Request, rows: Sequence[UnpaddedRow])
     return counts
 
 
-def _group_into_units(counts: Sequence[RequestCounts], rank: int) -> list[list[tuple[int, int]]]:
-    """Return (request, row) of the rows of each unit of a rank."""
+def _group_into_units(counts: Sequence[RequestCounts]) -> list[tuple[Unit, list[tuple[int, int]]]]:
+    """Return the units of a rank, each with (request, row) of its rows."""
     # A request with 4 rows in groups of 2 has the units [(0, 0), (0, 1)] and [(0, 2), (0, 3)]. With ``group_size``
     # None it has one, or none without rows.
-    members = []
-    for request, entry in enumerate(counts):
-        num_rows = len(entry.lengths[rank])
-        size = max(num_rows, 1) if entry.group_size is None else entry.group_size
-        for start in range(0, num_rows, size):
-            members.append([(request, row) for row in range(start, start + size)])
-    return members
-
-
-def _make_units(counts: Sequence[RequestCounts], rank: int) -> list[Unit]:
-    """Return the units of a rank, of whose rows :func:`_group_into_units` has the numbers."""
     units = []
-    for rows in _group_into_units(counts, rank):
-        request = rows[0][0]
-        length = max(counts[request].lengths[rank][row] for _, row in rows)
-        size = counts[request].group_size
+    for request, entry in enumerate(counts):
+        size = entry.group_size or max(len(entry.lengths), 1)
         # Groups of one size may be in one column, whosever they are. A whole request has its own.
-        kind = (0, request) if size is None else (size,)
-        units.append(Unit(length, len(rows), kind))
+        kind = (0, request) if entry.group_size is None else (size,)
+        for start in range(0, len(entry.lengths), size):
+            unit = Unit(max(entry.lengths[start : start + size]), size, kind)
+            units.append((unit, [(request, row) for row in range(start, start + size)]))
     return units
 
 
-def _combine(
-    global_ranks: Sequence[int], summaries: Sequence[tuple[list[RequestCounts], int | None]]
-) -> tuple[list[RequestCounts], list[int | None]]:
-    """Combine the counts of all ranks, and list their free memory by rank."""
-    return combine_counts([counts for counts, _ in summaries], global_ranks), [free for _, free in summaries]
-
-
-def combine_counts(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequence[int]) -> list[RequestCounts]:
-    """Combine the counts of all ranks, request by request.
-
-    Two ranks with rows of 7 and 9, and of 40 tokens, have ``lengths`` ``((7, 9), (40,))``.
+def require_equal_requests(counts: Sequence[Sequence[RequestCounts]], global_ranks: Sequence[int]) -> None:
+    """Check that ranks have the same requests.
 
     Args:
-        counts: the counts of each rank, of that rank alone.
+        counts: by rank and request.
         global_ranks: the ranks in the default group, for errors.
 
     Raises:
         RankMismatchError: ranks name different adapters, name them in a different order, or pass different losses
             or settings.
     """
-    names = [[entry.name for entry in counts_of_rank] for counts_of_rank in counts]
-    settings = [[entry.settings for entry in counts_of_rank] for counts_of_rank in counts]
-    for rank, names_of_rank, settings_of_rank in zip(global_ranks, names, settings, strict=True):
-        if names_of_rank != names[0]:
+    requests = [[entry.description for entry in of_rank] for of_rank in counts]
+    for rank, of_rank in zip(global_ranks, requests, strict=True):
+        if of_rank != requests[0]:
+            here, first = (", ".join(each) or "none" for each in (of_rank, requests[0]))
             raise RankMismatchError(
-                f"rank {rank} has rows of {names_of_rank}, and rank {global_ranks[0]} of {names[0]}. Name the same "
-                "adapters in the same order on every rank, if needed with a batch of no rows"
+                f"rank {rank} has rows of {here}, and rank {global_ranks[0]} of {first}. Name the same adapters in "
+                "the same order on every rank, with the same losses, settings, backward and group_size, if needed "
+                "with a batch of no rows"
             )
-        if settings_of_rank != settings[0]:
-            raise RankMismatchError(
-                f"rank {rank} has requests with {settings_of_rank}, and rank {global_ranks[0]} with {settings[0]}. "
-                "Pass the same losses, settings, backward and group_size on every rank"
-            )
-    # Each rank has counted its own rows alone, as the only rank.
-    combined = []
-    for entries in zip(*counts, strict=True):
-        lengths = tuple(entry.lengths[0] for entry in entries)
-        num_targets = tuple(entry.num_targets[0] for entry in entries)
-        widths = tuple(entry.widths[0] for entry in entries)
-        combined.append(replace(entries[0], lengths=lengths, num_targets=num_targets, widths=widths))
-    return combined
 
 
 def _require_memory(

@@ -105,7 +105,8 @@ def _compute_adapted(
     # Sorted by expert and then by member. With 3 members, pairs of expert 2 and member 1 are group 2 * 3 + 1 = 7.
     groups, order = (top_k_index.flatten() * len(members) + numbers).sort(stable=True)
     bounds = torch.arange(1, num_experts * len(members) + 1, device=groups.device)
-    ends = torch.searchsorted(groups, bounds).int()  # (experts * members,), of each group
+    # (experts * members,), of each group; int32, as grouped_mm takes its offsets.
+    ends = torch.searchsorted(groups, bounds).int()
     # Those of an expert's last member.
     ends_of_experts = ends[len(members) - 1 :: len(members)].contiguous()
     experts = groups // len(members)

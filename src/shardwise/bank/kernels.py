@@ -295,21 +295,6 @@ BackendChoice: TypeAlias = Literal["auto", "loop"]
 """How adapters are computed: by batched products of adapters with equal sizes, or one adapter after the other."""
 
 
-def select_backend(
-    choice: BackendChoice, segments: Segments, x: Tensor, out: Tensor, grouped: GroupedProducts
-) -> tuple[SegmentLoop, str]:
-    """Return the backend for one layer, ``grouped`` or a loop, and the reason in a few words."""
-    if not segments:
-        return SegmentLoop(), "no rows"
-    if choice == "loop":
-        return SegmentLoop(), "loop: as asked"
-    if x.dtype != out.dtype:
-        return SegmentLoop(), f"loop: no batched product of {x.dtype} to {out.dtype}"
-    if len(group_into_runs(segments)) == len(segments):
-        return SegmentLoop(), "loop: no two equal segments adjacent"
-    return grouped, "grouped: fewer products"
-
-
 def adapt(anchor: Tensor, x: Tensor, y: Tensor, segments: Segments, backend: SegmentLoop) -> Tensor:
     """Return ``y`` (..., out) plus the adapters' delta of each row of ``x`` (..., in).
 

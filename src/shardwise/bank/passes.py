@@ -74,7 +74,7 @@ class SharedBase:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens in a row."""
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else 1 << 30
 
     @property
@@ -195,6 +195,7 @@ class FusedPass:
             rows.append(PlacedRow(request, row, requests[request].rows[row], keys[request][row]))
         self.rows = sorted(rows, key=sort_key)
         self._requests, self._num_chunks, self._num_top = requests, planned.num_chunks, num_top
+        self._is_training = is_training
         self._top: list[tuple[torch.Tensor, torch.Tensor]] = []
         """By chunk, log probabilities and ids of the most probable tokens."""
         # (rows, tokens), padded on the right.
@@ -216,7 +217,7 @@ class FusedPass:
         # A new one for each pass: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         in_call = [placed.adapter for placed in requests if placed.adapter is not None]
-        self.route = Route(*shape, members, in_call, base.backend_choice, anchor, is_training)
+        self.route = Route(*shape, members, in_call, base.backend_choice, anchor)
         self.logprobs: torch.Tensor | None = None
         """Log probabilities of the targets, float32 (positions, K), with a graph from forward to backward pass."""
         self._gradient: torch.Tensor | None = None
@@ -312,7 +313,8 @@ class FusedPass:
             route = self.route.of_positions(self._row_numbers[start:stop], self._positions[start:stop])
             inputs = selected[start:stop], self._targets[start:stop]
             arguments = self._model, decoder_output, *inputs, route, self._active_route, self._num_top
-            if self._num_chunks > 1 and self.route.is_training:
+            # A single chunk is kept: recomputing it would repeat its product and save no memory.
+            if self._num_chunks > 1 and self._is_training:
                 # Recomputed to its end, since FSDP2 has to see the end of the output layer's forward pass.
                 options: Any = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": False}
                 outputs = checkpoint(_compute_chunk, *arguments, **options)
@@ -322,7 +324,7 @@ class FusedPass:
             self._top.append(outputs[1:])
         return torch.cat(logprobs)
 
-    def compute_losses(self, *, is_training: bool) -> dict[int, str]:
+    def compute_losses(self) -> dict[int, str]:
         """Compute losses and their gradients with respect to the log probabilities, by request. Collective: no.
 
         They are not summed over requests, so one that raises or is not finite does not affect the others.
@@ -337,7 +339,7 @@ class FusedPass:
         assert self.logprobs is not None
         self.values = self.logprobs.detach()
         self._gradient = torch.zeros_like(self.values)
-        if not is_training:
+        if not self._is_training:
             self.logprobs = None
         failures = {}
         for number, rows in self._request_rows().items():

@@ -8,7 +8,6 @@ computes as if there were no bank.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from shardwise.bank.kernels import (
     RoutedSegment,
     SegmentLoop,
     adapt,
-    select_backend,
+    group_into_runs,
     stable_key,
 )
 from shardwise.core.errors import TrainingError
@@ -78,9 +77,7 @@ class Route:
         adapters: all of the call, on any rank. Layers that none of them targets compute as without a route.
         backend_choice: how adapters are computed.
         anchor: see [Note: Straight into the buffer] in ``bank/kernels.py``.
-        is_training: False without a backward pass.
         grouped: batched products of this micro-batch.
-        backends: how adapters were computed, with the number of layers.
         forward_sites: sites that the forward pass has reached with rows that are trained.
         backward_sites: sites that the backward pass has reached.
         is_after_decoder: True after the decoder. The model goes on with one position, whose output is not used.
@@ -92,9 +89,7 @@ class Route:
     adapters: Collection[BankAdapter]
     backend_choice: BackendChoice
     anchor: torch.Tensor
-    is_training: bool = True
     grouped: GroupedProducts = field(default_factory=GroupedProducts)
-    backends: Counter[str] = field(default_factory=Counter)
     forward_sites: set[str] = field(default_factory=set)
     backward_sites: set[str] = field(default_factory=set)
     is_after_decoder: bool = False
@@ -129,6 +124,7 @@ class Route:
         # Rows [0, 0, 1, 2, 2, 3] of positions, and members with the rows 0 to 2 and 2 to 3: the bounds [0, 2, 2, 3]
         # are at [0, 3, 3, 5], so the members have positions 0 to 3 and 3 to 5. Position 5 is padding.
         bounds = [bound for member in self.members for bound in (member.start, member.stop)]
+        # Even cuts are starts, odd ones stops.
         cuts = torch.searchsorted(rows, rows.new_tensor(bounds)).tolist()
         members = []
         for member, start, stop in zip(self.members, cuts[::2], cuts[1::2], strict=True):
@@ -143,7 +139,7 @@ class Route:
     ) -> torch.Tensor:
         """Return the output ``y`` (..., out) of a layer plus the adapters' deltas of its input ``x`` (..., in).
 
-        Without ``backend``, one is selected and counted.
+        Without ``backend``, one is selected.
         """
         # The output of the one position that the model goes on with is replaced, see [Note: Logits in chunks] in
         # ``bank/passes.py``.
@@ -155,14 +151,15 @@ class Route:
         # A layer sees all tokens of each row, or one (rows, 1, ...).
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         if backend is None:
-            backend, reason = select_backend(self.backend_choice, segments, x, y, self.grouped)
-            self.backends[reason] += 1
+            may_group = self.backend_choice == "auto" and x.dtype == y.dtype
+            is_grouped = may_group and len(group_into_runs(segments)) < len(segments)
+            backend = self.grouped if is_grouped else SegmentLoop()
         is_trained = any(segment.is_trained for segment in segments)
         return self.record_site(site, adapt(self.anchor, x, y, segments, backend), is_trained=is_trained)
 
     def record_site(self, site: str, y: torch.Tensor, *, is_trained: bool) -> torch.Tensor:
         """Record that the forward pass has reached a site with trained rows, and when the backward pass does."""
-        if self.is_training and is_trained:
+        if is_trained:
             self.forward_sites.add(site)
         if y.requires_grad:
             # Called in the backward pass. It returns None, so the gradient is not replaced.

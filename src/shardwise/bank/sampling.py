@@ -129,7 +129,8 @@ def sample_tokens(
     """Sample from this rank's prompts. Collective: yes. Errors: see ``AdapterBank.generate``."""
     # All ranks need the lengths of all sequences, to compose the same batches.
     with base.world.all_gather("check the samples") as exchange:
-        rows = [row for sample in samples for row in _open_sample(base, sample, adapters)]
+        rows_by_sample = [_open_sample(base, sample, adapters) for sample in samples]
+        rows = [row for of_sample in rows_by_sample for row in of_sample]
         scored = [each for each in samples if each.prompt_logprobs or each.top_prompt_logprobs]
         names = [each.adapter for each in scored]
         top = max((each.top_prompt_logprobs for each in scored), default=0)
@@ -137,6 +138,8 @@ def sample_tokens(
         exchange.local = [(len(row.sample.prompt), row.sample.max_tokens) for row in rows], sampled, names, top
     by_rank, all_sampled, all_names, all_top = zip(*exchange.result, strict=True)
     in_call = [adapters[name] for name in set().union(*all_sampled) if name is not None]
+    # Before the sequences, so that scores that do not fit into memory are refused before anything is computed.
+    scores = _score(base, samples, adapters, [name for names in all_names for name in names], max(all_top))
     # Rows are filled with tokens in place, batch by batch. Ranks have nothing to tell each other at the end.
     with (
         collective_passes(base, "sample", [row.sample.adapter for row in rows], list) as exchange,
@@ -151,15 +154,9 @@ def sample_tokens(
                     own_rows = [rows[unit] for unit in batch[base.world.rank]]
                     _run_batch(base, own_rows, in_call, _count_steps(batch, by_rank))
         exchange.local = None
-    scores = _score(base, samples, adapters, [name for names in all_names for name in names], max(all_top))
-    # Rows are in the order of the samples: those of a sample follow those of the one before.
-    outputs, position = [], 0
-    for number, sample in enumerate(samples):
-        num_rows = sample.n if sample.max_tokens else 0
-        sequences = [row.sequence for row in rows[position : position + num_rows]]
-        position += num_rows
-        if not sample.max_tokens:
-            sequences = [SampledSequence() for _ in range(sample.n)]
+    outputs = []
+    for number, (sample, of_sample) in enumerate(zip(samples, rows_by_sample, strict=True)):
+        sequences = [row.sequence for row in of_sample] or [SampledSequence() for _ in range(sample.n)]
         outputs.append(SampleOutput(sequences, *scores.get(number, ())))
     return outputs
 
@@ -211,28 +208,48 @@ def _count_steps(units: Sequence[Sequence[int]], lengths: Lengths) -> int:
     return max(lengths[rank][unit][1] for rank, of_rank in enumerate(units) for unit in of_rank)
 
 
+def require_sample(who: str, sample: Sample, *, vocab_size: int, longest: int) -> None:
+    """Check a sample.
+
+    Args:
+        who: the adapter, for errors.
+        sample: the sample.
+        vocab_size: size of the vocabulary.
+        longest: maximum number of tokens of a prompt and a sequence together.
+
+    Raises:
+        ConfigError: the sample is invalid. The message has the reason.
+    """
+    try:
+        prompt = torch.as_tensor(sample.prompt, device="cpu")
+    except (RuntimeError, TypeError, ValueError):  # not of numbers, or of numbers above 64 bits
+        prompt = torch.empty(0, device="cpu")
+    if prompt.ndim != 1 or not len(prompt) or prompt.is_floating_point():
+        raise ConfigError(f"{who}: the prompt is not a list of token ids. Pass at least one")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
+        raise ConfigError(f"{who}: the prompt has tokens outside of the model's {vocab_size}")
+    length = len(prompt) + sample.max_tokens
+    if sample.n < 1 or sample.max_tokens < 0 or length > longest:
+        raise ConfigError(
+            f"{who}: n={sample.n} sequences of {length} tokens with the prompt. They may have {longest}, by the "
+            "length of the model or max_tokens_per_pass. Pass a smaller max_tokens"
+        )
+    if not (sample.temperature >= 0 and 0 < sample.top_p <= 1 and sample.top_k >= 0):
+        raise ConfigError(f"{who}: temperature, top_k and top_p are at least 0, and 0 < top_p <= 1")
+    if not 0 <= sample.top_prompt_logprobs <= vocab_size:
+        raise ConfigError(f"{who}: top_prompt_logprobs={sample.top_prompt_logprobs}: is not 0 to {vocab_size}")
+
+
 def _open_sample(base: SharedBase, sample: Sample, adapters: Mapping[str, BankAdapter]) -> list[_Row]:
     """Check a sample, and return its sequences. None without tokens to sample.
 
     Raises:
         ConfigError: the sample is invalid.
     """
-    who = describe_adapter(sample.adapter)
     adapter = None if sample.adapter is None else get_usable_adapter(adapters, sample.adapter)
-    prompt = torch.as_tensor(sample.prompt, device="cpu")
-    if prompt.ndim != 1 or not len(prompt) or prompt.is_floating_point():
-        raise ConfigError(f"{who}: the prompt is not a list of token ids. Pass at least one")
-    if int(prompt.min()) < 0 or int(prompt.max()) >= base.vocab_size:
-        raise ConfigError(f"{who}: the prompt has tokens outside of the model's {base.vocab_size}")
     # A sequence must fit into a batch alone, and have a position for each token.
-    length = len(prompt) + sample.max_tokens
     longest = min(base.max_length, base.max_tokens_per_pass)
-    if sample.n < 1 or sample.max_tokens < 0 or length > longest:
-        raise ConfigError(
-            f"{who}: n={sample.n} sequences of {length} tokens with the prompt. They may have {longest}"
-        )
-    if not (sample.temperature >= 0 and 0 < sample.top_p <= 1 and sample.top_k >= 0):
-        raise ConfigError(f"{who}: temperature, top_k and top_p are at least 0, and 0 < top_p <= 1")
+    require_sample(describe_adapter(sample.adapter), sample, vocab_size=base.vocab_size, longest=longest)
     stop = sample.stop
     if stop is None:
         end: Any = getattr(base.model.generation_config, "eos_token_id", None)
@@ -351,7 +368,7 @@ def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter
     anchor, sequences = torch.zeros((), device=base.device), _Sequences(base, ids, mask)
     for step in range(num_steps):
         width = sequences.ids.shape[1]
-        route = Route(num_rows, width, members, in_call, base.backend_choice, anchor, is_training=False)
+        route = Route(num_rows, width, members, in_call, base.backend_choice, anchor)
         with base.active_route.on(route):
             logits = sequences.compute_logits()
         tokens, logprobs = _choose_tokens(logits, settings, numbers[:, step : step + 1])
@@ -387,6 +404,7 @@ def _choose_tokens(
     places = torch.arange(logits.shape[1], device=logits.device)
     is_allowed = (places < top_k) & (before < top_p)  # the first one always is
     sums = torch.where(is_allowed, probabilities, 0.0).cumsum(1)
+    # right=True: a number equal to a sum belongs to the next token, so none of probability 0 is chosen.
     place = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
     # Rounding may put the number at the sum of all, beyond the last allowed token.
     place = torch.minimum(place, is_allowed.sum(1, keepdim=True) - 1).clamp(min=0)
@@ -420,7 +438,7 @@ def _score(
     if not requests:
         return {}
     call = open_call(base, requests, adapters, is_training=False, num_top=num_top)
-    call.run(is_training=False)
+    sums = call.run()
     scores = {}
     for number, request, row in places:
         most = samples[number].top_prompt_logprobs
@@ -428,5 +446,5 @@ def _score(
         if most:
             logprobs, ids = call.top[request, row]
             top = ids[:, :most], logprobs[:, :most]
-        scores[number] = call.logprobs[request][row][:-1], top
+        scores[number] = sums.logprobs[request][row][:-1], top
     return scores

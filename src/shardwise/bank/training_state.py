@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.bank.adapter import AdapterStart, BankAdapter, without_tensors
 from shardwise.bank.optimizer_steps import sum_all
@@ -260,6 +259,7 @@ def _restore_counters(adapter: BankAdapter, facts: TrainingFacts) -> None:
         raise ConfigError(
             f"the schedule of {adapter.name!r}: rejects its state, {error}. Pass schedule= as it was"
         ) from error
+    # After the schedule, whose load_state_dict may set lr.
     set_group(adapter.optimizer.param_groups[0], _select_settings(facts.settings))
     adapter.max_grad_norm = float(facts.max_grad_norm)
     adapter.windows, adapter.steps = facts.windows, facts.steps
@@ -287,7 +287,7 @@ def _find_differences(
             if there != here:
                 faults.append(f"its window is open, with {option} {there}, and it is {here} here")
     faults += _find_optimizer_faults(adapter, stored, current)
-    return [*faults, *_find_schedule_faults(adapter, stored, current)]
+    return [*faults, *_find_schedule_faults(stored, current)]
 
 
 def _compare_bases(
@@ -345,12 +345,11 @@ def _find_optimizer_faults(adapter: BankAdapter, stored: TrainingFacts, current:
     return [f"of the settings of {stored.optimizer}, {fault}" for fault in faults]
 
 
-def _find_schedule_faults(adapter: BankAdapter, stored: TrainingFacts, current: TrainingFacts) -> list[str]:
+def _find_schedule_faults(stored: TrainingFacts, current: TrainingFacts) -> list[str]:
     if stored.schedule != current.schedule:
         return [
             f"its schedule was a {stored.schedule}, and here it is a {current.schedule}. Pass schedule= as it was"
         ]
-    if not isinstance(adapter.schedule, LRScheduler):
-        return []  # torch's accept any key as an attribute, and others check their own state
+    # torch's schedules accept any key as an attribute.
     reason = scheduler_mismatch(current.schedule_state, stored.schedule_state)
     return [f"the state of its schedule {stored.schedule}: {reason}"] if reason else []

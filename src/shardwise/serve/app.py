@@ -156,7 +156,7 @@ class App:
     async def _create_session(self, request: Request, key: UserKey) -> Response:
         body = await _read(request, types.CreateSessionRequest)
         _require_client(body.sdk_version)
-        session = self._service.open_session(key, body.user_metadata)
+        session = self._service.open_session(key)
         return JSONAnswer({"type": "create_session", "session_id": session.session_id})
 
     async def _heartbeat(self, request: Request, key: UserKey) -> Response:
@@ -181,6 +181,7 @@ class App:
         with self._service.open_model(session, number, lora.rank, parts, body.user_metadata) as queued:
             if queued.is_new:
                 self._check_model(key, body.base_model, optimizer, lora.rank, parts)
+                # Below 2**62, whatever number was sent: files of the model have it.
                 model_id, seed = name_model(session, number), (lora.seed or 0) % (1 << 62)
                 queued.operation = CreateModel(queued.request_id, model_id, lora.rank, seed, parts)
                 queued.answer = {"type": "create_model", "model_id": model_id}
@@ -523,7 +524,7 @@ def _promise(request_id: str, num_samples: int | None = None) -> Response:
     return JSONAnswer(answer, headers={"x-request-id": request_id})
 
 
-async def _read_bytes(request: Request, max_bytes: int = messages.MAX_BODY_BYTES) -> bytes:
+async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     """Return the body without its encoding. Raise StatusError 413 if it has more than ``max_bytes``."""
     parts, size = [], 0
     async for part in request.stream():

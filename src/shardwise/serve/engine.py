@@ -12,7 +12,6 @@ from torch import nn
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.experts import unsupported_experts_reason
 from shardwise.bank.rows import Request
-from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError
 from shardwise.ranks.world import World
 from shardwise.serve.operations import (
@@ -102,7 +101,11 @@ class Engine:
         return model is None or (model in self._bank.names and model not in self._failed)
 
     def _run_passes(self, passes: Sequence[Pass], outcomes: Outcomes) -> None:
-        """Run the rows of all models in one call of the bank."""
+        """Run the rows of all models in one call of the bank, or by halves if it fails.
+
+        A call that fails is discarded as a whole, before or after something was computed. So one request that does
+        not fit into memory fails alone, and the others run once more, in fewer calls than one by one.
+        """
         if not passes:
             return
         # All ranks have all rows, and compute the same shares. shares[request][rank] are numbers of rows.
@@ -116,9 +119,16 @@ class Engine:
             results = self._bank.forward_backward(requests, gather=True).requests
         except RankLostError:
             raise
-        except ShardwiseError as error:
+        except ShardwiseError as error:  # the same on all ranks, so they go on alike
             if error.output is None:
-                self._refuse_all(passes, error, outcomes)
+                middle = len(passes) // 2
+                if middle:
+                    self._run_passes(passes[:middle], outcomes)
+                    self._run_passes(passes[middle:], outcomes)
+                else:
+                    _log.error("a pass failed: %s", error)
+                    text = "the pass failed on the server, whose log has the reason. Send fewer or shorter rows"
+                    outcomes[passes[0].request_id] = Refusal(text, is_users=False)
                 return
             results = error.output.requests  # the losses of some requests raised
         for each, result, share in zip(passes, results, shares, strict=True):
@@ -132,16 +142,11 @@ class Engine:
             ]
             outcomes[each.request_id] = PassOutcome(result.loss, logprobs)
 
-    def _refuse_all(self, passes: Sequence[Pass], error: ShardwiseError, outcomes: Outcomes) -> None:
-        """Refuse all passes of a turn. The error may name models of other users, so it is in the log alone."""
-        _log.error("a pass of %d requests failed: %s", len(passes), error)
-        text = "the pass failed on the server, whose log has the reason. Send fewer or shorter rows at once"
-        outcomes |= {each.request_id: Refusal(text, is_users=False) for each in passes}
-
     def _run_steps(self, steps: Sequence[OptimStep], outcomes: Outcomes) -> None:
         """Take the steps that are due, at most one of each model. One whose batch lacks a pass is not taken."""
         due: dict[str, OptimStep] = {}
         for step in steps:
+            # pop: a step that is refused begins a new batch, too.
             seq_id = self._incomplete.pop(step.model, None)
             if seq_id is None:
                 due[step.model] = step
@@ -222,51 +227,47 @@ class Engine:
         )
 
     def _run_generates(self, generates: Sequence[Generate], outcomes: Outcomes) -> None:
-        """Sample from the prompts of all models in one call of the bank, each rank from its share."""
+        """Sample from the prompts of all models in one call of the bank, or by halves, as :meth:`_run_passes`.
+
+        Each rank has a share of them.
+        """
         loaded = []
         for each in generates:
+            name = each.sample.adapter
             try:
-                if each.folder is not None and each.model is not None and each.model not in self._bank.names:
-                    self._load_copy(each.model, each.folder)
+                if name is not None and name not in self._bank.names:
+                    if each.folder is None:
+                        raise ConfigError("the model or snapshot to sample from is gone. Save it again")
+                    self._bank.load(name, each.folder, training_state=False)
                 loaded.append(each)
             except RankLostError:
                 raise
             except ShardwiseError as error:
                 outcomes[each.request_id] = refuse(error, each.folder)
-        missing = [each for each in loaded if each.model is not None and each.model not in self._bank.names]
-        for each in missing:
-            outcomes[each.request_id] = Refusal("the model or snapshot to sample from is gone. Save it again")
-        loaded = [each for each in loaded if each not in missing]
         if not loaded:
             return
-        shares = deal_rows([[len(each.prompt) + each.settings["max_tokens"]] for each in loaded], self._world.size)
+        lengths = [[len(each.sample.prompt) + each.sample.max_tokens] for each in loaded]
+        shares = deal_rows(lengths, self._world.size)
         numbers = [number for number, share in enumerate(shares) if share[self._world.rank]]
-        samples = [
-            Sample(loaded[number].model, loaded[number].prompt, **loaded[number].settings) for number in numbers
-        ]
         try:
-            outputs = self._bank.generate(samples)
+            outputs = self._bank.generate([loaded[number].sample for number in numbers])
         except RankLostError:
             raise
         except ShardwiseError as error:
-            _log.error("samples of %d requests failed: %s", len(loaded), error)
-            refusal = Refusal("sampling failed on the server, whose log has the reason", is_users=False)
-            outcomes |= {each.request_id: refusal for each in loaded}
+            middle = len(loaded) // 2
+            if middle:
+                self._run_generates(loaded[:middle], outcomes)
+                self._run_generates(loaded[middle:], outcomes)
+            else:
+                _log.error("a sample failed: %s", error)
+                text = "sampling failed on the server, whose log has the reason"
+                outcomes[loaded[0].request_id] = Refusal(text, is_users=False)
             return
         with self._world.all_gather("gather the samples") as exchange:
             exchange.local = dict(zip(numbers, outputs, strict=True))
         for of_rank in exchange.result:
             for number, output in of_rank.items():
                 outcomes[loaded[number].request_id] = output
-
-    def _load_copy(self, name: str, folder: str) -> None:
-        """Load a checkpoint to sample from it alone."""
-        whole = f"{name} (whole)"
-        self._bank.load(whole, folder, training_state=False)
-        try:
-            self._bank.copy_adapter(whole, name)
-        finally:
-            self._bank.delete_adapter(whole)
 
 
 def refuse(error: ShardwiseError, folder: str | None) -> Refusal:

@@ -56,7 +56,7 @@ class StatusError(Exception):
         self.status = status
 
 
-def decompress(body: bytes, encoding: str, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return a body without its content encoding, of at most ``max_bytes``.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from shardwise.bank.rows import RowTensors
+from shardwise.bank.sampling import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,8 @@ class Generate:
     """A prompt to go on from. With a ``folder``, the adapter is loaded from it unless it is there."""
 
     request_id: str
-    model: str | None
-    folder: str | None
-    prompt: tuple[int, ...]
-    settings: Mapping[str, Any]
-    """Arguments of a bank's ``Sample``."""
+    sample: Sample
+    folder: str | None = None
 
 
 LaterOperation: TypeAlias = CreateModel | LoadModel | SaveModel | CopyModel | ForgetModels | OffloadModels

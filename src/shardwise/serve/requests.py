@@ -11,6 +11,7 @@ import torch
 from tinker import types
 
 from shardwise.bank.rows import IGNORED
+from shardwise.bank.sampling import Sample, require_sample
 from shardwise.core.errors import ConfigError
 from shardwise.serve.keys import describe_faults
 from shardwise.serve.operations import Generate, OptimStep, Pass, SampleAnswer
@@ -63,44 +64,40 @@ def read_sample(
         if getattr(body, name):
             raise ConfigError(f"{name}: is not served. Leave it out")
     params, prompt = body.sampling_params, _read_prompt(body.prompt)
-    if not prompt or min(prompt) < 0 or max(prompt) >= base.vocab_size:
-        raise ConfigError(f"prompt: is empty, or has tokens outside of the model's {base.vocab_size}")
-    max_tokens = max(base.max_length - len(prompt), 0) if params.max_tokens is None else params.max_tokens
-    if max_tokens < 0 or len(prompt) + max_tokens > base.max_length:
-        raise ConfigError(
-            f"prompt of {len(prompt)} tokens and max_tokens={max_tokens}: this server takes up to "
-            f"{base.max_length} in all, by the length of the model or --max-tokens-per-pass. Ask for fewer"
-        )
-    if not 1 <= body.num_samples <= _MAX_SAMPLES:
-        raise ConfigError(f"num_samples={body.num_samples}: is not 1 to {_MAX_SAMPLES}")
-    if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= -1):
-        raise ConfigError("sampling_params: temperature is at least 0, top_k at least -1, and 0 < top_p <= 1")
-    num_top, max_top = body.topk_prompt_logprobs, min(base.vocab_size, _MAX_TOP)
-    if not 0 <= num_top <= max_top:
-        raise ConfigError(f"topk_prompt_logprobs={num_top}: is not 0 to {max_top}")
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    stops = tuple(each for each in stop or () if isinstance(each, str))
+    sample = Sample(
+        sampler.name,
+        tuple(prompt),
+        n=body.num_samples,
+        max_tokens=max(base.max_length - len(prompt), 0) if params.max_tokens is None else params.max_tokens,
+        temperature=params.temperature,
+        top_k=0 if params.top_k == -1 else min(params.top_k, base.vocab_size),
+        top_p=params.top_p,
+        stop=None if stop is None else [each for each in stop if not isinstance(each, str)],
+        # Below 2**62: vLLM takes seeds of 64 bits.
+        seed=None if params.seed is None else params.seed % (1 << 62),
+        prompt_logprobs=bool(body.prompt_logprobs),
+        top_prompt_logprobs=body.topk_prompt_logprobs,
+    )
+    require_sample("the sample", sample, vocab_size=base.vocab_size, longest=base.max_length)
+    for name, value, most in (
+        ("num_samples", sample.n, _MAX_SAMPLES),
+        ("topk_prompt_logprobs", sample.top_prompt_logprobs, _MAX_TOP),
+    ):
+        if value > most:
+            raise ConfigError(f"{name}={value}: this server takes up to {most}. Ask for fewer")
     last_n = body.prompt_logprobs_last_n
     if last_n is not None and not 1 <= last_n < len(prompt):
         raise ConfigError(f"prompt_logprobs_last_n={last_n}: the prompt has {len(prompt)} tokens")
-    stop = [params.stop] if isinstance(params.stop, str) else params.stop
-    stops = tuple(each for each in stop or () if isinstance(each, str))
-    request.answer = SampleAnswer(body.num_samples, bool(body.prompt_logprobs), last_n, stops)
-    if max_tokens <= 1 and body.prompt_logprobs and not num_top and sampler.folder is None and not has_vllm:
+    request.answer = SampleAnswer(sample.n, sample.prompt_logprobs, last_n, stops)
+    is_score = sample.max_tokens <= 1 and sample.prompt_logprobs and not sample.top_prompt_logprobs
+    if is_score and sampler.folder is None and not has_vllm:
         ids = torch.tensor(prompt)
         row = {"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])}
         request.operation = Pass(request.request_id, sampler.name, (row,))
         return
-    settings = {
-        "n": body.num_samples,
-        "max_tokens": max_tokens,
-        "temperature": params.temperature,
-        "top_k": min(max(params.top_k, 0), base.vocab_size),
-        "top_p": params.top_p,
-        "stop": None if stop is None else [each for each in stop if not isinstance(each, str)],
-        "seed": None if params.seed is None else params.seed % (1 << 62),
-        "prompt_logprobs": bool(body.prompt_logprobs),
-        "top_prompt_logprobs": num_top,
-    }
-    request.operation = Generate(request.request_id, sampler.name, sampler.folder, tuple(prompt), settings)
+    request.operation = Generate(request.request_id, sample, sampler.folder)
 
 
 def _read_prompt(prompt: Any) -> list[int]:

@@ -148,8 +148,8 @@ class QueuedRequest:
                 return Cost(Stage.PASS, sum(len(row["input_ids"]) for row in rows))
             case OptimStep():
                 return Cost(Stage.STEP)
-            case Generate(prompt=prompt, settings=settings):
-                return Cost(Stage.OTHER, len(prompt) + settings["max_tokens"] * settings["n"])
+            case Generate(sample=sample):
+                return Cost(Stage.OTHER, len(sample.prompt) + sample.max_tokens * sample.n)
         return Cost(Stage.OTHER)
 
 
@@ -158,7 +158,6 @@ class Session:
     session_id: str
     key: UserKey
     heartbeat_s: float
-    user_metadata: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -270,12 +269,12 @@ class Service:
 
     # Sessions, models and samplers
 
-    def open_session(self, key: UserKey, user_metadata: Mapping[str, Any] | None) -> Session:
+    def open_session(self, key: UserKey) -> Session:
         self.require_open()
         num_sessions = sum(session.key is key for session in self.sessions.values())
         if num_sessions >= key.max_sessions:
             raise StatusError(429, f"max_sessions: you have {num_sessions} sessions. Finish one")
-        session = Session(new_id(), key, time.monotonic(), user_metadata)
+        session = Session(new_id(), key, time.monotonic())
         self.sessions[session.session_id] = session
         return session
 
@@ -305,7 +304,7 @@ class Service:
     def open_sampler(self, sampler: Sampler) -> str:
         """Return the id of a sampling session. A user has the newest _NUM_SAMPLERS of them."""
         sampler_ids = [sampler_id for sampler_id, each in self.samplers.items() if each.key is sampler.key]
-        for sampler_id in sampler_ids[: len(sampler_ids) + 1 - _NUM_SAMPLERS]:
+        for sampler_id in sampler_ids[: max(len(sampler_ids) + 1 - _NUM_SAMPLERS, 0)]:
             del self.samplers[sampler_id]
         sampler_id = new_id()
         self.samplers[sampler_id] = sampler
@@ -675,6 +674,7 @@ class Service:
         trained = set()
         for request in requests:
             operation = request.operation
+            # A request that failed before its turn has its result; its Pass without rows has no outcome.
             outcome = request.result or outcomes.get(request.request_id, _NOT_CARRIED_OUT)
             model = self.models.get(getattr(operation, "model", None) or "")
             if request.key is not _OWN:
@@ -694,7 +694,7 @@ class Service:
                 elif not model.is_ready:
                     self._drop_model(model, "the model was not created")
             elif isinstance(operation, Generate) and operation.folder is not None:
-                self._note_loaded(request.key, operation.model)
+                self._note_loaded(request.key, operation.sample.adapter)
             self._finish(request, outcome)
         if trained:
             counters.adapters.append(len(trained))
@@ -739,6 +739,7 @@ class Service:
             if model.is_ready and not model.is_offloaded and now_s - model.request_s > _IDLE_S
         ]
         for model in idle:
+            # Set before the turn that offloads: a turn with a request of the model clears it again.
             model.is_offloaded = True
         if idle:
             self._put_own(OffloadModels(new_id(), tuple(model.model_id for model in idle)))

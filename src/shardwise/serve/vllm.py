@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Any, Final
 
 import httpx
@@ -50,29 +51,31 @@ class VllmClient:
         Raises:
             ConfigError: vLLM is not there, or refuses. The message has its reason.
         """
-        sample = operation.settings
-        stop = sample["stop"]
+        sample = operation.sample
         body = {
-            "prompt": list(operation.prompt),
-            **{key: sample[key] for key in ("n", "temperature", "top_p", "seed")},
+            "prompt": list(sample.prompt),
+            "n": sample.n,
+            "temperature": sample.temperature,
+            "top_p": sample.top_p,
+            "seed": sample.seed,
             **_NEUTRAL,
-            "max_tokens": max(sample["max_tokens"], 1),
-            "top_k": sample["top_k"] or -1,
+            "max_tokens": max(sample.max_tokens, 1),
+            "top_k": sample.top_k or -1,
             # None is the end of text of the model's generation config, which vLLM knows.
-            "stop_token_ids": stop or [],
-            "ignore_eos": stop is not None,
+            "stop_token_ids": sample.stop or [],
+            "ignore_eos": sample.stop is not None,
             "logprobs": 1,
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
-        if sample["prompt_logprobs"] or sample["top_prompt_logprobs"]:
-            body["prompt_logprobs"] = sample["top_prompt_logprobs"]
+        if sample.prompt_logprobs or sample.top_prompt_logprobs:
+            body["prompt_logprobs"] = sample.top_prompt_logprobs
         response = await self._complete(operation, body)
         try:
-            output = read_answer(response.json(), operation.prompt, sample["top_prompt_logprobs"])
+            output = read_answer(response.json(), sample.prompt, sample.top_prompt_logprobs)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"vLLM: its answer lacks {error}. Is it older than 0.11?") from error
-        if sample["max_tokens"] == 0:  # vLLM samples at least one token
+        if sample.max_tokens == 0:  # vLLM samples at least one token
             output.sequences[:] = [SampledSequence() for _ in output.sequences]
         return output
 
@@ -81,7 +84,7 @@ class VllmClient:
         path = "/v1/completions"
         if operation.folder is None:
             return _require_success(await self._post(path, {**body, "model": self._base}))
-        key = operation.folder, operation.model
+        key = operation.folder, operation.sample.adapter
         loading = self._get_loading(key)
         response = await self._post(path, {**body, "model": await loading})
         if response.status_code == 404:  # vLLM was started again, or has unloaded the adapter
@@ -127,7 +130,7 @@ def _require_success(response: httpx.Response) -> httpx.Response:
     return response
 
 
-def read_answer(answer: Any, prompt: tuple[int, ...], num_top: int) -> SampleOutput:
+def read_answer(answer: Any, prompt: Sequence[int], num_top: int) -> SampleOutput:
     """Return the output of vLLM's answer to a request for completions."""
     sequences = []
     for choice in answer["choices"]:
