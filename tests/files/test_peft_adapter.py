@@ -32,6 +32,11 @@ def test_fields_that_peft_leaves_empty_are_no_features():
     parsed(use_qalora=False, lora_bias=False)
 
 
+def test_an_initialization_that_leaves_the_base_alone_is_no_feature():
+    for init in ("mica", "orthogonal", "eva", "gaussian", False):
+        assert parsed(init_lora_weights=init) == LoraConfig(8, 8)
+
+
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"peft_type": "LORA", "r": 1, "r": 2}', b"\xff"])
 def test_files_that_are_no_config(text):
     with pytest.raises(FormatError, match="here"):

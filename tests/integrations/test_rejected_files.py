@@ -140,6 +140,7 @@ def test_a_file_that_is_no_state_of_an_optimizer(tmp_path, state):
     [
         ({"number": -1}, "number=-1: is not an index"),
         ({"number": True}, "number=True: is not an index"),
+        ({"options": 1}, "options is 1, of type int. Pass StateOptions"),
         ({"on_missing": "z"}, "on_missing='z' is not known"),
     ],
 )

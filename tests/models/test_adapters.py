@@ -59,7 +59,8 @@ def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
         torch.testing.assert_close(answer, logits, rtol=1e-5, atol=1e-5)
     values = reference.values_of(stock)
     require_equal(values, live[0][1])
-    for found in worlds(2).run(on_ranks.values_after_load, folder, {"tuning": ExistingLora(adapter)}):
+    again = {"tuning": ExistingLora(adapter, placement=placement)}
+    for found in worlds(2).run(on_ranks.values_after_load, folder, again):
         require_equal(found, values)
 
 
@@ -297,6 +298,9 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
     save_file(stored, file)
     with pytest.raises(ConfigError, match="'pissa': changes the base"):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
+    change_json(adapter / "adapter_config.json", init_lora_weights=True, use_dora=True)
+    with pytest.raises(ConfigError, match="use_dora: .*Pass placement='sharded'"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, placement="replicated"))
     for content in ("{", "[]", "3", "[" * 100_000, '{"peft_type": "UNHEARD_OF"}'):
         (adapter / "adapter_config.json").write_text(content)
         with pytest.raises(ConfigError, match="PEFT cannot read"):

@@ -21,7 +21,7 @@ from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequ
 from transformers.models.auto import modeling_auto
 
 import shardwise
-from shardwise import ConfigError, Freeze, Full, Lora
+from shardwise import ConfigError, ExistingLora, Freeze, Full, Lora
 from shardwise.core import untrusted
 from shardwise.models.tunings import Tuning
 
@@ -182,16 +182,17 @@ def test_replicas_of_shards_stay_equal(placement: Any, tied: Path, worlds: World
         torch.testing.assert_close(values, wanted, rtol=0, atol=2e-4)
 
 
-def test_an_adapter_is_in_its_blocks_group_or_whole(tied: Path, worlds: Worlds) -> None:
+def test_an_adapter_is_in_its_blocks_group_or_whole(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
     A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{letter}.default.weight" for letter in "AB")
     sharded = worlds(3).run(on_ranks.what_is_sharded, str(tied), {"tuning": Lora(NARROW)})
     # Two rows on three ranks.
     assert [held[A] for held in sharded] == [f"(Shard(dim=0),) ({rows}, 24)" for rows in (1, 1, 0)]
     assert [held[B] for held in sharded] == [f"(Shard(dim=0),) ({rows}, 2)" for rows in (8, 8, 8)]
-    keywords = {"tuning": Lora(NARROW, placement="replicated")}
-    whole = worlds(3).run(on_ranks.what_is_sharded, str(tied), keywords)
-    assert [held[A] for held in whole] == ["whole (2, 24)"] * 3
-    assert all("Shard" in value for held in whole for key, value in held.items() if "lora" not in key)
+    reference.stock(tied, NARROW).save_pretrained(tmp_path)
+    for tuning in (Lora(NARROW, placement="replicated"), ExistingLora(tmp_path, placement="replicated")):
+        whole = worlds(3).run(on_ranks.what_is_sharded, str(tied), {"tuning": tuning})
+        assert [held[A] for held in whole] == ["whole (2, 24)"] * 3
+        assert all(("Shard" in value) == ("lora" not in key) for held in whole for key, value in held.items())
 
 
 def test_only_trained_parameters_are_float32(half: Path, worlds: Worlds) -> None:
@@ -263,6 +264,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         ),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa': changes the base"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"needs full weights"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="mica")), r"'mica': freezes lora_B"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights=False, use_dora=True)), r"with use_dora"),
         (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save="lm_head")), r"'lm_head': is not a list of"),
         (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),

@@ -55,6 +55,17 @@ def test_one_process_without_a_group_keeps_its_model(checkpoint):
     assert (report["mesh"], report["world_size"], report["sent_bytes"]) == ("", 1, 0)
 
 
+def test_parameters_may_be_disjoint_views_of_one_storage():
+    whole = torch.arange(24.0).view(4, 6)
+    disjoint = [whole[:2, :3], whole[:2, 3:], whole[2], whole[3, :0], *torch.empty(2, 3, device="meta")]
+    shardwise.shard(torch.nn.ParameterList(torch.nn.Parameter(view) for view in disjoint))
+    overlapping = [whole[2:3].view(6, 1), whole[2, 2:4], whole.view(-1), whole.t(), whole[2].view(torch.int32)]
+    for view in overlapping:
+        parameters = [torch.nn.Parameter(each, requires_grad=False) for each in (*disjoint, view)]
+        with pytest.raises(shardwise.ShardingError, match="[026] and [026] are two parameters that share memory"):
+            shardwise.shard(torch.nn.ParameterList(parameters))
+
+
 def test_differing_values_become_those_of_rank_0_and_are_reported(worlds):
     for faults, report in worlds(3).run(sharding.other_values):
         assert faults == []

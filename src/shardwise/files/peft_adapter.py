@@ -40,7 +40,9 @@ _WITHOUT_EFFECT: Final = frozenset(
         *("loftq_config", "corda_config", "lora_ga_config"),
     }
 )
-_CHANGES_THE_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+CHANGES_THE_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""What ``init_lora_weights``, in lower case, begins with if PEFT changes the base's weights."""
+
 _MAX_RANK: Final = 1 << 20
 
 
@@ -100,7 +102,7 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     if kind != "LORA":
         raise ConfigError(f"{what}: peft_type is {shown(repr(kind))}, and only LORA adapters can be merged")
     init = content.pop("init_lora_weights", True)
-    if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
+    if isinstance(init, str) and init.lower().startswith(CHANGES_THE_BASE):
         raise ConfigError(
             f"{what}: init_lora_weights is {shown(repr(init))}, which changes the base's weights before training, "
             "so that the adapter does not fit the base as it is stored. Save it as a plain LoRA first (PEFT's "

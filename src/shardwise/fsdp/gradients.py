@@ -21,17 +21,15 @@ from shardwise.fsdp.named_tensors import abbreviate, canonical, local_tensor
 from shardwise.fsdp.torch_private import param_groups
 
 
-def clip_gradients(
-    parameters: Sequence[nn.Parameter], max_norm: float, *, group: dist.ProcessGroup | None = None
-) -> float:
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
     """Clip gradients to a global 2-norm of at most ``max_norm``. Return the norm before.
 
     Parameters may be unsharded, sharded, or on several meshes. The norm is equal on all ranks. Gradients whose norm
     is not finite are not changed.
 
-    Collective: yes, over ``group`` (default: all ranks), once.
+    Collective: yes, over all ranks, once.
     """
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     gradients = [(parameter, _local_gradient(parameter)) for parameter in parameters if parameter.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device if gradients else None)
     for parameter, gradient in gradients:
@@ -41,9 +39,9 @@ def clip_gradients(
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         total += (norm.double().square() / _copies(parameter, ranks)).to(total.device)
     if ranks > 1:
-        total = total.to(torch_private.object_device(group))
-        dist.all_reduce(total, group=group)
-    norm = math.sqrt(square) if math.isfinite(square := total.item()) else square
+        total = total.to(torch_private.object_device(None))
+        dist.all_reduce(total)
+    norm = math.sqrt(total.item())
     if math.isfinite(norm) and norm + _TINY > max_norm:
         private("torch:_foreach_mul_")([gradient for _, gradient in gradients], max_norm / (norm + _TINY))
     return norm

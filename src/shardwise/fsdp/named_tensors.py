@@ -106,6 +106,17 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
+def are_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors, of DTensors this rank's shards, are known to have the same bits.
+
+    NaN equals itself. Of tensors on meta nothing is known.
+    """
+    first, second = local_tensor(one), local_tensor(other)
+    if first.is_meta or second.is_meta or (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return torch.equal(raw_bytes(first).to(second.device), raw_bytes(second))
+
+
 def place_like(tensor: torch.Tensor, local: torch.Tensor, columns: int) -> torch.Tensor:
     """Return a matrix with the rows and the placement of ``tensor``, of which ``local`` is this rank's part."""
     if not isinstance(tensor, DTensor):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.core.errors import ConfigError
-from shardwise.fsdp.named_tensors import abbreviate, canonical, local_tensor, raw_bytes
+from shardwise.fsdp.named_tensors import abbreviate, are_bitwise_equal, canonical
 from shardwise.fsdp.rebind import Bound, Key, Scalar, label
 
 
@@ -161,9 +161,7 @@ def _is_same(value: Any, other: Any) -> bool:
         return True
     if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
         return type(value) is type(other) and bool(value == other)
-    one, two = local_tensor(value), local_tensor(other)
-    is_comparable = not (one.is_meta or two.is_meta) and (one.dtype, one.shape) == (two.dtype, two.shape)
-    return is_comparable and torch.equal(raw_bytes(one).cpu(), raw_bytes(two).cpu())
+    return are_bitwise_equal(value, other)
 
 
 def _add(parsed: ParsedState, parameter: str, entry: str, value: Any, shape: torch.Size | None) -> None:

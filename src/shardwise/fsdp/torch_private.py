@@ -415,23 +415,15 @@ def local_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tup
     """
     if not splits:
         return ((0, size),) if size else ()
-    if len(splits) == 1:
-        placement, chunks, coordinate = splits[0]
-        return _all_runs(size, placement, chunks)[coordinate]
-    # Several axes split this dim, each what the axis before has left, possibly strided. Indices are split as torch
-    # splits elements.
+    if len(splits) == 1 and not _is_strided(splits[0][0]):  # however many indices there are
+        start, count = _chunk(size, *splits[0][1:])
+        return ((start, count),) if count else ()
+    # Strided, or several axes split this dim, each what the axis before has left. Indices are split as torch splits
+    # elements.
     indices = torch.arange(size, device="cpu")
     for placement, chunks, coordinate in splits:
-        indices = _split(indices, placement, chunks)[coordinate]
+        indices = _split(indices, placement, chunks, coordinate)
     return _runs(indices)
-
-
-@lru_cache(maxsize=1024)
-def _all_runs(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
-    """Return the runs at every coordinate. A plan for a thousand ranks needs all of them."""
-    if not _is_strided(placement):  # however many indices there are
-        return tuple(((start, count),) if count else () for start, count in _chunks(size, chunks))
-    return tuple(_runs(indices) for indices in _split(torch.arange(size, device="cpu"), placement, chunks))
 
 
 def _is_strided(placement: Placement) -> bool:
@@ -441,21 +433,21 @@ def _is_strided(placement: Placement) -> bool:
     return isinstance(placement, private("torch.distributed.tensor.placement_types:_StridedShard"))
 
 
-def _chunks(size: int, chunks: int) -> list[Run]:
-    """Return the runs of a plain shard, which are those of ``torch.chunk``: 10 in 4 are 3, 3, 3, 1."""
+def _chunk(size: int, chunks: int, coordinate: int) -> Run:
+    """Return the run of a plain shard, as by ``torch.chunk``: of 10 in 4 the runs have 3, 3, 3 and 1."""
     length = -(-size // chunks)
-    starts = [min(coordinate * length, size) for coordinate in range(chunks)]
-    return [(start, min(length, size - start)) for start in starts]
+    start = min(coordinate * length, size)
+    return start, min(length, size - start)
 
 
-def _split(indices: torch.Tensor, placement: Any, chunks: int) -> Sequence[torch.Tensor]:
+def _split(indices: torch.Tensor, placement: Any, chunks: int, coordinate: int) -> torch.Tensor:
     if not _is_strided(placement):
-        return [indices[start : start + count] for start, count in _chunks(len(indices), chunks)]
+        return indices.narrow(0, *_chunk(len(indices), chunks, coordinate))
     # The same placement of a flat tensor, whatever dimension it splits.
     along = type(placement)(0, split_factor=placement.split_factor)
     split = private("torch.distributed.tensor.placement_types:_StridedShard._split_tensor", along)
-    pieces: Sequence[torch.Tensor] = split(indices, chunks, with_padding=False, contiguous=True)[0]
-    return pieces
+    piece: torch.Tensor = split(indices, chunks, with_padding=False, contiguous=True)[0][coordinate]
+    return piece
 
 
 def _runs(indices: torch.Tensor) -> tuple[Run, ...]:

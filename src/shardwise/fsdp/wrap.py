@@ -8,6 +8,8 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -202,7 +204,7 @@ def wrap(
     grouping = group_parameters(model, sharding.wrap, kept_whole)
     # All checks come before the first fully_shard: a model that is rejected later would be sharded in part.
     require_shardable(model, grouping, sharding)
-    _require_contiguous(model, grouping, mesh)
+    require_contiguous(model, grouping)
     shard_size = mesh.size(mesh.ndim - 1)
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -222,6 +224,7 @@ def wrap(
             reshard_after_forward=sharding.reshard_after_forward,
             **options,
         )
+    # Without reshard_after_forward: FSDP2 keeps the root gathered, as its backward pass comes first.
     fully_shard(model, **options)
     if hasattr(model, "generate"):  # it calls encoders without the model's forward
         register_fsdp_forward_method(model, "generate")
@@ -349,13 +352,13 @@ def require_shardable(model: nn.Module, grouping: Grouping, sharding: Sharding) 
     _require_divisor(sharding.reshard_after_forward, mesh.size(mesh.ndim - 1))
 
 
-def _require_contiguous(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
+def require_contiguous(model: nn.Module, grouping: Grouping) -> None:
+    """Raise ShardingError for a parameter in a group that is not contiguous."""
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise ShardingError(
-                f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
-                f"cannot be sharded on the mesh {describe_mesh(mesh)}: fully_shard takes contiguous parameters "
-                "only. Have the model's class make it contiguous"
+                f"{canonical(name)}: has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
+                "fully_shard takes contiguous parameters only. Make it contiguous in the model's class"
             )
 
 
@@ -491,7 +494,7 @@ def require_movable(tensors: Sequence[TensorRef]) -> None:
     """Reject parameters that sharding would change.
 
     Raises:
-        ShardingError: parameters are of a tensor subclass, have gradients, or share memory without being one
+        ShardingError: parameters are of a tensor subclass, have gradients, or overlap in memory without being one
             parameter. The message names them.
     """
     parameters = [item for item in tensors if item.kind is TensorKind.PARAMETER]
@@ -503,20 +506,45 @@ def require_movable(tensors: Sequence[TensorRef]) -> None:
     with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
     if with_gradient:
         faults.append(f"{abbreviate(with_gradient)}: a gradient would be lost. Take the step, or call zero_grad()")
-    at: dict[object, str] = {}  # names by location and layout in memory
-    for item in parameters:
-        if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
-            # Two parameters of one storage are a tie only to the user. Sharded, each would get values of its own.
-            memory = item.tensor.untyped_storage().data_ptr(), item.tensor.storage_offset()
-            layout = item.tensor.device, item.tensor.shape, item.tensor.stride()
-            other = at.setdefault((memory, layout), item.fqn)
-            if other != item.fqn:
-                faults.append(
-                    f"{item.fqn} and {other} are two parameters that share memory, and would each become its own. "
-                    "Make them one parameter, by assigning it to both modules"
-                )
+    # Two parameters of the same elements are a tie only to the user. Sharded, each would get values of its own.
+    for other, fqn in _find_overlaps(parameters):
+        faults.append(
+            f"{fqn} and {other} are two parameters that share memory, and would each become its own. "
+            "Make them one parameter, by assigning it to both modules"
+        )
     if faults:
         raise ShardingError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The addresses of a parameter, of which its elements take ``nbytes``."""
+
+    device: str
+    start: int
+    stop: int
+    nbytes: int
+    fqn: str
+
+
+def _find_overlaps(parameters: Sequence[TensorRef]) -> list[tuple[str, str]]:
+    """Return names of pairs of parameters with common elements. Disjoint views of one storage have none."""
+    spans: list[_Span] = []
+    for item in parameters:
+        tensor = item.tensor
+        if type(tensor) is nn.Parameter and not tensor.is_meta and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start, length = tensor.data_ptr(), (last + 1) * tensor.itemsize
+            nbytes = min(tensor.nbytes, length)  # elements of an expanded tensor share memory
+            spans.append(_Span(str(tensor.device), start, start + length, nbytes, item.fqn))
+    spans.sort(key=attrgetter("device", "start"))
+    pairs: list[tuple[str, str]] = []
+    for one, other in pairwise(spans):
+        # Columns of one matrix lie between each other. Where there is room for both, they are taken as disjoint.
+        has_room = max(one.stop, other.stop) - one.start >= one.nbytes + other.nbytes
+        if one.device == other.device and other.start < one.stop and not has_room:
+            pairs.append((one.fqn, other.fqn))
+    return pairs
 
 
 TrainedDtype: TypeAlias = torch.dtype | Literal["unchanged"]

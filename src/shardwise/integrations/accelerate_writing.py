@@ -27,7 +27,7 @@ from shardwise.files.folders import folders_in, remove_folder
 from shardwise.files.local_writer import LocalWriter
 from shardwise.fsdp.named_tensors import TensorRef, without_compile
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import World
 from shardwise.saving import commit, rename_journal
 from shardwise.saving.commit_plan import WrittenFiles, temporary_name
@@ -41,7 +41,7 @@ from shardwise.saving.torch_saves import (
 )
 from shardwise.state.model_states import collect_model
 from shardwise.state.optimizer_states import collect_optimizers
-from shardwise.state.state_values import StateOptions, require_same_call
+from shardwise.state.state_values import StateOptions, agree_on_arguments
 from shardwise.transfer.matching import FileForm
 
 
@@ -79,16 +79,15 @@ def agree_on_call(
 ) -> None:
     """Raise if arguments are not supported, or if ranks pass different ones. Collective: yes.
 
-    ``arguments`` are those of the public function ``call``, by name, without ``path`` and ``number``.
+    ``arguments`` are those of the public function ``call``, by name, without ``path``, ``number`` and ``options``.
 
     Raises:
         ConfigError, RankMismatchError: the message has the argument.
     """
-    with world.collective("check the arguments"):
+    with world.collective("check the number"):
         if type(number) is not int or number < 0:
             raise ConfigError(f"number={number!r}: is not an index. Pass the position in the folder, from 0")
-        check_options(get_hints(call), arguments)
-    require_same_call(world, os.fspath(path), number, arguments, options=options)
+    agree_on_arguments(world, call, arguments, options, os.fspath(path), number)
 
 
 def save_accelerate_model(

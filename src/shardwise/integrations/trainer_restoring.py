@@ -25,11 +25,11 @@ from shardwise.integrations.accelerate_reading import FilesSource, read_model
 from shardwise.loading.load import load_checkpoint
 from shardwise.loading.prepare import LoadOptions, LoadRequest
 from shardwise.models.selection import AdapterOnly, has_adapters
-from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.rename_journal import link_as_renamed
 from shardwise.state.model_states import open_stored_values, set_model_values, swap_stored_experts
-from shardwise.state.state_values import StateOptions, Values, require_same_call
+from shardwise.state.state_values import StateOptions, Values, agree_on_arguments
 from shardwise.transfer.matching import OnFault
 
 _NOT_READ = {
@@ -79,9 +79,8 @@ def load_trainer_checkpoint(
     """
     model = without_compile(model)
     with get_world(options, "load_trainer_checkpoint") as world:
-        with world.collective("check the options"):
-            check_options(get_hints(load_trainer_checkpoint), {"on_unexpected": on_unexpected})
-        require_same_call(world, os.fspath(checkpoint), adapter, on_unexpected, options=options)
+        arguments = {"on_unexpected": on_unexpected}
+        agree_on_arguments(world, load_trainer_checkpoint, arguments, options, os.fspath(checkpoint), adapter)
         with torch.device("cpu"):
             with world.broadcast("open the folder") as exchange:
                 if world.rank == 0:

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardwise.core.errors import ShardingError
 from shardwise.core.layout import (
     GroupLayout,
     MeshShape,
@@ -31,6 +30,7 @@ from shardwise.fsdp.named_tensors import (
     tensor_layout,
 )
 from shardwise.fsdp.policies import WrapPolicy, group_parameters, shard_dim
+from shardwise.fsdp.wrap import require_contiguous
 
 
 def predict_layout(
@@ -55,6 +55,7 @@ def predict_layout(
     # The decisions of fully_shard without calling it: which parameters are in which group, and which are in
     # none.
     grouping = group_parameters(root or model, policy, kept_whole)
+    require_contiguous(root or model, grouping)
     fqns = {item.tensor: item.fqn for item in refs}
     spreader = _Spreader(mesh, set(grouping.whole))
     spreads: dict[str, Spread] = {}
@@ -94,11 +95,6 @@ class _Spreader:
                 boxes = local_boxes(tensor, item.fqn)
                 self.spreads[key] = Spread((boxes,) * self.mesh.shard_size, tensor.numel())
             return self.spreads[key], "whole"
-        if not tensor.is_contiguous():
-            raise ShardingError(
-                f"{item.fqn}: has shape {shape} and strides {tuple(tensor.stride())}, and fully_shard takes only "
-                "contiguous parameters. Make it contiguous in the model's class"
-            )
         # 2. Sharded along the last axis of the mesh, and replicated along the others (HSDP).
         dim = shard_dim(tensor.shape, self.mesh.shard_size, is_packed=not tensor.is_floating_point())
         placements = (*[Replicate()] * (len(self.mesh.sizes) - 1), Shard(dim))

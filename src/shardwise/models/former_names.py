@@ -76,16 +76,10 @@ def _text_prefix(model: PreTrainedModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """``lora_A`` (r, in) and ``lora_B`` (out, r) of a layer, with the factor of their product."""
+    """``lora_A`` (r, in) and ``lora_B`` (out, r) of a layer, with the factor of their product.
 
-    lora_A: Expression
-    lora_B: Expression
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True)
-class FusedPair:
-    """``lora_A`` (experts * r, in) and ``lora_B`` (out, r * experts) of a parameter of stacked experts."""
+    Those of a parameter of stacked experts are (experts * r, in) and (out, r * experts).
+    """
 
     lora_A: Expression
     lora_B: Expression
@@ -100,7 +94,7 @@ def fuse_experts(
     pairs: Mapping[str, LowRankPair],
     *,
     what: str,
-) -> dict[str, FusedPair]:
+) -> dict[str, LowRankPair]:
     """Return the matrices of stacked experts, by parameter, made of those of single experts.
 
     Each layer that a parameter consists of (gate and up of an expert) has ranks of its own, so ``lora_B`` is zero
@@ -123,7 +117,7 @@ def fuse_experts(
     for name, old in matched.former.items():
         lora_A, lora_B = pairs[old].lora_A, pairs[old].lora_B
         leaves[name] = Stored(name, (lora_B.shape[0], lora_A.shape[1]), lora_A.dtype)
-    fused: dict[str, FusedPair] = {}
+    fused: dict[str, LowRankPair] = {}
     errors: list[str] = []
     transposed = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False) is True}
 
@@ -150,7 +144,7 @@ def fuse_experts(
     return fused
 
 
-def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed: bool) -> FusedPair | None:
+def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed: bool) -> LowRankPair | None:
     """Fuse pairs whose products are parts of a weight: rows of one expert each. None if they are not."""
     if len(weight.shape) != 3 or len({pair.scaling for pair in pairs.values()}) != 1:
         return None
@@ -167,6 +161,7 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
         strides = (1, columns) if is_transposed else (columns, 1)
         into = Strided(copy.target.offset, shape, strides)
         # Each part must be copied whole, as rows one after the other (columns, if the weight is transposed).
+        # Rows must begin at a row's first element. Where strides[0] is 1, any element begins a column.
         if copies(copy.leaf, Box.whole(shape), into) != [copy] or start % strides[0]:
             return None
         by_row.setdefault(start // strides[0], {})[expert] = pairs[copy.leaf.key]
@@ -174,7 +169,7 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
     if any({pair.lora_A.shape for pair in part.values()} != {part[0].lora_A.shape} for part in parts):
         return None
     # (experts * r, in), where r is the sum of the ranks of the parts: for each expert, the lora_A of its parts.
-    dtype, ranks = parts[0][0].lora_A.dtype, [part[0].lora_A.shape[0] for part in parts]
+    dtype, ranks = parts[0][0].lora_A.dtype, [part[0].r for part in parts]
     lora_A = concat([part[expert].lora_A for expert in range(experts) for part in parts], 0)
     # For each part the rows of lora_B that belong to it, (height, r, experts): zero but for the ranks of the part.
     blocks = []
@@ -186,7 +181,7 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
     lora_B = concat(blocks, 0)
     # (out, r, experts) is (out, r * experts), rank by rank, as PEFT has it.
     r = sum(ranks)
-    return FusedPair(lora_A, reshape(lora_B, (lora_B.shape[0], r * experts)), r, parts[0][0].scaling)
+    return LowRankPair(lora_A, reshape(lora_B, (lora_B.shape[0], r * experts)), r, parts[0][0].scaling)
 
 
 def _make_zeros(shape: tuple[int, ...], dtype: DType) -> Expression:

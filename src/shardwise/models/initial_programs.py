@@ -206,7 +206,7 @@ def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
 def derive_seed(seed: int, fqn: str, block: int) -> int:
     """Return the seed of one block of a tensor."""
     digest = hashlib.sha256(f"{seed}/{fqn}/{block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(digest[:8], "little") >> 1  # 63 bits, which a signed 64-bit integer has room for
 
 
 @contextlib.contextmanager

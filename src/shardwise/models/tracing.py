@@ -293,6 +293,7 @@ def _to_copy(tensor: Recorded, *, dtype: torch.dtype | None = None, **_: Any) ->
     return _keep(tensor)
 
 
+# _reshape_alias also passes strides, which follow from the size.
 def _view(tensor: Recorded, size: Sequence[int], *_strides: Any, **_: Any) -> Recorded:
     sizes = list(size)
     if -1 in sizes:

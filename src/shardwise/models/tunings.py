@@ -147,8 +147,10 @@ class _LoraTuning(Tuning):
             stored = rename_adapter(base, stored)
             config = stored.config
         peft_private.require_supported(config, is_new=stored is None)
-        tuned = inject.inject_lora(base, bindings, config, self.adapter, stored, is_new=stored is None)
-        return inject.replicate_adapter(tuned) if self.placement == "replicated" else tuned
+        is_new, is_replicated = stored is None, self.placement == "replicated"
+        return inject.inject_lora(
+            base, bindings, config, self.adapter, stored, is_new=is_new, is_replicated=is_replicated
+        )
 
     def _config(self, adapters: Mapping[str, Adapter]) -> LoraConfig:
         return adapters[self.adapter].config
@@ -293,7 +295,7 @@ def tune(
     trained_dtype: TrainedDtype,
     *,
     adapters: Mapping[str, Adapter],
-    casts_to: torch.dtype | None = None,
+    casts_to: torch.dtype | None,
 ) -> Tuned:
     """Prepare a model on meta, which is tied and not yet sharded, for training according to ``tuning``.
 

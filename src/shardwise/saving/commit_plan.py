@@ -42,6 +42,7 @@ _PENDING = r"\..+\.[0-9a-f]{8}\.incomplete"
 """Matches temporary names: of files that a save renames, and of new versions of small files."""
 
 
+# "|" binds weakest: the stem and a suffix, or a temporary name whatever its stem.
 _OF_A_SAVE = (
     rf"(-[0-9a-f]{{8}}-\d{{5,}}-of-\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}(\.incomplete|{re.escape(OLDER)}))"
     rf"|{_PENDING}"
@@ -144,7 +145,7 @@ def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, b
     removed = tuple(find_obsolete(plan, folder_state))
     aside: list[Rename] = []
     if plan.single_file in folder_state.files and (bound or plan.index is not None):
-        aside = [Rename(plan.single_file, aside_name(plan))]
+        aside = [Rename(plan.single_file, f"{plan.stem}.{plan.save_id}{OLDER}")]
     if plan.index is None:
         # Between the first step and the last there are no weights, so that no reader pairs a config with the
         # wrong ones.
@@ -166,11 +167,6 @@ def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, b
         absent_files=frozenset({plan.single_file, new_index}),
         obsolete=removed,
     )
-
-
-def aside_name(plan: SavePlan) -> str:
-    """Return the name of older weights that are set aside during a commit."""
-    return f"{plan.stem}.{plan.save_id}{OLDER}"
 
 
 def find_obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:

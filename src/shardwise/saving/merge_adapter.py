@@ -42,7 +42,6 @@ from shardwise.saving import merge_plan, merge_steps
 from shardwise.saving.merge_steps import (
     config_content,
     read_companions,
-    read_config_file,
     read_templates,
     write_templates,
 )
@@ -95,8 +94,8 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
         FormatError, StorageError: a file is not there, contradicts its format, or cannot be read.
     """
     path = folder / ADAPTER_CONFIG
-    config = parse_adapter_config(read_config_file(path), what=str(path))
     file = find_adapter_weights(folder)
+    config = parse_adapter_config(merge_steps.read_files(folder, (path.name,))[path.name], what=str(path))
     reader = stack.enter_context(LocalReader(folder))
     index, notes = without_wrappers(open_checkpoint(reader, weights_name=file))
     executor = merge_steps.create_executor(reader, index)
@@ -251,7 +250,7 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
 def make_renamer(built: MetaModel) -> Callable[[str], str | None]:
     """Return a function from a tensor's name in a checkpoint to the model's, or to None if the model has none."""
     names = {name: tensor for tensor in built.layout.saved() for name in tensor.names}
-    # Transforms record that they are used, which decides how files are written.
+    # was_used() of the originals decides the form of the saved experts.
     transforms = copy.deepcopy(built.transforms)
 
     @cache
@@ -295,7 +294,8 @@ def fuse_single_experts(
     pairs = {}
     for name in matched.former.values():
         lora_A, lora_B = lora.tensors[keys[name]["A"]], lora.tensors[keys[name]["B"]]
-        pairs[name] = LowRankPair(lora_A, lora_B, lora.config.scaling(name.removesuffix(".weight")))
+        scaling = lora.config.scaling(name.removesuffix(".weight"))
+        pairs[name] = LowRankPair(lora_A, lora_B, lora_A.shape[0], scaling)
     fused = fuse_experts(source.built.model, layout, matched, pairs, what=str(lora.executor.reader.root))
     columns = find_transposed_modules(source.built.model)
     edits: dict[str, merge_plan.Edit] = {}

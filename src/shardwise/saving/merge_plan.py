@@ -271,12 +271,9 @@ class _MergePlanner:
 
     # Matching keys
 
-    def belongs_to(self, adapter: str | None) -> bool:
-        return adapter is None or adapter == self.adapter_name
-
     def sort_factor(self, factors: dict[str, _Matrices], key: str, leaf: Stored, match: re.Match[str]) -> None:
         name = match["matrix"]
-        if not self.belongs_to(match["adapter"]):
+        if match["adapter"] not in (None, self.adapter_name):
             self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(match['adapter'])}")
             return
         if match["kind"] == "bias":

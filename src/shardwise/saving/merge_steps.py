@@ -34,11 +34,12 @@ from shardwise.loading.prepare import get_rules
 from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
+from shardwise.saving.commit import begin_save, commit_save, undo_save
 from shardwise.saving.plan import plan_save
 from shardwise.saving.prepare import find_main_dtype
 from shardwise.saving.saving_lock import new_save_id
-from shardwise.saving.stream_out import TensorsToSave, stream_out
-from shardwise.saving.write import WrittenTensors
+from shardwise.saving.stream_out import BLOCK_BYTES, TensorsToSave, plan_blocks, write_blocks
+from shardwise.saving.write import LocalFiles, WrittenTensors
 from shardwise.transfer.progress import progress_bar
 from shardwise.transfer.read import ReadExecutor
 
@@ -194,14 +195,34 @@ def write_out(
     companions: Mapping[str, bytes],
     check: Callable[[WrittenTensors], None] | None = None,
 ) -> tuple[WrittenTensors, tuple[str, ...]]:
-    """Plan the files, write and commit them. Return the written tensors and the file names."""
+    """Plan the files, write and commit them. Return the written tensors and the file names.
+
+    ``companions`` are small files that belong to the save. ``check`` is called after everything is written and
+    before the commit, and an exception of it cancels the save. The older checkpoint stays valid until the commit
+    ([Note: One commit] in ``saving/commit_plan.py``). A save that fails removes its files.
+
+    Raises:
+        StorageError: something could not be written.
+    """
     to_save.require_bounded()
     plan = plan_save(
         to_save.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=new_save_id()
     )
     with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
-        written = stream_out(writer, plan, to_save, companions=companions, check=check, advance=bar.update)
-    return written, plan.names
+        out = LocalFiles(World(0, 1), writer, plan.files, bar.update)
+        # The lock comes first: from here on, no other save removes or creates files in this folder.
+        state = begin_save(writer, plan)
+        try:
+            write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
+            # Only after all is written it is known whether the edits have changed a value, and before the commit
+            # the older checkpoint is still valid.
+            if check is not None:
+                check(out.written)
+            commit_save(writer, plan, state, companions, out.written.fingerprints)
+        except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
+            undo_save(writer, plan, state)
+            raise
+    return out.written, plan.names
 
 
 def open_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
@@ -259,20 +280,20 @@ def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
     If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
     """
-    companions, code = _read_files(base, _COMPANIONS), _read_code(base)
+    companions, code = read_files(base, _COMPANIONS), _read_code(base)
     # All of one tokenizer or all of the other: a mix of files of two tokenizers is neither.
-    if own is not None and _read_files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
+    if own is not None and read_files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
         companions = {name: content for name, content in companions.items() if not _is_any(name, _TOKENIZER)}
-        companions |= _read_files(own, _TOKENIZER)
+        companions |= read_files(own, _TOKENIZER)
         code |= _read_code(own)
     return companions | code
 
 
 def _read_code(folder: Path) -> dict[str, bytes]:
     """Return the Python files of a folder if its model, tokenizer or processor has code of its own."""
-    configs = _read_files(folder, (_CONFIG, "tokenizer_config.json", "*processor_config.json"))
+    configs = read_files(folder, (_CONFIG, "tokenizer_config.json", "*processor_config.json"))
     refers_to_code = any(b'"auto_map"' in content for content in configs.values())
-    return _read_files(folder, ("*.py",)) if refers_to_code else {}
+    return read_files(folder, ("*.py",)) if refers_to_code else {}
 
 
 def config_content(
@@ -315,7 +336,7 @@ def config_content(
 def read_templates(folders: Sequence[Path]) -> dict[str, bytes]:
     """Return additional chat templates, from the first folder that has any."""
     for folder in folders:
-        templates = _read_files(folder / _TEMPLATES, ("*.jinja",))
+        templates = read_files(folder / _TEMPLATES, ("*.jinja",))
         if templates:
             return templates
     return {}
@@ -330,7 +351,7 @@ def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
 
 
 def _parse_config(folder: Path) -> dict[str, object]:
-    content = _read_files(folder, (_CONFIG,)).get(_CONFIG)
+    content = read_files(folder, (_CONFIG,)).get(_CONFIG)
     return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
 
 
@@ -338,7 +359,7 @@ def _is_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+def read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     """Return the content of files in a folder with matching names. Links are followed, as in the hub's cache."""
     if not folder.is_dir():
         return {}
@@ -352,14 +373,6 @@ def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     except OSError as error:
         raise StorageError(f"{folder}: reading it failed, {error.strerror}. Make it readable") from error
     return contents
-
-
-def read_config_file(path: Path) -> bytes:
-    """Return the content of a small file, such as a config."""
-    contents = _read_files(path.parent, (path.name,))
-    if path.name not in contents:
-        raise StorageError(f"{path}: no such file. Check the path")
-    return contents[path.name]
 
 
 def choose_config_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from huggingface_hub import split_state_dict_into_shards_factory
+
 from shardwise.core.computed import Copy, copies_from_shards
 from shardwise.core.expression import Expression, Stored
 from shardwise.core.tensors import Box, DType, Strided, numel
@@ -92,7 +94,11 @@ def plan_save(
     Raises:
         FormatError: a tensor cannot be stored in a safetensors file.
     """
-    groups = _group_by_file(tensors, max_shard_bytes)
+    by_key = {item[0]: item for item in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_key, get_storage_size=_nbytes, filename_pattern="{suffix}", max_shard_size=max_shard_bytes
+    )
+    groups = [[by_key[key] for key in keys] for keys in split.filename_to_tensors.values()] or [[]]
     metadata = {"format": "pt"}
     # One file: committed by its rename. Several files: committed by the index.
     if len(groups) == 1:
@@ -113,27 +119,6 @@ def plan_save(
     content = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
     index = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     return SavePlan(save_id, files, tuple(names), index, stem)
-
-
-def _group_by_file(tensors: Sequence[TensorToSave], max_shard_bytes: int) -> list[list[TensorToSave]]:
-    """Group tensors like huggingface_hub's ``split_state_dict_into_shards_factory``, assuming no shared storage."""
-    groups: list[list[TensorToSave]] = []
-    current: list[TensorToSave] = []
-    used = 0
-    for item in tensors:
-        nbytes = _nbytes(item)
-        # It does not end the current group: smaller tensors after it still go there, as in huggingface_hub.
-        if nbytes > max_shard_bytes:
-            groups.append([item])
-            continue
-        if used + nbytes > max_shard_bytes:
-            groups.append(current)
-            current, used = [], 0
-        current.append(item)
-        used += nbytes
-    if current or not groups:
-        groups.append(current)
-    return groups
 
 
 def _nbytes(tensor: TensorToSave) -> int:

@@ -103,27 +103,22 @@ class PreparedSave:
     digest: str
 
 
-def collect_tensors_to_save(world: World, request: SaveRequest) -> tuple[list[TensorRef], Mapping[str, str]]:
-    """Return the tensors to save, and for an adapter a map of names in its file to names in the model.
+def collect_selected(
+    world: World, model: nn.Module, names: WrittenNames | AdapterOnly, dtype: torch.dtype | None
+) -> tuple[list[TensorRef], Mapping[str, str]]:
+    """Return a model's tensors in files, and for an adapter a map of names in its file to names in the model.
 
-    The tensors of an adapter are those that belong to it, followed by the state of its training. Collective: yes.
+    Collective: yes. Raises as :func:`collect_for_files` and :func:`broadcast_names_outside`.
     """
-    with world.collective("collect the state"):
-        tensors = _collect(request)
-    # PEFT decides on the first rank which tensors belong to an adapter. All ranks follow it.
-    names = request.names
     if not isinstance(names, AdapterOnly):
-        return tensors, {}
-    fqns = broadcast_names_outside(world, request.model, tensors, names)
+        with world.collective("collect the state"):
+            return collect_for_files(model, names, dtype), {}
+    with world.collective("collect the state"):
+        tensors = collect_tensors(model)
+    # PEFT decides on the first rank which tensors belong to an adapter. All ranks follow it.
+    fqns = broadcast_names_outside(world, model, tensors, names)
     adapter = set(fqns.values())
-    training = [] if request.training is None else collect_tensors(request.training.module)
-    return [*(item for item in tensors if adapter.intersection(item.names)), *training], fqns
-
-
-def _collect(request: SaveRequest) -> list[TensorRef]:
-    if isinstance(request.names, AdapterOnly):
-        return collect_tensors(request.model)
-    return collect_for_files(request.model, request.names, request.dtype)
+    return [item for item in tensors if adapter.intersection(item.names)], fqns
 
 
 def collect_for_files(model: nn.Module, names: WrittenNames, dtype: torch.dtype | None) -> list[TensorRef]:
@@ -159,9 +154,10 @@ def prepare(
     each rank writes.
     """
     # The tensors of the files, in the order of the save, as expressions over those of the model.
-    _require_possible(request)
+    remedy = "Call save_adapter, merge the adapter first (merge_and_unload, shardwise merge-adapter)"
+    require_hub_names(request.model, request.names, remedy)
     layout = build_layout(tensors)
-    outputs = four_bit_files.reshape_for_files(tensors, build_outputs(request, layout, fqns))
+    outputs = build_outputs(request.model, request.names, tensors, layout, fqns)
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     # The training state of an adapter has a file of its own, and is no part of the number of parameters.
     training = {} if request.training is None else _training_outputs(layout, fqns)
@@ -212,20 +208,29 @@ def _describe_training(request: SaveRequest, outputs: Mapping[str, Output]) -> S
     return SavedTraining(tensors, request.training.text)
 
 
-def _require_possible(request: SaveRequest) -> None:
-    if request.names == "hub" and has_adapters(request.model):
+def require_hub_names(model: nn.Module, names: WrittenNames | AdapterOnly, remedy: str) -> None:
+    """Raise ConfigError for a model with adapters under the names of the hub. ``remedy`` depends on the call."""
+    if names == "hub" and has_adapters(model):
         raise ConfigError(
-            f"{type(request.model).__name__}: has PEFT adapters, and the hub has no names for base and adapter "
-            "together. Call save_adapter, merge the adapter first (merge_and_unload, shardwise merge-adapter), or "
-            "pass names='internal'"
+            f"{type(model).__name__}: has PEFT adapters, and the hub has no names for base and adapter together. "
+            f"{remedy}, or pass names='internal'"
         )
 
 
-def build_outputs(request: SaveRequest, layout: ModelLayout, fqns: Mapping[str, str]) -> Mapping[str, Output]:
-    """Return the tensors of the files, and their expressions."""
-    if isinstance(request.names, AdapterOnly):
+def build_outputs(
+    model: nn.Module,
+    names: WrittenNames | AdapterOnly,
+    tensors: Sequence[TensorRef],
+    layout: ModelLayout,
+    fqns: Mapping[str, str],
+) -> Mapping[str, Output]:
+    """Return the tensors of files, by key, and their expressions over the model's.
+
+    ``tensors`` and ``fqns`` are those of :func:`collect_selected`, and ``layout`` is that of ``tensors``.
+    """
+    if isinstance(names, AdapterOnly):
         return {key: Output.unchanged(key, layout.by_name[name]) for key, name in fqns.items()}
-    return revert(request.model, layout, internal_names=request.names == "internal")
+    return four_bit_files.reshape_for_files(tensors, revert(model, layout, internal_names=names == "internal"))
 
 
 def _training_outputs(layout: ModelLayout, fqns: Mapping[str, str]) -> dict[str, Output]:

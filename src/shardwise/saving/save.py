@@ -23,7 +23,7 @@ from shardwise.core.tensors import parse_size
 from shardwise.files.local_reader import open_storage
 from shardwise.files.local_writer import open_writer
 from shardwise.files.storage import StorageWriter
-from shardwise.fsdp.named_tensors import without_compile
+from shardwise.fsdp.named_tensors import collect_tensors, without_compile
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.models import revert
 from shardwise.models.four_bit.layers import is_in_four_bits
@@ -61,7 +61,9 @@ def execute_save(
             writer = open_writer(request.directory)
     with writer:
         with clock.phase("plan"):
-            tensors, fqns = prepare.collect_tensors_to_save(world, request)
+            tensors, fqns = prepare.collect_selected(world, request.model, request.names, request.dtype)
+            if request.training is not None:
+                tensors += collect_tensors(request.training.module)
             shares = agree_on_shares(world, tensors)
             budget = options.budget_bytes
             with world.collective("plan the files"):
@@ -303,7 +305,7 @@ def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter)
     keys, files = list(plan.entries), [file.name for file in plan.files]
     local = [shard_writer.sums.get(key, 0) for key in keys]
     local += [shard_writer.written_bytes.get(name, 0) for name in files]
-    # (tensors + files,): the fingerprints are sums modulo 2**64, which uint64 adds up as they are defined.
+    # (tensors + files,): fingerprints are sums modulo MODULUS of transfer/fingerprints.py, where uint64 wraps, too.
     unsigned = np.array([value % (1 << 64) for value in local], dtype=np.uint64)
     total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
     for file, written in zip(plan.files, total[len(keys) :], strict=True):

@@ -21,7 +21,14 @@ from shardwise.models.revert import Output, revert
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
-from shardwise.saving.prepare import WrittenNames, collect_for_files, resolve_dtype
+from shardwise.saving.prepare import (
+    WrittenNames,
+    build_outputs,
+    collect_for_files,
+    collect_selected,
+    require_hub_names,
+    resolve_dtype,
+)
 from shardwise.transfer.memory import get_model_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
@@ -52,31 +59,6 @@ class StreamOptions:
     def __post_init__(self) -> None:
         if self.bucket_bytes < _SMALLEST_BUCKET_BYTES:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is less than {_SMALLEST_BUCKET_BYTES}")
-
-
-def walk_tensors(
-    model: nn.Module,
-    to: Targets,
-    names: WrittenNames,
-    only: selection.Selection | selection.MergedAdapter,
-    dtype: torch.dtype | None,
-    options: StreamOptions,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    with get_world(options, "iter_hf_tensors") as world:
-        with world.collective("check the arguments"):
-            choices = {"to": to, "names": names, "only": only, "options": options}
-            check_options(get_hints(iter_hf_tensors), choices)
-            dtype = resolve_dtype(dtype)
-        # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
-        arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        refs, outputs, sender = _prepare_sender(world, model, names, only, dtype, arguments, options)
-        targets = range(1) if to == "first_rank" else range(world.size)
-        dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
-        device = options.device if world.rank in targets else torch.device("meta")
-        # Half a bucket: while one round travels, the caller has the tensors of the round before.
-        tensors = _gather_full(world, outputs, dtypes, sender, targets, refs, device, options.bucket_bytes // 2)
-        with _report_exit():
-            yield from tensors
 
 
 def _gather_full(
@@ -149,32 +131,22 @@ def _prepare_sender(
     names: WrittenNames,
     only: selection.Selection | selection.MergedAdapter,
     dtype: torch.dtype | None,
-    arguments: tuple[object, ...],
     options: StreamOptions,
 ) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
-    """Compare the calls. Return the tensors of the model, the outputs, and their source. Collective: yes."""
-    with world.collective("collect the state"):
-        refs = _collect(model, names, only, dtype)
-    world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
-    # Only the adapter's tensors are compared and sent.
-    fqns: dict[str, str] = {}
-    if isinstance(only, selection.AdapterOnly):
-        fqns = selection.broadcast_names_outside(world, model, refs, only)
-        adapter = set(fqns.values())
-        refs = [item for item in refs if adapter.intersection(item.names)]
+    """Return the tensors of the model, the outputs, and their source. Collective: yes."""
+    fqns: Mapping[str, str] = {}
+    if isinstance(only, selection.MergedAdapter):
+        with world.collective("collect the state"):
+            refs = _collect_to_merge(model)
+    else:
+        refs, fqns = collect_selected(world, model, only or names, dtype)
     shares = agree_on_shares(world, refs).by_name
     by_name = {name: item for item in refs for name in item.names}
     sender = ShardSender(by_name, shares, world.rank)
-    if isinstance(only, selection.AdapterOnly):
-        layout = build_layout(refs)
-        outputs: Mapping[str, Output] = {
-            key: Output.unchanged(key, layout.by_name[name]) for key, name in fqns.items()
-        }
-    else:
-        with world.collective("select outputs"):
-            outputs, adapted = _select_outputs(model, refs, names, only)
-        if adapted is not None:
-            sender = _make_merging_sender(world, refs, sender, adapted, options)
+    with world.collective("select outputs"):
+        outputs, adapted = _select_outputs(model, refs, names, only, fqns)
+    if adapted is not None:
+        sender = _make_merging_sender(world, refs, sender, adapted, options)
     world.require_equal(list(outputs), "the list of keys")
     return refs, outputs, sender
 
@@ -202,22 +174,18 @@ def _make_merging_sender(
     return MergingShardSender(base_refs, base_shares, world.rank, adapted.factors, matrices, packed)
 
 
-def _collect(
-    model: nn.Module,
-    names: WrittenNames,
-    only: selection.Selection | selection.MergedAdapter,
-    dtype: torch.dtype | None,
-) -> list[TensorRef]:
-    if only is None:
-        return collect_for_files(model, names, dtype)
+def _collect_to_merge(model: nn.Module) -> list[TensorRef]:
     refs = collect_tensors(model)
-    if isinstance(only, selection.MergedAdapter):
-        four_bit_files.require_scales(refs)
+    four_bit_files.require_scales(refs)
     return refs
 
 
 def _select_outputs(
-    model: nn.Module, refs: list[TensorRef], names: WrittenNames, only: selection.MergedAdapter | None
+    model: nn.Module,
+    refs: list[TensorRef],
+    names: WrittenNames,
+    only: selection.Selection | selection.MergedAdapter,
+    fqns: Mapping[str, str],
 ) -> tuple[Mapping[str, Output], selection.Adapted | None]:
     """Return the outputs. For a merged adapter, return also the model without it.
 
@@ -225,14 +193,9 @@ def _select_outputs(
         ConfigError, KeyMismatchError: they cannot be streamed.
     """
     layout = build_layout(refs)
-    if only is None:
-        if names == "hub" and selection.has_adapters(model):
-            raise ConfigError(
-                f"{type(model).__name__}: has PEFT adapters, and the hub has no names for base and adapter "
-                "together. Pass only=MergedAdapter(), only=AdapterOnly(), or names='internal'"
-            )
-        outputs = revert(model, layout, internal_names=names == "internal")
-        return four_bit_files.reshape_for_files(refs, outputs), None
+    if not isinstance(only, selection.MergedAdapter):
+        require_hub_names(model, only or names, "Pass only=MergedAdapter(), only=AdapterOnly()")
+        return build_outputs(model, only or names, refs, layout, fqns), None
     # The outputs are those of the base, as if PEFT had never wrapped it. 4-bit weights count as dequantized
     # ones.
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
@@ -253,14 +216,15 @@ def find_packed_rows(refs: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
 def describe_tensors(
     model: nn.Module, names: WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of the tensors that :func:`walk_tensors` yields, by key and in its order.
+    """Return dtype and shape of the tensors that :func:`iter_hf_tensors` yields, by key and in its order.
 
     Nothing is sent.
 
     Raises:
         ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
-    outputs, _ = _select_outputs(model, _collect(model, names, only, dtype), names, only)
+    refs = collect_for_files(model, names, dtype) if only is None else _collect_to_merge(model)
+    outputs, _ = _select_outputs(model, refs, names, only, {})
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
 
@@ -317,4 +281,20 @@ def iter_hf_tensors(
 
     Every error is the same on every rank.
     """
-    return walk_tensors(without_compile(model), to, names, only, dtype, options)
+    model = without_compile(model)
+    with get_world(options, "iter_hf_tensors") as world:
+        with world.collective("check the arguments"):
+            choices = {"to": to, "names": names, "only": only, "options": options}
+            check_options(get_hints(iter_hf_tensors), choices)
+            dtype = resolve_dtype(dtype)
+        # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
+        arguments = (to, names, only, str(dtype), options.bucket_bytes)
+        world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
+        refs, outputs, sender = _prepare_sender(world, model, names, only, dtype, options)
+        targets = range(1) if to == "first_rank" else range(world.size)
+        dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
+        device = options.device if world.rank in targets else torch.device("meta")
+        # Half a bucket: while one round travels, the caller has the tensors of the round before.
+        tensors = _gather_full(world, outputs, dtypes, sender, targets, refs, device, options.bucket_bytes // 2)
+        with _report_exit():
+            yield from tensors

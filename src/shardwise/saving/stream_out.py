@@ -1,4 +1,4 @@
-"""Writes a save block by block in a single process, commits it, and merges adapters into its tensors.
+"""Writes a save block by block in a single process, and merges adapters into its tensors.
 
 [Note: One rounding] Merging is computed in float32 (float64 for tensors of that dtype), from the stored values of
 the base and the adapter, and rounded once, to the dtype that is written. PEFT rounds a delta of low precision
@@ -7,7 +7,7 @@ before it adds it, and so may differ in the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -18,14 +18,11 @@ from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.expression import Expression
 from shardwise.core.formatting import in_bytes
 from shardwise.core.tensors import Box, DType, numel, row_blocks
-from shardwise.files.storage import StorageWriter
 from shardwise.files.urls import shown
 from shardwise.fsdp.torch_private import to_torch
-from shardwise.ranks.world import World
-from shardwise.saving.commit import begin_save, commit_save, undo_save
 from shardwise.saving.merge_plan import Edit, LowRank, Replaced, WeightForm
 from shardwise.saving.plan import SavePlan, TensorToSave
-from shardwise.saving.write import LocalFiles, WrittenTensors
+from shardwise.saving.write import LocalFiles
 from shardwise.transfer.memory import trim_heap
 from shardwise.transfer.read import ReadExecutor
 from shardwise.transfer.workers import in_background
@@ -38,49 +35,6 @@ BLOCK_BYTES = 8 << 20
 
 _TRIM_BYTES = 256 << 20
 """Bytes written between two calls of :func:`trim_heap`, which makes later allocations slower."""
-
-
-def stream_out(
-    writer: StorageWriter,
-    plan: SavePlan,
-    to_save: TensorsToSave,
-    *,
-    companions: Mapping[str, bytes],
-    check: Callable[[WrittenTensors], None] | None = None,
-    advance: Callable[[int], None],
-) -> WrittenTensors:
-    """Write all files of a plan, then commit.
-
-    Args:
-        writer: to the folder of the save.
-        plan: its files.
-        to_save: the tensors of the plan.
-        companions: small files that belong to the save.
-        check: called after everything is written and before the commit. An exception of it cancels the save.
-        advance: called with the number of bytes that have been written.
-
-    The older checkpoint stays valid until the commit ([Note: One commit] in ``saving/commit_plan.py``). A save
-    that fails removes its files.
-
-    Memory: four blocks, and that of :meth:`TensorsToSave.values`.
-
-    Raises:
-        StorageError: something could not be written.
-    """
-    out = LocalFiles(World(0, 1), writer, plan.files, advance)
-    # The lock comes first: from here on, no other save removes or creates files in this folder.
-    state = begin_save(writer, plan)
-    try:
-        _write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
-        # Only after all is written it is known whether the edits have changed a value, and before the commit the
-        # older checkpoint is still valid.
-        if check is not None:
-            check(out.written)
-        commit_save(writer, plan, state, companions, out.written.fingerprints)
-    except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
-        undo_save(writer, plan, state)
-        raise
-    return out.written
 
 
 def plan_blocks(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
@@ -99,8 +53,8 @@ def plan_blocks(plan: SavePlan, block_bytes: int) -> Iterator[list[TensorBox]]:
     yield block
 
 
-def _write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], to_save: TensorsToSave) -> None:
-    """Write blocks, each while the next is computed."""
+def write_blocks(out: LocalFiles, blocks: Iterable[Sequence[TensorBox]], to_save: TensorsToSave) -> None:
+    """Write blocks, each while the next is computed. Memory: four blocks, and :meth:`TensorsToSave.values`."""
     # While block n is computed, block n - 1 is written.
     computed: list[tuple[str, Box, torch.Tensor]] = []
     untrimmed = 0

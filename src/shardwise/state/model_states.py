@@ -32,7 +32,7 @@ from shardwise.loading.load import set_value
 from shardwise.models.initialize import Initializers
 from shardwise.models.lora.inject import swap_experts
 from shardwise.models.selection import Selection, broadcast_names_outside
-from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.state import state_values
 from shardwise.transfer.matching import OnFault, StateSlot, match
@@ -261,9 +261,8 @@ def get_model_state_dict(
     """
     model = without_compile(model)
     with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
-        with world.collective("check the options"):
-            check_options(get_hints(get_model_state_dict), {"form": form, "only": only, "options": options})
-        state_values.require_same_call(world, form, only, options=options)
+        arguments = {"form": form, "only": only}
+        state_values.agree_on_arguments(world, get_model_state_dict, arguments, options)
         collected = collect_model(world, model, only, options)
         # Shards share the memory of the model, so they need no exchange.
         if form == "sharded":
@@ -322,11 +321,9 @@ def set_model_state_dict(
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     with get_world(options, "set_model_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            with world.collective("check the options"):
-                arguments: dict[str, object] = {"only": only, "options": options, "on_missing": on_missing}
-                arguments |= {"on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
-                check_options(get_hints(set_model_state_dict), arguments)
-            state_values.require_same_call(world, only, consent, options=options)
+            arguments: dict[str, object] = {"only": only, "on_missing": on_missing}
+            arguments |= {"on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
+            state_values.agree_on_arguments(world, set_model_state_dict, arguments, options)
             with world.collective("map the names"):
                 tensors = state_values.by_canonical_names(state, "state")
         values = state_values.ProvidedValues(tensors)

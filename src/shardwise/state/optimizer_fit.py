@@ -127,7 +127,8 @@ def _match(
     expected: list[dict[str, matching.SourceTensor]] = []
     for provided in provided_by_rank:
         expected.append({name: item for name, item in provided.items() if agreed.keys[name][0] not in unexpected})
-    # Slots for what the state has, whether or not the optimizers have it yet.
+    # Slots for what the state has, whether or not the optimizers have it yet. Every rank that provides the state
+    # has the same names (_agree_on_state), so the first one tells them.
     slots: list[matching.StateSlot] = []
     for name, item in next((provided for provided in expected if provided), {}).items():
         slots.append(matching.StateSlot((name,), *_shape_and_dtype(targets, name, agreed.keys[name][0], item)))

@@ -16,11 +16,11 @@ from shardwise.core.reports import StateReport
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, build_state_dict, class_name, copy_value, read
 from shardwise.fsdp.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
-from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World, repr_digest
 from shardwise.state.model_states import make_state_report
 from shardwise.state.optimizer_fit import KEEP_IT_APART, OptimizerTargets, match_optimizer_state
-from shardwise.state.state_values import ProvidedValues, StateOptions, Values, require_same_call, require_values
+from shardwise.state.state_values import ProvidedValues, StateOptions, Values, agree_on_arguments, require_values
 from shardwise.transfer import matching
 from shardwise.transfer.checksums import as_bytes
 from shardwise.transfer.memory import staging_device
@@ -202,9 +202,7 @@ def get_optimizer_state_dict(
     """
     model = without_compile(model)
     with get_world(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
-        with world.collective("check the options"):
-            check_options(get_hints(get_optimizer_state_dict), {"form": form, "options": options})
-        require_same_call(world, form, options=options)
+        agree_on_arguments(world, get_optimizer_state_dict, {"form": form}, options)
         collected = collect_optimizers(world, model, optimizers, "the optimizers", options)
         if form == "sharded":
             return collected.state_dict()
@@ -265,11 +263,8 @@ def set_optimizer_state_dict(
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     with get_world(options, "set_optimizer_state_dict") as world, torch.device("cpu"):
         with clock.phase("agree"):
-            with world.collective("check the options"):
-                arguments: dict[str, object] = {"on_missing": on_missing, "on_unexpected": on_unexpected}
-                arguments |= {"on_mismatched": on_mismatched, "options": options}
-                check_options(get_hints(set_optimizer_state_dict), arguments)
-            require_same_call(world, consent, options=options)
+            arguments = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
+            agree_on_arguments(world, set_optimizer_state_dict, arguments, options)
             targets = collect_optimizer_targets(world, model, optimizers)
             with world.collective("parse the state"):
                 parsed = read(state, targets.first_names, targets.shapes)

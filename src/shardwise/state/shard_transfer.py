@@ -82,6 +82,7 @@ def agree_on_sources(
     with world.all_gather("describe tensors") as exchange:
         exchange.local = dict(zip(replicated, checksums(list(replicated.values())), strict=True))
     sums = exchange.result
+    # By rank: how many tensors have values there. If values differ, the rank with the most is the source.
     counts = list(map(sum, is_live))
     sources, differed = matching.resolve_differences(names, chosen, sums, counts)
     scalars = _scalars(world, bounds, counts, differed)

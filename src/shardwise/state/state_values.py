@@ -18,9 +18,10 @@ from shardwise.core.tensors import Box
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.storage import StorageReader
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.named_tensors import canonical, local_boxes, local_tensor, raw_bytes
+from shardwise.fsdp.named_tensors import are_bitwise_equal, canonical, local_boxes, local_tensor
 from shardwise.loading.audit import are_equal
 from shardwise.loading.one_checkpoint import require_one_checkpoint
+from shardwise.ranks.call_arguments import check_options, get_hints
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.transfer import matching, move, tensor_metadata
@@ -50,13 +51,21 @@ class StateOptions:
         require_budget(self.budget_bytes)
 
 
-def require_same_call(world: World, *modes: object, options: StateOptions) -> None:
-    """Raise if ranks pass different arguments. Collective: yes.
+def agree_on_arguments(
+    world: World, call: object, arguments: Mapping[str, object], options: StateOptions, *others: object
+) -> None:
+    """Raise if arguments are not supported, or if ranks pass different ones. Collective: yes.
+
+    ``arguments`` are those of the public function ``call``, by name, that its annotations describe. ``others`` are
+    compared only.
 
     Raises:
+        ConfigError: an argument has the wrong type.
         RankMismatchError: naming the ranks.
     """
-    world.require_equal((repr(modes), options.budget_bytes), "the list of arguments (modes, budget)")
+    with world.collective("check the arguments"):
+        check_options(get_hints(call), {**arguments, "options": options})
+    world.require_equal((repr((arguments, others)), options.budget_bytes), "the list of arguments (modes, budget)")
 
 
 def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
@@ -180,11 +189,9 @@ class ProvidedValues:
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one is other:
         return True
-    if isinstance(one, DTensor) != isinstance(other, DTensor) or one.dtype != other.dtype:
+    if isinstance(one, DTensor) != isinstance(other, DTensor):
         return False
-    # As bytes, so that NaN equals itself. Of DTensors each rank compares its shard.
-    first, second = local_tensor(one), local_tensor(other)
-    return first.shape == second.shape and torch.equal(raw_bytes(first).to(second.device), raw_bytes(second))
+    return are_bitwise_equal(one, other)
 
 
 def _pair_ties(ties: Sequence[Sequence[str]], present: Collection[str]) -> list[tuple[str, str]]:
@@ -296,7 +303,7 @@ def read_tensors(
         local = local_tensor(tensor)
         items.append(ReadItem(name, expressions[name], boxes, local.dtype, local.device))
     # Each rank begins at another part of the files, which spreads the load on a remote storage.
-    start_at = executor.world.rank / executor.world.size
+    start_at = executor.world.rank / executor.world.size  # a fraction of the plan, which only such a storage uses
     plan = plan_reads(items, executor.index, executor.reader.policy, executor.budget_bytes, start_at)
     executor.read_into(plan, [local_tensor(tensors[item.fqn]) for item in plan.items])
     # No copy writes an element twice, so equal counts mean that all of it was read.

@@ -196,11 +196,6 @@ class Packing:
     dtype: torch.dtype
     is_transposed: bool = False
 
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scale of a block."""
-        return 1 if isinstance(self.form, Code) else 4
-
     def dequantize(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize codes (.., out, in / 2) and float32 scales (.., out, in / block) to a matrix (.., out, in).
 

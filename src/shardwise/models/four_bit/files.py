@@ -44,10 +44,14 @@ def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
     Raises:
         ConfigError: experts are in four bits.
     """
-    require_no_experts(
-        [item for item in tensors if not _is_mxfp4(item.slots[0].module, item.slots[0].name)],
-        "files of bitsandbytes have no form for them. Pass names='internal', which quantization=Nf4() reads",
-    )
+    for slot in (item.slots[0] for item in tensors):
+        is_packed = layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings
+        if is_packed and not _is_mxfp4(slot.module, slot.name):
+            raise ConfigError(
+                f"{slot.fqn}: its experts are in four bits, and files of bitsandbytes have no form for them. Pass "
+                "names='internal', which quantization=Nf4() reads, or load dequantized experts: "
+                'quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
+            )
     # weight_scales becomes weight.absmax, as floats if it is not nested, and weight_nested_scales
     # weight.nested_absmax. weight_nested_offset is a number in the metadata, which follows its weight.
     in_files: list[TensorRef] = []
@@ -100,16 +104,6 @@ def require_scales(tensors: Sequence[TensorRef]) -> None:
             raise ConfigError(
                 f"{item.fqn} is a {kind.__name__} of bitsandbytes, whose scales are not tensors of the model. "
                 "Save it with its own save_pretrained, or load it with quantization=Nf4()"
-            )
-
-
-def require_no_experts(tensors: Sequence[TensorRef], why: str) -> None:
-    """Raise ConfigError if experts are in four bits. ``why`` has the reason, and a first remedy after a period."""
-    for slot in (item.slots[0] for item in tensors):
-        if layers.are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
-            raise ConfigError(
-                f"{slot.fqn}: its experts are in four bits, and {why}, or load "
-                'dequantized experts: quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
             )
 
 

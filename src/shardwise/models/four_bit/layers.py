@@ -39,6 +39,7 @@ from torch import nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.expression import Expression
+from shardwise.core.tensors import Code
 from shardwise.files.four_bit_blocks import NESTED_BLOCK
 from shardwise.fsdp.torch_private import get_parameters
 from shardwise.models.four_bit.config import (
@@ -392,9 +393,9 @@ def convert_experts_to_four_bits(module: nn.Module, names: Mapping[str, KeptForm
         packings[name] = packing
         delattr(module, name)
         module.register_parameter(name, frozen_bytes(*outer, columns // 2))
-        module.register_parameter(
-            scales_name(name), frozen_bytes(*outer, packing.scale_bytes * (columns // packing.block_size))
-        )
+        scale_bytes = 1 if isinstance(packing.form, Code) else 4
+        scales = frozen_bytes(*outer, scale_bytes * (columns // packing.block_size))
+        module.register_parameter(scales_name(name), scales)
     kind: Any = type(module)
     module.__class__ = _experts_class(kind)
     vars(module).pop("forward", None)  # of a kernel such as Liger's, which would read codes as weights

@@ -17,7 +17,7 @@ from shardwise.core.errors import KeyMismatchError
 from shardwise.core.expression import Expression
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
 from shardwise.models import pretrained
-from shardwise.models.former_names import FusedPair, LowRankPair, fuse_experts, match_former_names
+from shardwise.models.former_names import LowRankPair, fuse_experts, match_former_names
 from shardwise.models.lora import peft_private
 from shardwise.models.lora.inject import Adapter
 
@@ -107,13 +107,14 @@ def _collect_single_experts(adapter: Adapter, modules: set[str]) -> dict[str, Lo
             raise KeyMismatchError(
                 f"{adapter.directory}: lacks lora_A or lora_B of {module}. Save the adapter again"
             )
-        scaling = peft_private.scaling(adapter.config, module, lora_A.shape[0])
-        pairs[f"{module}.weight"] = LowRankPair(lora_A, lora_B, scaling)
+        r = lora_A.shape[0]
+        scaling = peft_private.scaling(adapter.config, module, r)
+        pairs[f"{module}.weight"] = LowRankPair(lora_A, lora_B, r, scaling)
     return pairs
 
 
 def _set_targets(
-    config: Any, adapted: Mapping[str, str], fused: Mapping[str, FusedPair], modules: Mapping[str, nn.Module]
+    config: Any, adapted: Mapping[str, str], fused: Mapping[str, LowRankPair], modules: Mapping[str, nn.Module]
 ) -> None:
     """Set the targets of a config, with their ranks and alphas. ``adapted`` are former names by today's."""
     parameters = set(config.target_parameters or ())
@@ -138,7 +139,7 @@ def _set_targets(
 
 
 def _build_stacked_tensors(
-    config: Any, fused: Mapping[str, FusedPair], modules: Mapping[str, nn.Module]
+    config: Any, fused: Mapping[str, LowRankPair], modules: Mapping[str, nn.Module]
 ) -> dict[str, Expression]:
     """Return the matrices of stacked experts by PEFT's names, which nest from the last parameter to the first."""
     tensors: dict[str, Expression] = {}

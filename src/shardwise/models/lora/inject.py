@@ -132,10 +132,16 @@ def inject_lora(
     adapter: Adapter | None,
     *,
     is_new: bool,
+    is_replicated: bool = False,
 ) -> Tuned:
     """Inject PEFT's modules. Names in the base are mapped to those in PEFT's model by the identity of modules.
 
-    Every name in the config of an adapter that ``is_new`` has to match something.
+    Every name in the config of an adapter that ``is_new`` has to match something. The matrices of one that
+    ``is_replicated`` stay unsharded on every rank.
+
+    Raises:
+        ConfigError: the config does not fit the model, or the adapter is a DoRA and replicated.
+        KeyMismatchError: the stored adapter does not fit the model.
     """
     _require_unpacked(base, config)
     before = _group_names(collect_tensors(base))
@@ -152,11 +158,15 @@ def inject_lora(
         renamed.get(old, old): expressions for old, expressions in bindings.matched.items()
     }
     additions = _additions(model, name, config, {id(item.tensor): item for item in refs})
+    if is_replicated and additions.norms:
+        raise ConfigError("use_dora: magnitudes need the norms of sharded rows. Pass placement='sharded'")
+    kept_whole = dict.fromkeys(additions.from_tuning, "adapters are replicated") if is_replicated else {}
     copied = {copy: original for copy, original in originals.items() if original in base_names}
     # A stored adapter has the values of its matrices and copies, so none of its matrices is initialized.
     if adapter is not None:
         of_adapter = match_adapter(model, refs, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in of_adapter}
+        # Clears from_tuning: names that are needed later must be taken before.
         additions = additions.from_checkpoint()
         matched |= {fqn: (expression,) for fqn, expression in of_adapter.items()}
     # Other copies begin with what their originals are read from, which may be stored under a tied name.
@@ -178,6 +188,7 @@ def inject_lora(
             },
         ),
         additions=replace(additions, base=base, base_names=base_names, copies=copied),
+        kept_whole_names=kept_whole,
         notes=adapter.notes if adapter is not None else (),
     )
 
@@ -295,17 +306,6 @@ def _require_all_matched(
                 errors.append(f"{option}: nothing is named {name!r}{near(name, known)}")
     if errors:
         raise ConfigError("the LoRA has names that match nothing:\n  " + "\n  ".join(errors))
-
-
-def replicate_adapter(tuned: Tuned) -> Tuned:
-    """Keep the adapter of a model unsharded on every rank. Return the changed description.
-
-    Raises:
-        ConfigError: there are magnitudes of DoRA, whose initialization needs the sharded rows.
-    """
-    if tuned.additions.norms:
-        raise ConfigError("use_dora: initializes magnitudes from sharded rows. Pass placement='sharded'")
-    return replace(tuned, kept_whole_names=dict.fromkeys(tuned.additions.from_tuning, "adapters are replicated"))
 
 
 def matches(name: str, ending: str) -> bool:

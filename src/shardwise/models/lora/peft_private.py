@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import ConfigError, find_private, private, require_private
 from shardwise.core.untrusted import Pattern
+from shardwise.files.peft_adapter import CHANGES_THE_BASE
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
@@ -41,8 +42,6 @@ _FREE_FIELDS = """
     lora_ga_config
 """
 """Fields of ``LoraConfig`` that may have any value. Others, and those of later versions, must have the default."""
-
-_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
 def config_in(directory: str) -> LoraConfig:
@@ -115,10 +114,15 @@ def require_supported(config: LoraConfig, *, is_new: bool) -> None:
         if field.name not in _FREE_FIELDS.split() and value != default and value not in (None, False, [], {}, ()):
             errors.append(f"{field.name}={value!r}: is not supported. Leave it out")
     init = config.init_lora_weights
-    changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
-    is_known = isinstance(init, bool) or str(init).lower() == "gaussian"
-    if changes_base or (is_new and not is_known):
-        why = "changes the base's weights" if changes_base else "needs full weights, or data"
+    init_name = str(init).lower()
+    why = ""
+    if init_name.startswith(CHANGES_THE_BASE):
+        why = "changes the base's weights"
+    elif init_name == "mica":
+        why = "freezes lora_B, which would be trained here"
+    elif is_new and not isinstance(init, bool) and init_name != "gaussian":
+        why = "needs full weights, or data"
+    if why:
         errors.append(f"init_lora_weights={init!r}: {why}. Pass True, False or 'gaussian'")
     if config.use_dora and is_new and init is False:
         errors.append(f"init_lora_weights={init!r}: needs full products of matrices with use_dora. Pass True")
