@@ -8,8 +8,8 @@ that switches from the old save to the new one. A PEFT adapter is saved in the s
 ``adapter_model``, and always to one file. If its config changes in the same save, the older adapter is set aside
 first, because a config with another scaling would change its values. The state of its training may be in a separate
 file, which takes effect together with the adapter: see [Note: Named by the adapter] in ``files/peft_adapter.py``.
-An older distributed checkpoint of transformers has several files and no index. It is removed right after the commit;
-until then a folder with both is an error of readers.
+An older distributed checkpoint of transformers has several files and no index. It is removed right after the
+commit; until then a folder with both is an error of readers.
 
 [Note: A list of renames] Some files have fixed names, and no step renames several files at once. They are written
 under names unique to the save, and a small file that lists the renames commits all of them in one step. Before the
@@ -124,7 +124,7 @@ def get_folder_state(files: Collection[str], index: bytes | None, single_file: s
             listed = {name for name in values if isinstance(name, str)} & set(files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             listed = set()
-    # As a reader decides: a single file comes before an index. A distributed checkpoint of transformers is of several.
+    # As a reader decides: a single file comes before an index.
     of_ranks = {name for name in files if single_file == SINGLE_FILE and OF_RANKS.fullmatch(name)}
     weights = of_ranks | ({single_file} & set(files) or listed)
     return FolderState(frozenset(files), frozenset(weights), frozenset(listed))
