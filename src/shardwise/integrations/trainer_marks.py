@@ -292,6 +292,12 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
     for option in ("fsdp", "deepspeed"):
         if getattr(args, option, None):
             raise double_sharding_error(option)
+    loading = getattr(args, "accelerator_config", None)
+    if world.size > 1 and loading is not None and not loading.even_batches:
+        raise ConfigError(
+            f"{kind.__name__}: accelerator_config has even_batches=False, so that a rank with fewer batches would "
+            "leave an evaluation while the others wait for it to gather the model. Leave it out"
+        )
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None:
         require_rows_or_sequences(parallelism)
