@@ -242,7 +242,7 @@ class ShardwiseTrainer(_Trainer):
 
         Raises:
             ConfigError: there is no checkpoint, checkpoints of another run are in the folder, or the checkpoint is
-                of another number of rows per step.
+                of another number of rows per step, or order of rows.
             KeyMismatchError: the checkpoint is of another tuning.
             FormatError: the checkpoint is damaged.
             StorageError: it cannot be read.
@@ -371,7 +371,8 @@ class ShardwiseTrainer(_Trainer):
                 f"{what}: holds the state of {header.holds}, and this training has {current}. Resume it with the "
                 "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
-        # The position in the data is a number of steps. It is the same row only if steps have as many rows.
+        # The position in the data is a number of steps. It is the same row only if steps have as many rows, and the
+        # order of rows does not depend on their division among ranks.
         rows = self.get_total_train_batch_size(self.args)
         if rows != header.rows_per_step and not self.args.ignore_data_skip:
             raise ConfigError(
@@ -380,6 +381,27 @@ class ShardwiseTrainer(_Trainer):
                 f"{header.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
                 "of rows in a step, or pass ignore_data_skip=True"
             )
+        order = self._describe_order()
+        if header.order not in (None, order) and not self.args.ignore_data_skip:
+            raise ConfigError(
+                f"{what}: was saved with rows in the order of {header.order or 'any ranks'}, and this training has "
+                f"that of {order or 'any ranks'}, so that its position in the data cannot be restored. Keep these "
+                "settings and the number of ranks, or pass ignore_data_skip=True"
+            )
+
+    def _describe_order(self) -> str:
+        """Return the settings and ranks on which the order of rows depends, "" if it does not."""
+        args: Any = self.args
+        batch = f"per_device_train_batch_size={args.train_batch_size}"
+        settings = []
+        if args.dataloader_drop_last:  # of the last batch of all ranks, so that it changes the steps of an epoch
+            settings.append(f"dataloader_drop_last with {batch}")
+        if compat.has_length(self.train_dataset):
+            if args.train_sampling_strategy == "group_by_length":
+                settings.append("train_sampling_strategy=group_by_length")
+        elif args.dataloader_num_workers > 1:  # each reads batches of its own files
+            settings.append(f"dataloader_num_workers={args.dataloader_num_workers} with {batch}")
+        return f"{', '.join(settings)} on {args.world_size} ranks" if settings else ""
 
     # Saving
 
@@ -408,7 +430,7 @@ class ShardwiseTrainer(_Trainer):
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
-            header = TrainerHeader(step, holds, rows, world.size)
+            header = TrainerHeader(step, holds, rows, world.size, self._describe_order())
             with world.broadcast("complete the save"):
                 if world.rank == 0:
                     trainer_checkpoints.complete(saving, folder, header)
