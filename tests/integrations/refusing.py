@@ -105,11 +105,17 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["model_init"] = said(lambda: made(model_init=lambda: model))
         found["peft_config"] = said(lambda: made(peft_config=object()))
         found["fsdp of accelerate"] = said(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
+        uneven = {"even_batches": False}
+        found["uneven"] = said(lambda: made(args=TrainingArguments(**given, accelerator_config=uneven)))
         splits: dict[str, dict[str, Any]] = {
             "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
             "other ranks": {"parallelism_config": ParallelismConfig(cp_size=4)},
             "smoothing": {"parallelism_config": ParallelismConfig(cp_size=2), "label_smoothing_factor": 0.1},
             "evaluation": {"parallelism_config": ParallelismConfig(cp_size=2), "eval_strategy": "epoch"},
+            "rows of a rank": {
+                "parallelism_config": ParallelismConfig(cp_size=2),
+                "train_sampling_strategy": "batch_rebalance",
+            },
         }
         for name, others in splits.items():
             found[name] = said(partial(made, args=TrainingArguments(**given, **others)))

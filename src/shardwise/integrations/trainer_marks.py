@@ -374,19 +374,22 @@ def _require_splittable(kind: type, model: nn.Module, args: Any, kwargs: Mapping
             "dp_replicate_size, dp_shard_size and cp_size whose product is the number of ranks"
         )
     require_sdpa(model)
-    # Each of these computes from the logits or labels of a sequence, of which a rank has a part.
+    # Each of these computes from the logits or labels of a sequence, of which a rank has a part. batch_rebalance
+    # gives each rank other rows, also those that share sequences.
     unfit = {
         "a trainer of TRL": compat.is_trl_trainer(kind),
         "compute_loss_func": kwargs.get("compute_loss_func") is not None,
         f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor > 0,
         f"eval_strategy={args.eval_strategy.value!r}": args.eval_strategy != "no",
+        "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy == "batch_rebalance",
         "a model that is not a causal language model": getattr(_get_pretrained(model), "loss_type", None)
         != "ForCausalLM",
     }
     if named := [name for name, is_unfit in unfit.items() if is_unfit]:
         raise ConfigError(
             f"{kind.__name__}(cp_size={config.cp_size}) with {named[0]}: it would compute from this rank's part of "
-            "each sequence. Leave it out, or write the loop with accelerate (docs/meshes.md)"
+            "each sequence, or from rows of this rank alone. Leave it out, or write the loop with accelerate "
+            "(docs/meshes.md)"
         )
 
 
