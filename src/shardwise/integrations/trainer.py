@@ -42,11 +42,13 @@ from shardwise.core.errors import (
     RankLostError,
     RankMismatchError,
     ShardwiseError,
+    StorageError,
     TrainingError,
 )
 from shardwise.core.phases import busy_with
-from shardwise.fsdp.named_tensors import computing_device
-from shardwise.fsdp.rebind import plain_optimizer, require_sharded_parameters
+from shardwise.files.urls import redact
+from shardwise.fsdp.named_tensors import collect_tensors, computing_device, reshard
+from shardwise.fsdp.rebind import bind_optimizers, plain_optimizer, require_sharded_parameters
 from shardwise.integrations import accelerate_compat, trainer_checkpoints
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
@@ -200,8 +202,11 @@ class ShardwiseTrainer(_Trainer):
                 f"evaluate, predict: with cp_size={self._cp_size} each rank would evaluate a part of each "
                 "sequence. Evaluate a saved checkpoint without it"
             )
-        with busy_with("evaluation data and metrics"):
-            return super().evaluation_loop(*positional, **keywords)
+        try:
+            with busy_with("evaluation data and metrics"):
+                return super().evaluation_loop(*positional, **keywords)
+        finally:
+            reshard(self._trained)
 
     def prediction_step(self, *positional: Any, **keywords: Any) -> Any:
         """Evaluate a batch like the Trainer, by all ranks together."""
@@ -221,9 +226,11 @@ class ShardwiseTrainer(_Trainer):
         return 1 if config is None else int(config.cp_size)
 
     def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
-        """Create the optimizer like the Trainer, and reject one that cannot step shards."""
+        """Create the optimizer like the Trainer, and reject one that cannot step the model's shards."""
+        tensors = collect_tensors(self._trained)  # before super(), which takes the parameters: it reshards
         optimizer = super().create_optimizer(*positional, **keywords)
         require_sharded_parameters(plain_optimizer(optimizer), dict(self._trained.named_parameters()))
+        bind_optimizers([plain_optimizer(optimizer)], tensors, by_rank=True)
         return optimizer
 
     # Training
@@ -458,9 +465,26 @@ class ShardwiseTrainer(_Trainer):
         """Do nothing. ``_save_checkpoint`` pushes the checkpoint after its commit."""
 
     def push_to_hub(self, *positional: Any, **keywords: Any) -> Any:
-        """Push like the Trainer, without the record of the run."""
-        with compat.uploads_without(_RECORD):
-            return super().push_to_hub(*positional, **keywords)
+        """Push like the Trainer, without the record of the run. Collective: yes.
+
+        Raises:
+            StorageError: the upload by the first rank has failed. The same on every rank.
+        """
+        failure: StorageError | None = None
+        pushed: Any = None
+        try:
+            with compat.uploads_without(_RECORD):
+                pushed = super().push_to_hub(*positional, **keywords)
+        except ShardwiseError:  # of save_model, on all ranks
+            raise
+        except Exception as error:
+            reason = redact(f"{type(error).__name__}: {error}", "", {"token": self.args.hub_token})
+            failure = StorageError(f"push_to_hub: failed, {reason}. Upload the folder {self.args.output_dir} again")
+            failure.__cause__ = error
+        with World.current(call="Trainer.push_to_hub") as world, world.collective("push the model"):
+            if failure is not None:
+                raise failure
+        return pushed
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         """Write the card like the Trainer. A failure is logged, because the first rank alone writes."""
