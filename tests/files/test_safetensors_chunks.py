@@ -9,7 +9,6 @@ from tests.files.building import refusal_of as refusal
 from tests.files.torch_building import same, values_of
 from tests.support.memory_storage import MemoryReader
 
-from shardwise.core.errors import FormatError
 from shardwise.files.open_checkpoint import open_checkpoint
 
 GRID = torch.arange(48.0).reshape(6, 8)
@@ -45,12 +44,6 @@ def test_chunks_are_put_together() -> None:
         assert same(values_of(index, reader)["g"], GRID)
         assert [item.key for item in index.tensors()] == ["g"]
         assert index.metadata == {"DCP_VERSION": "1.0", "format": "pt"}
-
-
-def test_chunks_beside_a_file_of_their_own_are_refused() -> None:
-    files = {"shard-00001-model-00001-of-00001.safetensors": file_of_chunks({"g": GRID}, {"g": at(0, 0)})}
-    with pytest.raises(FormatError, match="has model.safetensors and a distributed checkpoint .* Remove the older"):
-        open_checkpoint(MemoryReader({**files, "model.safetensors": save({"g": GRID})}))
 
 
 def test_tensors_without_dimensions_and_those_of_which_nothing_is_reported() -> None:

@@ -4,6 +4,7 @@ import os
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import torch
@@ -15,6 +16,8 @@ from tests.support.world import said
 from tests.training import tiny
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import shardwise
@@ -89,7 +92,17 @@ def trainers(folder: str, output: str) -> dict[str, str]:
     """What a trainer says of what it is given."""
     kind: Any = type("Mine", (ShardwiseTrainer, Trainer), {})
     raw = shardwise.from_pretrained(Path(folder) / "causal")
-    model = for_trainer(shardwise.from_pretrained(Path(folder) / "causal"))
+    model = shardwise.from_pretrained(Path(folder) / "causal")
+    tokens = torch.tensor([[5, 6, 7]])
+
+    def gather() -> None:
+        """Leave the root group gathered, as an evaluation does."""
+        with torch.no_grad():
+            model(input_ids=tokens)
+
+    gather()
+    model = for_trainer(model)
+    assert all(isinstance(item, DTensor) for item in model.parameters())
     rows = datasets.Dataset.from_list(rows_of(Run(folder))[0])
     given: dict[str, Any] = {"output_dir": output, "use_cpu": True, "report_to": []}
 
@@ -105,11 +118,17 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["model_init"] = said(lambda: made(model_init=lambda: model))
         found["peft_config"] = said(lambda: made(peft_config=object()))
         found["fsdp of accelerate"] = said(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
+        uneven = {"even_batches": False}
+        found["uneven"] = said(lambda: made(args=TrainingArguments(**given, accelerator_config=uneven)))
         splits: dict[str, dict[str, Any]] = {
             "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
             "other ranks": {"parallelism_config": ParallelismConfig(cp_size=4)},
             "smoothing": {"parallelism_config": ParallelismConfig(cp_size=2), "label_smoothing_factor": 0.1},
             "evaluation": {"parallelism_config": ParallelismConfig(cp_size=2), "eval_strategy": "epoch"},
+            "rows of a rank": {
+                "parallelism_config": ParallelismConfig(cp_size=2),
+                "train_sampling_strategy": "batch_rebalance",
+            },
         }
         for name, others in splits.items():
             found[name] = said(partial(made, args=TrainingArguments(**given, **others)))
@@ -131,7 +150,16 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         for optim in ("adafactor", "adamw_torch"):
             found[optim] = said(made(args=TrainingArguments(**given, optim=optim)).create_optimizer)
+        gather()
+        gathered = SGD(model.parameters())
+        found["gathered"] = said(made(optimizers=(gathered, None)).create_optimizer)
         trainer = made()
+        gather()
+        groups = trainer.create_optimizer().param_groups
+        assert all(isinstance(item, DTensor) for group in groups for item in group["params"])
+        failing = mock.Mock(side_effect=OSError("no space") if rank() == 0 else None)
+        with mock.patch.object(Trainer, "push_to_hub", failing):
+            found["upload"] = said(trainer.push_to_hub)
         found["asked for"] = str(trainer.args.save_only_model)
         found["other folder"] = said(lambda: trainer.train(resume_from_checkpoint=f"{output}/{rank()}"))
     return found

@@ -68,6 +68,7 @@ class Run:
     asks_for: str = ""
     tells: str = ""
     keywords: dict[str, Any] = field(default_factory=dict)
+    evaluates_first: bool = False
 
     def but(self, **changes: Any) -> Run:
         return replace(self, **changes)
@@ -320,6 +321,10 @@ def train(run: Run) -> Outcome:
     torch.manual_seed(0)
     with launched():
         trainer = made(run)
+        if run.evaluates_first:
+            trainer.evaluate()
+            if run.by == "shardwise":
+                assert all(isinstance(item, DTensor) for item in trainer.model.parameters()), "shards again"
         trainer.train(resume_from_checkpoint=run.resume, **run.keywords)
         history = trainer.state.log_history
         model = trainer.model

@@ -18,7 +18,7 @@ SMOOTHED = EVALUATED | {"label_smoothing_factor": 0.1}
 
 
 def test_whole_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
-    run = Run(str(folder), arguments=EVALUATED, asks_for="generation")
+    run = Run(str(folder), arguments=EVALUATED, asks_for="generation", evaluates_first=True)
     found = compared(two, one, run, tmp_path)
     assert len(found.steps) == 4
     assert len(found.evaluated) == 2

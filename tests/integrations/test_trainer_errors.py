@@ -89,6 +89,10 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "model_init": "ShardwiseTrainer trains a loaded model",
         "peft_config": "Load the model with from_pretrained(tuning=Lora(config)) instead",
         "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",
+        "uneven": "Mine: accelerator_config has even_batches=False, so that a rank with fewer batches",
+        "rows of a rank": "Mine(cp_size=2) with train_sampling_strategy='batch_rebalance'",
+        "gathered": "is not the model's. Create the optimizer from model.parameters(), and do not replace",
+        "upload": "StorageError: rank 0: push_to_hub: failed, OSError: no space. Upload the folder",
         "tensor parallel": "parallelism_config has tp_size=2, and the Trainer supports a model",
         "other ranks": "parallelism_config is for 4 ranks, and there are 2",
         "smoothing": "Mine(cp_size=2) with label_smoothing_factor=0.1: it would compute from this rank's part",
@@ -162,11 +166,47 @@ HEADER = trainer_checkpoints.TrainerHeader(3, "mine", 8, 2).to_bytes()
         b'{"version": 1, "step": -1, "holds": "x"}',
         HEADER.replace(b"8", b"-8"),
         HEADER.replace(b'"mine"', b"3"),
+        HEADER.replace(b"null", b"3"),
     ],
 )
 def test_invalid_headers_are_refused(content: bytes) -> None:
     with pytest.raises(FormatError):
         trainer_checkpoints.TrainerHeader.from_bytes(content, "header")
+
+
+def test_headers_of_earlier_versions_have_no_order() -> None:
+    content = HEADER.replace(b',\n  "order": null', b"")
+    assert content != HEADER
+    assert trainer_checkpoints.TrainerHeader.from_bytes(content, "header").order is None
+
+
+ORDERED: dict[str, Any] = {
+    "train_sampling_strategy": "random",
+    "dataloader_drop_last": False,
+    "dataloader_num_workers": 2,
+    "train_batch_size": 2,
+    "world_size": 2,
+}
+
+
+def test_the_order_of_rows_that_depends_on_the_ranks(tmp_path: Path) -> None:
+    """And, of a stream with several workers, on their number. That of others is the same on any ranks."""
+    cases: list[tuple[Any, dict[str, Any], dict[str, Any], bool]] = [
+        ([], {}, {"world_size": 4, "dataloader_num_workers": 3}, True),
+        ([], {"train_sampling_strategy": "group_by_length"}, {"dataloader_num_workers": 3}, True),
+        ([], {"train_sampling_strategy": "group_by_length"}, {"world_size": 4}, False),
+        ([], {"dataloader_drop_last": True}, {"world_size": 4}, False),
+        ([], {"dataloader_drop_last": True}, {"train_batch_size": 4}, False),
+        (iter([]), {"dataloader_num_workers": 1}, {"dataloader_num_workers": 0, "world_size": 4}, True),
+        (iter([]), {}, {"world_size": 4}, False),
+        (iter([]), {}, {"dataloader_num_workers": 3}, False),
+    ]
+    for rows, first, then, is_same in cases:
+        orders = [
+            unbuilt(object, tmp_path, args={**ORDERED, **changes}, train_dataset=rows)._describe_order()
+            for changes in (first, {**first, **then})
+        ]
+        assert (orders[0] == orders[1]) is is_same, orders
 
 
 def test_it_comes_before_the_trainer() -> None:
@@ -312,8 +352,8 @@ def test_a_checkpoint_is_pushed_after_its_commit(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     hub = {"hub_strategy": HubStrategy.ALL_CHECKPOINTS, "hub_always_push": True, "hub_token": None}
-    args = {"push_to_hub": True, "hub_revision": None, "save_strategy": SaveStrategy.STEPS, **hub}
-    unbuilt(Pushing, tmp_path, args=args, _saved_step=None)._save_checkpoint(None, None)
+    args = {**ORDERED, "push_to_hub": True, "hub_revision": None, "save_strategy": SaveStrategy.STEPS, **hub}
+    unbuilt(Pushing, tmp_path, args=args, _saved_step=None, train_dataset=[])._save_checkpoint(None, None)
     ignored = ["_*", "checkpoint-*", ".shardwise-*"]
     assert pushed == [(tmp_path.name, True, ignored), ("checkpoint-4", True, ignored[-1:])]
 

@@ -194,6 +194,8 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     assert "holds the state of everything, and this training has adapter default" in refused(other)
     rows = saving(folder, output, per_device_train_batch_size=3).but(resume=True)
     assert "was saved with 8 rows in a step, and this training has 12" in refused(rows)
+    shorter = saving(folder, output, dataloader_drop_last=True).but(resume=True)
+    assert "in the order of any ranks, and this training has that of dataloader_drop_last" in refused(shorter)
     empty = saving(folder, tmp_path / "empty").but(resume=True)
     assert "has no complete checkpoint of ShardwiseTrainer" in refused(empty)
     assert "no such folder" in refused(saving(folder, tmp_path / "b").but(resume=str(tmp_path / "none")))

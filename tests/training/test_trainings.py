@@ -296,6 +296,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eval_strategy": "steps"}, "test: is not a split"),
     ({"dataset_name": "images.jsonl"}, "images: the model has no processor for images"),
     ({"model_name_or_path": "padded"}, "pad_token: has the id 269, and the model has embeddings for 0 to 259"),
+    ({"accelerate_config": "half.json"}, "accelerate_config: mixed_precision fp16 needs fp16: true"),
     ({"report_to": "wandb"}, "sft: SFTTrainer cannot be created, WandbCallback requires wandb"),
     ({"dataset_name": "nulls.jsonl"}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "dataset_streaming": True}, "row 2 of the dataset: text: is null"),
@@ -318,6 +319,7 @@ def test_invalid_configurations_are_one_error_on_all_ranks(folder: Path) -> None
     tiny.write_rows(folder / "nulls.jsonl", {"text": "Hi"}, {"text": None})
     tiny.write_rows(folder / "long.jsonl", *[{"prompt": "Hi " * 9, "completion": "Ho"} for _ in range(4)])
     tiny.write_rows(folder / "words.jsonl", {"text": "Hi"}, {"text": "Hi <9>"})
+    (folder / "half.json").write_text('{"mixed_precision": "fp16", "fsdp_config": {"fsdp_version": 2}}')
     tiny.write_model(folder / "padded")
     padded = tiny.tokenizer()
     padded.add_tokens([f"<{number}>" for number in range(10)])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.bank.adapter import AdapterState, BankAdapter
 from shardwise.bank.compose import ComposedPass, Unit, compose_passes, pad_length
@@ -22,6 +21,7 @@ from shardwise.bank.passes import FusedPass, PlacedRequest, PlannedPass, SharedB
 from shardwise.bank.rows import Request, UnpaddedRow, no_random_numbers, parse_rows
 from shardwise.core.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
 from shardwise.core.formatting import in_bytes
+from shardwise.fsdp.named_tensors import reshard
 from shardwise.ranks.outcomes import at_phase
 from shardwise.ranks.world import Exchange
 from shardwise.transfer.memory import trim_heap
@@ -274,8 +274,7 @@ def collective_passes(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode without gradients. Afterwards restore each module's mode, and reshard.
 
-    FSDP2 keeps the root group unsharded after a forward pass for the backward pass, which does not follow here. In
-    the caller's inference mode, its first gather would create buffers that no later backward pass can use.
+    In the caller's inference mode, FSDP2's first gather would create buffers that no later backward pass can use.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -285,8 +284,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
 
 
 def open_call(

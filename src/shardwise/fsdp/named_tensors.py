@@ -133,6 +133,17 @@ def strided_view(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
     return torch.as_strided(tensor, view.sizes, view.strides, tensor.storage_offset() + view.offset)
 
 
+def reshard(model: nn.Module) -> None:
+    """Reshard the FSDP2 groups of a model that are gathered.
+
+    A forward pass leaves the root group gathered for the backward pass. In an evaluation none follows. Until then
+    ``model.parameters()`` are not the shards, and a change of the shards does not reach the next forward pass.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def collect_tensors(model: nn.Module) -> list[TensorRef]:
     """Return all parameters and buffers, shared ones once, in the order of the modules.
 
@@ -150,9 +161,7 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
                 "on every rank. Build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
                 "dimension to replicate over"
             )
-        # Before the registries are read: gathered groups have unsharded parameters in them.
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)  # before the registries are read: gathered groups have unsharded parameters in them
     refs: dict[int, TensorRef] = {}  # by id: two slots are one tensor only if they have the same object
     for module, tensor, name, kind, prefix in _iter_registered(modules):
         item = refs.get(id(tensor))

@@ -61,6 +61,8 @@ class Sharding:
         mp_policy: FSDP2's mixed precision.
         offload_policy: FSDP2's offload.
         reshard_after_forward: FSDP2's option for the blocks. The root group stays gathered until the backward pass.
+            Without one (an evaluation) it stays so, and ``model.parameters()`` are then not the shards: call
+            ``model.reshard()`` before an optimizer is made.
         activation_checkpointing: of the repeated blocks. It depends neither on the groups nor on a mesh.
         compile: True, or keyword arguments of ``torch.compile``, to compile each repeated block in place.
         replicas: without a mesh, the number of replicas of the sharded model (HSDP). All ranks form the mesh.

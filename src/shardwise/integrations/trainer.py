@@ -43,11 +43,13 @@ from shardwise.core.errors import (
     RankLostError,
     RankMismatchError,
     ShardwiseError,
+    StorageError,
     TrainingError,
 )
 from shardwise.core.phases import busy_with
-from shardwise.fsdp.named_tensors import computing_device
-from shardwise.fsdp.rebind import plain_optimizer, require_sharded_parameters
+from shardwise.files.urls import redact
+from shardwise.fsdp.named_tensors import collect_tensors, computing_device, reshard
+from shardwise.fsdp.rebind import bind_optimizers, plain_optimizer, require_sharded_parameters
 from shardwise.integrations import accelerate_compat, trainer_checkpoints
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
@@ -199,8 +201,11 @@ class ShardwiseTrainer(_Trainer):
                 f"evaluate, predict: with cp_size={self._cp_size} each rank would evaluate a part of each "
                 "sequence. Evaluate a saved checkpoint without it"
             )
-        with busy_with("evaluation data and metrics"):
-            return super().evaluation_loop(*positional, **keywords)
+        try:
+            with busy_with("evaluation data and metrics"):
+                return super().evaluation_loop(*positional, **keywords)
+        finally:
+            reshard(self._trained)
 
     def prediction_step(self, *positional: Any, **keywords: Any) -> Any:
         """Evaluate a batch like the Trainer, by all ranks together."""
@@ -220,9 +225,11 @@ class ShardwiseTrainer(_Trainer):
         return 1 if config is None else int(config.cp_size)
 
     def create_optimizer(self, *positional: Any, **keywords: Any) -> Any:
-        """Create the optimizer like the Trainer, and reject one that cannot step shards."""
+        """Create the optimizer like the Trainer, and reject one that cannot step the model's shards."""
+        tensors = collect_tensors(self._trained)  # before super(), which takes the parameters: it reshards
         optimizer = super().create_optimizer(*positional, **keywords)
         require_sharded_parameters(plain_optimizer(optimizer), dict(self._trained.named_parameters()))
+        bind_optimizers([plain_optimizer(optimizer)], tensors, by_rank=True)
         return optimizer
 
     # Training
@@ -241,7 +248,7 @@ class ShardwiseTrainer(_Trainer):
 
         Raises:
             ConfigError: there is no checkpoint, checkpoints of another run are in the folder, or the checkpoint is
-                of another number of rows per step.
+                of another number of rows per step, or order of rows.
             KeyMismatchError: the checkpoint is of another tuning.
             FormatError: the checkpoint is damaged.
             StorageError: it cannot be read.
@@ -370,7 +377,8 @@ class ShardwiseTrainer(_Trainer):
                 f"{what}: holds the state of {header.holds}, and this training has {current}. Resume it with the "
                 "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
-        # The position in the data is a number of steps. It is the same row only if steps have as many rows.
+        # The position in the data is a number of steps. It is the same row only if steps have as many rows, and the
+        # order of rows does not depend on their division among ranks.
         rows = self.get_total_train_batch_size(self.args)
         if rows != header.rows_per_step and not self.args.ignore_data_skip:
             raise ConfigError(
@@ -379,6 +387,27 @@ class ShardwiseTrainer(_Trainer):
                 f"{header.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
                 "of rows in a step, or pass ignore_data_skip=True"
             )
+        order = self._describe_order()
+        if header.order not in (None, order) and not self.args.ignore_data_skip:
+            raise ConfigError(
+                f"{what}: was saved with rows in the order of {header.order or 'any ranks'}, and this training has "
+                f"that of {order or 'any ranks'}, so that its position in the data cannot be restored. Keep these "
+                "settings and the number of ranks, or pass ignore_data_skip=True"
+            )
+
+    def _describe_order(self) -> str:
+        """Return the settings and ranks on which the order of rows depends, "" if it does not."""
+        args: Any = self.args
+        batch = f"per_device_train_batch_size={args.train_batch_size}"
+        settings = []
+        if args.dataloader_drop_last:  # of the last batch of all ranks, so that it changes the steps of an epoch
+            settings.append(f"dataloader_drop_last with {batch}")
+        if compat.has_length(self.train_dataset):
+            if args.train_sampling_strategy == "group_by_length":
+                settings.append("train_sampling_strategy=group_by_length")
+        elif args.dataloader_num_workers > 1:  # each reads batches of its own files
+            settings.append(f"dataloader_num_workers={args.dataloader_num_workers} with {batch}")
+        return f"{', '.join(settings)} on {args.world_size} ranks" if settings else ""
 
     # Saving
 
@@ -407,7 +436,7 @@ class ShardwiseTrainer(_Trainer):
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
-            header = TrainerHeader(step, holds, rows, world.size)
+            header = TrainerHeader(step, holds, rows, world.size, self._describe_order())
             with world.broadcast("complete the save"):
                 if world.rank == 0:
                     trainer_checkpoints.complete(saving, folder, header)
@@ -435,9 +464,26 @@ class ShardwiseTrainer(_Trainer):
         """Do nothing. ``_save_checkpoint`` pushes the checkpoint after its commit."""
 
     def push_to_hub(self, *positional: Any, **keywords: Any) -> Any:
-        """Push like the Trainer, without the record of the run."""
-        with compat.uploads_without(_RECORD):
-            return super().push_to_hub(*positional, **keywords)
+        """Push like the Trainer, without the record of the run. Collective: yes.
+
+        Raises:
+            StorageError: the upload by the first rank has failed. The same on every rank.
+        """
+        failure: StorageError | None = None
+        pushed: Any = None
+        try:
+            with compat.uploads_without(_RECORD):
+                pushed = super().push_to_hub(*positional, **keywords)
+        except ShardwiseError:  # of save_model, on all ranks
+            raise
+        except Exception as error:
+            reason = redact(f"{type(error).__name__}: {error}", "", {"token": self.args.hub_token})
+            failure = StorageError(f"push_to_hub: failed, {reason}. Upload the folder {self.args.output_dir} again")
+            failure.__cause__ = error
+        with World.current(call="Trainer.push_to_hub") as world, world.collective("push the model"):
+            if failure is not None:
+                raise failure
+        return pushed
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         """Write the card like the Trainer. A failure is logged, because the first rank alone writes."""

@@ -58,12 +58,15 @@ class TrainerHeader:
         holds: content of its state, of ``checkpoints.train_state.describe_selection``, or ``MODEL_ALONE``.
         rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
         world_size: number of ranks that saved it.
+        order: settings and ranks on which the order of rows depends, "" if it does not. None in headers of earlier
+            versions.
     """
 
     step: int
     holds: str
     rows_per_step: int
     world_size: int
+    order: str | None = None
 
     def to_bytes(self) -> bytes:
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
@@ -78,11 +81,13 @@ class TrainerHeader:
         values: dict[str, Any] = parse_object(content, what=what)
         if values.pop("version", None) != _VERSION:
             raise FormatError(f"{what}: is of another version of shardwise. Pass another checkpoint")
+        order = values.pop("order", None)
         # By type(), because True is an int for isinstance().
         types = [(name, type(value)) for name, value in sorted(values.items())]
-        if types != _FIELDS or any(value < 0 for value in values.values() if type(value) is int):
+        is_negative = any(value < 0 for value in values.values() if type(value) is int)
+        if types != _FIELDS or is_negative or not isinstance(order, str | None):
             raise FormatError(f"{what}: is not the header of a checkpoint. Pass another checkpoint")
-        return cls(**values)
+        return cls(**values, order=order)
 
 
 _FIELDS = [("holds", str), ("rows_per_step", int), ("step", int), ("world_size", int)]

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.fsdp.gradients import average_replicated_gradients, is_averaged, require_synchronized
-from shardwise.fsdp.named_tensors import abbreviate, without_compile
+from shardwise.fsdp.named_tensors import abbreviate, reshard, without_compile
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.context_parallel import require_sdpa
 from shardwise.models.lora import peft_private
@@ -225,6 +225,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
         ConfigError, ShardingError: the Trainer cannot train it.
     """
     compat.require_names()
+    reshard(model)  # before its parameters are read and marked
     if without_compile(model) is not model:
         raise ConfigError(
             "for_trainer: the model was returned by torch.compile. Pass the model itself, and call "
@@ -282,6 +283,12 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
     for option in ("fsdp", "deepspeed"):
         if getattr(args, option, None):
             raise double_sharding_error(option)
+    loading = getattr(args, "accelerator_config", None)
+    if world.size > 1 and loading is not None and not loading.even_batches:
+        raise ConfigError(
+            f"{kind.__name__}: accelerator_config has even_batches=False, so that a rank with fewer batches would "
+            "leave an evaluation while the others wait for it to gather the model. Leave it out"
+        )
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None:
         require_rows_or_sequences(parallelism)
@@ -358,19 +365,22 @@ def _require_splittable(kind: type, model: nn.Module, args: Any, kwargs: Mapping
             "dp_replicate_size, dp_shard_size and cp_size whose product is the number of ranks"
         )
     require_sdpa(model)
-    # Each of these computes from the logits or labels of a sequence, of which a rank has a part.
+    # Each of these computes from the logits or labels of a sequence, of which a rank has a part. batch_rebalance
+    # gives each rank other rows, also those that share sequences.
     unfit = {
         "a trainer of TRL": compat.is_trl_trainer(kind),
         "compute_loss_func": kwargs.get("compute_loss_func") is not None,
         f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor > 0,
         f"eval_strategy={args.eval_strategy.value!r}": args.eval_strategy != "no",
+        "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy == "batch_rebalance",
         "a model that is not a causal language model": getattr(_get_pretrained(model), "loss_type", None)
         != "ForCausalLM",
     }
     if named := [name for name, is_unfit in unfit.items() if is_unfit]:
         raise ConfigError(
             f"{kind.__name__}(cp_size={config.cp_size}) with {named[0]}: it would compute from this rank's part of "
-            "each sequence. Leave it out, or write the loop with accelerate (docs/meshes.md)"
+            "each sequence, or from rows of this rank alone. Leave it out, or write the loop with accelerate "
+            "(docs/meshes.md)"
         )
 
 

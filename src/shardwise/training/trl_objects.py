@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import torch
 import transformers
 import trl as _trl
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -282,7 +283,7 @@ _HEAD: Final = tuple(f"{wrapper}{name}.*" for wrapper in ("", "*.") for name in 
 def model_options(arguments: TrlArguments) -> PretrainedOptions:
     model, training = arguments.model, arguments.training
     options: PretrainedOptions = {
-        "sharding": _sharding(arguments.own),
+        "sharding": _sharding(arguments),
         "dtype": model.dtype or "auto",
         "revision": model.model_revision,
         "trust_remote_code": training.trust_remote_code,
@@ -318,10 +319,21 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
     return options
 
 
-def _sharding(own: ShardwiseArguments) -> Sharding:
-    """Return the sharding of the keys, or of the file ``accelerate_config``."""
+def _sharding(arguments: TrlArguments) -> Sharding:
+    """Return the sharding of the keys, or of the file ``accelerate_config``.
+
+    Raises:
+        ConfigError: the file cannot be used, or computes in float16 and the training has no loss scale.
+    """
+    own = arguments.own
     if own.accelerate_config:
-        return Sharding.from_accelerate(trl_accelerate_config(own.accelerate_config))
+        sharding = Sharding.from_accelerate(trl_accelerate_config(own.accelerate_config))
+        if sharding.mp_policy.param_dtype == torch.float16 and not arguments.training.fp16:
+            raise ConfigError(
+                "accelerate_config: mixed_precision fp16 needs fp16: true, which scales the loss. Set it, or "
+                "mixed_precision: bf16"
+            )
+        return sharding
     layers = own.transformer_layer_cls_to_wrap
     wrap: WrapPolicy = Classes(tuple(layers)) if layers else "auto"
     offload = CPUOffloadPolicy() if own.cpu_offload else OffloadPolicy()
