@@ -69,6 +69,9 @@ def test_a_loss_that_raises_changes_its_adapter_alone(base):
         each.forward_backward(good[1:2])
     with mock.patch.object(World, "all_reduce", fail_to_gather), pytest.raises(TrainingError, match="no memory"):
         bank.forward_backward(good, gather=True)  # is discarded
+    no_room = mock.patch.object(torch.Tensor, "clone", side_effect=MemoryError("no room for copies"))
+    with no_room, pytest.raises(ShardwiseError, match="no room"):
+        bank.forward_backward(good)
     before = failing.gradients(bank)["bob"]
     with failing.losses_raise(), pytest.raises(TrainingError) as told:
         bank.forward_backward(bad)

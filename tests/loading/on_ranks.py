@@ -254,7 +254,10 @@ def gradients_of_whole_parameters(directory: str, folder: str, way: str) -> dict
     )
     if way == "load":
         shardwise.save(filled, folder, names="internal")
+        model.requires_grad_(False)  # frozen while it is filled
         shardwise.load(model, folder)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora" in name)
     elif way == "state":
         shardwise.set_model_state_dict(model, shardwise.get_model_state_dict(filled))
     elif way == "accelerate":

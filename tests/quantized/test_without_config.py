@@ -15,7 +15,7 @@ import shardwise
 from shardwise.core.consents import Ignore, Initialize
 from shardwise.loading.meta_model import load_config
 from shardwise.models import pretrained
-from shardwise.saving.merge_steps import config_content
+from shardwise.saving.merge_steps import config_content, parse_config
 
 QUIET = shardwise.options.LoadOptions(progress=False)
 FP8 = {"quant_method": "fp8"}
@@ -116,7 +116,7 @@ def test_a_model_of_numbers_is_not_reported_as_quantized(tmp_path):
     config.save_pretrained(tmp_path)
     assert pretrained.quantized_configs(config) == [config.text_config]
     assert pretrained.quantized_configs(load_config(tmp_path, {})) == []
-    assert b"quantization_config" not in config_content(tmp_path, dtype=None, untied=False)
+    assert b"quantization_config" not in config_content(parse_config(tmp_path), dtype=None, untied=False)
 
 
 class Attention(nn.Linear):

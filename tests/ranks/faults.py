@@ -16,7 +16,7 @@ from tests.support.world import attempt
 from torch import nn
 
 from shardwise.core import machine
-from shardwise.core.errors import CheckpointError, FormatError, StorageError
+from shardwise.core.errors import CheckpointError, FormatError, StorageError, TrainingError
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.loading.audit import require_equal_buffers
 from shardwise.ranks.call_arguments import comparing_arguments
@@ -222,7 +222,7 @@ def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
             finally:
                 time.sleep(0.0 if world.rank else 0.6)
                 is_told = world.channel is not None and world.channel.loss() is not None
-    except (CheckpointError, MemoryError) as error:
+    except (CheckpointError, TrainingError) as error:
         return str(error), is_told
     raise AssertionError
 

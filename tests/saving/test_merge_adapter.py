@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tests import zoo
 from tests.saving.adapters import adapted_by_peft, change, merged_by_peft, save_adapter, tensors_of, ulps_apart
 from tests.small_checkpoints import SMALL
+from tests.support.files import change_json
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -116,6 +117,16 @@ def test_options_of_the_hub_and_a_config_are_those_of_the_base(bases: dict[str, 
         assert (merged.rms_norm_eps, merged.hidden_size) == (0.5, config.hidden_size)
         assert merged.architectures == ["Qwen3ForCausalLM"]
         (inner / "config.json").unlink(missing_ok=True)
+    # A former name of a field in the base's file does not overrule them.
+    config.save_pretrained(inner)
+    change_json(
+        inner / "config.json",
+        architectures=["Qwen3ForCausalLM"],
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+    )
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    merge_adapter(inner, adapter, tmp_path / "out", config_overrides={"rope_parameters": rope})
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == rope
 
 
 @pytest.mark.parametrize("vocab_size", [104, 90])

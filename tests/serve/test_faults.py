@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from tests.serve.users import User, make_message
 from tests.support.local_ranks import LIMIT_S
 from tinker.proto import tinker_public_pb2 as protobuf
 
-from shardwise.bank import batch, losses
+from shardwise.bank import batch, losses, passes
 from shardwise.core.errors import StorageError
 from shardwise.files.local_writer import LocalWriter
 from shardwise.serve import app
@@ -118,7 +119,17 @@ def test_requests_that_do_not_fit_into_memory(
         body = {"base_model": "base", "prompt": prompt, "topk_prompt_logprobs": 1}
         return user.post("asample", **body, sampling_params={"max_tokens": 1})
 
+    forward, failed, kept = passes.FusedPass.forward, list[Any](), list[bool]()
+
+    def forward_of_one_row(fused: Any) -> None:
+        kept.append(any(each() is not None for each in failed))
+        if len(fused.rows) > 1:
+            failed.append(weakref.ref(fused))
+            raise MemoryError("no room for two rows")
+        forward(fused)
+
     monkeypatch.setattr(batch, "estimate_pass", estimate)
+    monkeypatch.setattr(passes.FusedPass, "forward", forward_of_one_row)
     with one_turn(served, users["dee"]):
         refused = [(ada, ada.send(make_message(models[0], 1, (5,) * 100)).json()), (ada, sample(ada, 100))]
         fine = [(bo, bo.send(make_message(models[1], seq_id)).json()) for seq_id in (1, 2)]
@@ -131,6 +142,8 @@ def test_requests_that_do_not_fit_into_memory(
     assert all(isinstance(user.retrieve(promise), bytes) for user, promise in fine)
     assert "seq_id 1 failed since the last step" in ada.retrieve(steps[0])["error"]
     assert bo.retrieve(steps[1])["metrics"]["grad_norm:mean"] > 0
+    assert failed
+    assert not any(kept), "a call that failed keeps no memory while its requests run again"
 
 
 def test_two_steps_that_are_sent_at_once_are_both_taken(served: Served, users: dict[str, User]) -> None:

@@ -117,16 +117,21 @@ class RowCall:
         """
         adapters = {placed.adapter.name: placed.adapter for placed in self.requests if placed.adapter is not None}
         trained = self.trained()
-        # A window without micro-batches has a gradient of zeros, of which no copy is needed.
-        copies = {name: adapters[name].gradient.clone() for name in trained if adapters[name].micro_batches}
-        # The backward pass adds to the gradients in place, so after a failure on any rank all of them are restored.
-        restored: Collection[str] = trained
+        copies: dict[str, torch.Tensor] = {}
+        restored: Collection[str] = ()
         names = []
         for number, placed in enumerate(self.requests):
             if any(of_rank[number].lengths for of_rank in self.counts):
                 names.append(placed.request.adapter)
         try:
             with collective_passes(self.base, "compute the pass", names, self._sum) as exchange:
+                # A window without micro-batches has a gradient of zeros, of which no copy is needed.
+                copies.update(
+                    (name, adapters[name].gradient.clone()) for name in trained if adapters[name].micro_batches
+                )
+                # The backward pass adds to the gradients in place, so after a failure on any rank all of them are
+                # restored. Not before all copies exist.
+                restored = trained
                 exchange.local = self._run_passes()
             sums: PassSums = exchange.result
             sums.logprobs = self._collect_logprobs(gather=gather)

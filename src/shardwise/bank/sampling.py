@@ -212,7 +212,7 @@ def require_sample(who: str, sample: Sample, *, vocab_size: int, longest: int) -
     """Check a sample.
 
     Args:
-        who: the adapter, for errors.
+        who: what is checked, for errors: the adapter, or the sample.
         sample: the sample.
         vocab_size: size of the vocabulary.
         longest: maximum number of tokens of a prompt and a sequence together.

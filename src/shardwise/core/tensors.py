@@ -361,6 +361,7 @@ class Form4(enum.Enum):
 
     @property
     def per_byte(self) -> int:
+        """Codes in a byte, the first of them in the upper half."""
         return 2
 
 

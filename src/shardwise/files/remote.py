@@ -60,8 +60,7 @@ def weights(names: Collection[str], folder: Path, wanted: WantedFiles) -> list[s
         named = _content(folder / name).get("weight_map")
         return sorted(available.intersection(map(str, named.values()))) if isinstance(named, dict) else []
 
-    # Choices in the order in which open_checkpoint() looks for files. The first that is not empty is
-    # downloaded.
+    # Choices in the order of preference. The first that is not empty is downloaded.
     safetensors = [name for name in sorted(available) if name.endswith(".safetensors")]
     adapters = [name for name in _ADAPTERS if name in available][:1]
     if isinstance(wanted, AdapterFiles):

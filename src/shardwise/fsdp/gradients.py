@@ -157,7 +157,9 @@ def _find_hook(parameter: nn.Parameter) -> Averaging | None:
 def move_averaging(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
     """Average the gradient of a parameter that takes the place of another, if the other's is averaged."""
     if (average := _find_hook(parameter)) is not None:
-        replacement.register_post_accumulate_grad_hook(average)
+        is_trained = replacement.requires_grad  # maybe frozen since, and unfrozen later
+        replacement.requires_grad_().register_post_accumulate_grad_hook(average)
+        replacement.requires_grad_(is_trained)
 
 
 def is_averaged(parameter: nn.Parameter) -> bool:

@@ -8,6 +8,7 @@ that other code has wrapped meanwhile stays, and delegates all calls.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
@@ -393,7 +394,7 @@ def _files_place(plugin: Any, output_dir: str, number: int, others: Mapping[str,
         form = "full"
     if isinstance(output_dir, TemporaryFolder):
         return writing.FilesPlace(output_dir.folder, number, form, output_dir)
-    return writing.FilesPlace(Path(output_dir).expanduser(), number, form)
+    return writing.FilesPlace(Path(os.path.expanduser(output_dir)), number, form)
 
 
 def _select(model: nn.Module, *, adapter_only: bool) -> Selection:

@@ -93,7 +93,7 @@ def load_accelerate_model(
     clock = Clock()
     consents = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
     consent = Consent(on_missing, on_mismatched, on_unexpected)
-    source = FilesSource(Path(path).expanduser(), number, consent, options)
+    source = FilesSource(Path(os.path.expanduser(path)), number, consent, options)
     with get_world(options, "load_accelerate_model") as world, torch.device("cpu"):
         with clock.phase("agree"):
             arguments = {"only": only, **consents}
@@ -135,7 +135,7 @@ def load_accelerate_optimizer(
     clock = Clock()
     consents = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
     consent = Consent(on_missing, on_mismatched, on_unexpected)
-    source = FilesSource(Path(path).expanduser(), number, consent, options)
+    source = FilesSource(Path(os.path.expanduser(path)), number, consent, options)
     with get_world(options, "load_accelerate_optimizer") as world, torch.device("cpu"):
         with clock.phase("agree"):
             agree_on_call(world, load_accelerate_optimizer, source.path, number, consents, options)

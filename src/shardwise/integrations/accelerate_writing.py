@@ -125,7 +125,7 @@ def save_accelerate_model(
 
     Every error is the same on every rank.
     """
-    return save_model(model, FilesPlace(Path(directory).expanduser(), number, form), only, options)
+    return save_model(model, FilesPlace(Path(os.path.expanduser(directory)), number, form), only, options)
 
 
 def save_accelerate_optimizer(
@@ -154,7 +154,7 @@ def save_accelerate_optimizer(
         number: of the optimizer among those in the folder.
         options: budget, process group, timeouts.
     """
-    return save_optimizer(model, optimizer, FilesPlace(Path(directory).expanduser(), number, form), options)
+    return save_optimizer(model, optimizer, FilesPlace(Path(os.path.expanduser(directory)), number, form), options)
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ def load_trainer_checkpoint(
         with torch.device("cpu"):
             with world.broadcast("open the folder") as exchange:
                 if world.rank == 0:
-                    exchange.local = TrainerFolder.open(Path(checkpoint).expanduser())
+                    exchange.local = TrainerFolder.open(Path(os.path.expanduser(checkpoint)))
             folder: TrainerFolder = exchange.result
             # save_pretrained of a PEFT model has written its adapter alone, into files of its own.
             is_adapter = has_adapters(model) and not folder.has_accelerate_model

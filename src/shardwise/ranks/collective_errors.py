@@ -73,6 +73,8 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
             watching.join(timeout=_CHECK_S)  # its arguments may keep the model alive
     except Exception as error:
         if channel is not None and _was_raised_together(error):
+            if is_out_of_memory(error):
+                raise TrainingError(f"{where()}: {_out_of_memory(error)}") from error
             raise
         is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
         # Before await_verdict(): this rank waits no longer, and the next heartbeat forgets for whom it did.

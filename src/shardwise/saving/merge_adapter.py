@@ -41,6 +41,7 @@ from shardwise.models.selection import find_transposed_modules, parameters_by_mo
 from shardwise.saving import merge_plan, merge_steps
 from shardwise.saving.merge_steps import (
     config_content,
+    parse_config,
     read_companions,
     read_templates,
     write_templates,
@@ -164,20 +165,22 @@ def find_num_labels(lora: _AdapterSource, built: MetaModel, head: Mapping[str, s
     return rows.pop() if len(rows) == 1 and rows != {expected} else None
 
 
-def get_config_fields(
-    model: PreTrainedModel, config: PreTrainedConfig, options: ModelOptions, *, has_new_head: bool
+def get_config_content(
+    folder: Path, config: PreTrainedConfig, options: ModelOptions, model: PreTrainedModel, *, has_new_head: bool
 ) -> dict[str, object]:
-    """Return the fields of a model's config that the base's does not have: overrides, class and labels.
+    """Return the output's config: the base's file in ``folder``, with the class and labels of a new head.
 
-    All fields of ``config``, if it is the caller's instead of the base's.
+    With ``config`` or ``config_overrides`` it is all of ``config``, in which these are: fields of the file under
+    former names (``rope_scaling``) would overrule its own.
     """
-    content = json.loads(model.config.to_json_string(use_diff=False))
-    names = [*options.get("config_overrides", {}), *(("id2label", "label2id") if has_new_head else ())]
-    fields = {name: content[name] for name in names if name in content}
-    if "config" in options:
-        fields = json.loads(config.to_json_string(use_diff=False)) | fields
-    is_changed = has_new_head or "config" in options
-    return fields | ({"architectures": [type(model).__name__]} if is_changed else {})
+    is_changed = "config" in options or bool(options.get("config_overrides"))
+    content = json.loads(config.to_json_string(use_diff=False)) if is_changed else parse_config(folder)
+    if has_new_head:
+        of_model = json.loads(model.config.to_json_string(use_diff=False))
+        content |= {name: of_model[name] for name in ("id2label", "label2id") if name in of_model}
+    if is_changed or has_new_head:
+        content["architectures"] = [type(model).__name__]
+    return content
 
 
 def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
@@ -393,7 +396,7 @@ def merge_adapter(
         # The tokenizer of the adapter, if it has one. The config is the base's, with the fields that the merge
         # changes.
         companions = read_companions(folder, lora_folder)
-        companions["config.json"] = merge.config_content(folder, options.get("dtype", "auto"))
+        companions["config.json"] = merge.config_content(options.get("dtype", "auto"))
         tensors = source.layout.tensors
         with LocalWriter(out) as writer:
             written, names = merge_steps.write_out(
@@ -432,21 +435,20 @@ class _PlannedEdits:
     changed: set[str]
     vocab_size: int | None
     """The number of tokens, if the adapter changes it."""
-    fields: Mapping[str, object]
-    """Further fields of the output's config."""
+    config: Mapping[str, object]
+    """The output's config, but for its dtype, ties and number of tokens."""
 
-    def config_content(self, folder: Path, dtype: object) -> bytes:
-        """Return the output's ``config.json``, made of the base's in ``folder``."""
+    def config_content(self, dtype: object) -> bytes:
+        """Return the output's ``config.json``."""
         dtype_name = None if dtype == "auto" else str(dtype).removeprefix("torch.")
         # T5 and its kin scale the decoder's output if the config is tied, so the field stays. transformers unties
         # names that are stored with separate values.
         is_encoder_decoder = pretrained.is_encoder_decoder(self.source.built.model)
         return config_content(
-            folder,
+            self.config,
             dtype=dtype_name,
             untied=bool(self.source.untied) and not is_encoder_decoder,
             vocab_size=self.vocab_size,
-            fields=self.fields,
         )
 
     def notes(self) -> list[str]:
@@ -513,7 +515,7 @@ def _plan_edits(
     # 5. One index and one reader of both, over which the outputs are expressions.
     joined_executor = merge_steps.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}
-    fields = get_config_fields(built.model, config, options, has_new_head=bool(head))
+    content = get_config_content(folder, config, options, built.model, has_new_head=bool(head))
     to_save = TensorsToSave(merge_tensors(source, outputs, plan, expressions, changed), joined_executor)
     source.notes += lora.notes
-    return _PlannedEdits(source, plan, to_save, changed, vocab_size, fields)
+    return _PlannedEdits(source, plan, to_save, changed, vocab_size, content)

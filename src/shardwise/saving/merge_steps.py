@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from transformers import PreTrainedConfig
@@ -297,18 +297,13 @@ def _read_code(folder: Path) -> dict[str, bytes]:
 
 
 def config_content(
-    folder: Path,
-    *,
-    dtype: str | None,
-    untied: bool,
-    vocab_size: int | None = None,
-    fields: Mapping[str, object] = MappingProxyType({}),
+    config: Mapping[str, object], *, dtype: str | None, untied: bool, vocab_size: int | None = None
 ) -> bytes:
     """Return the output's ``config.json``: its dtype, ties and a new number of tokens, and no quantization.
 
-    It has ``fields`` in place of the folder's, and names no other files of weights (``transformers_weights``).
+    It has all other fields of ``config``, and names no other files of weights (``transformers_weights``).
     """
-    content = _parse_config(folder) | dict(fields)
+    content = copy.deepcopy(dict(config))
     content.pop("transformers_weights", None)
     # A config of several parts (text, vision) has these fields in each of them.
     sections = [content, *(value for value in content.values() if isinstance(value, dict))]
@@ -350,7 +345,8 @@ def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
                 writer.replace(name, content)
 
 
-def _parse_config(folder: Path) -> dict[str, object]:
+def parse_config(folder: Path) -> dict[str, object]:
+    """Return the content of a folder's ``config.json``, empty if there is none."""
     content = read_files(folder, (_CONFIG,)).get(_CONFIG)
     return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
 

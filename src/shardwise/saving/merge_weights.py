@@ -39,7 +39,13 @@ from shardwise.ranks.world import World
 from shardwise.saving import merge_steps
 from shardwise.saving.commit import commit_written
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
-from shardwise.saving.merge_steps import config_content, read_companions, read_templates, write_templates
+from shardwise.saving.merge_steps import (
+    config_content,
+    parse_config,
+    read_companions,
+    read_templates,
+    write_templates,
+)
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
 from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_rename_lists
@@ -209,9 +215,8 @@ def _companions(outputs: NamedOutputs, folder: Path, dtype: str | None) -> dict[
     """Return the small files of the output. Empty if the model is unknown."""
     if outputs.folder is None:
         return {}
-    config = config_content(
-        outputs.folder, dtype=merge_steps.choose_config_dtype(outputs.to_save, dtype), untied=False
-    )
+    dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
+    config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=False)
     return {**read_companions(outputs.folder, folder), "config.json": config}
 
 

@@ -39,7 +39,8 @@ class SaveOptions(StateOptions):
         budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
         progress: show a bar on the first rank (if there is a terminal, and transformers' bars are not off).
         process_group: the ranks that hold the model. None is the default group, or this process alone.
-        timeouts: how long ranks wait for each other.
+        timeouts: how long ranks wait for each other. None for the timeout of the process group, if it was given
+            one.
     """
 
     budget_bytes: int = 256 << 20

@@ -115,22 +115,26 @@ class Engine:
         for each, share in zip(passes, shares, strict=True):
             rows = [each.rows[number] for number in share[rank]]
             requests.append(Request(each.model, rows, each.loss, each.config, each.backward))
+        results, text = None, ""
         try:
             results = self._bank.forward_backward(requests, gather=True).requests
         except RankLostError:
             raise
         except ShardwiseError as error:  # the same on all ranks, so they go on alike
-            if error.output is None:
-                middle = len(passes) // 2
-                if middle:
-                    self._run_passes(passes[:middle], outcomes)
-                    self._run_passes(passes[middle:], outcomes)
-                else:
-                    _log.error("a pass failed: %s", error)
-                    text = "the pass failed on the server, whose log has the reason. Send fewer or shorter rows"
-                    outcomes[passes[0].request_id] = Refusal(text, is_users=False)
-                return
-            results = error.output.requests  # the losses of some requests raised
+            text = str(error)
+            if error.output is not None:
+                results = error.output.requests  # the losses of some requests raised
+        # After the handler: until it ends, the error's traceback keeps the memory of the call that failed.
+        if results is None:
+            middle = len(passes) // 2
+            if middle:
+                self._run_passes(passes[:middle], outcomes)
+                self._run_passes(passes[middle:], outcomes)
+            else:
+                _log.error("a pass failed: %s", text)
+                text = "the pass failed on the server, whose log has the reason. Send fewer or shorter rows"
+                outcomes[passes[0].request_id] = Refusal(text, is_users=False)
+            return
         for each, result, share in zip(passes, results, shares, strict=True):
             if result.failure is not None:
                 outcomes[each.request_id] = Refusal(f"the loss raised, {result.failure}")
@@ -238,7 +242,7 @@ class Engine:
                 if name is not None and name not in self._bank.names:
                     if each.folder is None:
                         raise ConfigError("the model or snapshot to sample from is gone. Save it again")
-                    self._bank.load(name, each.folder, training_state=False)
+                    self._load_copy(name, each.folder)
                 loaded.append(each)
             except RankLostError:
                 raise
@@ -249,17 +253,20 @@ class Engine:
         lengths = [[len(each.sample.prompt) + each.sample.max_tokens] for each in loaded]
         shares = deal_rows(lengths, self._world.size)
         numbers = [number for number, share in enumerate(shares) if share[self._world.rank]]
+        outputs, text = None, ""
         try:
             outputs = self._bank.generate([loaded[number].sample for number in numbers])
         except RankLostError:
             raise
         except ShardwiseError as error:
+            text = str(error)
+        if outputs is None:  # after the handler, as in _run_passes()
             middle = len(loaded) // 2
             if middle:
                 self._run_generates(loaded[:middle], outcomes)
                 self._run_generates(loaded[middle:], outcomes)
             else:
-                _log.error("a sample failed: %s", error)
+                _log.error("a sample failed: %s", text)
                 text = "sampling failed on the server, whose log has the reason"
                 outcomes[loaded[0].request_id] = Refusal(text, is_users=False)
             return
@@ -268,6 +275,15 @@ class Engine:
         for of_rank in exchange.result:
             for number, output in of_rank.items():
                 outcomes[loaded[number].request_id] = output
+
+    def _load_copy(self, name: str, folder: str) -> None:
+        """Load a checkpoint to sample from it, without the gradient that a loaded adapter has."""
+        whole = f"{name} (whole)"
+        self._bank.load(whole, folder, training_state=False)
+        try:
+            self._bank.copy_adapter(whole, name)
+        finally:
+            self._bank.delete_adapter(whole)
 
 
 def refuse(error: ShardwiseError, folder: str | None) -> Refusal:

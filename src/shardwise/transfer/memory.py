@@ -70,7 +70,8 @@ def materialize(
 
     ``fsdp_params`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this
     rank's local tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
-    ``requires_grad``, attributes, and hooks that average gradients. Memory: this rank's shards.
+    ``requires_grad``, attributes, and hooks that average gradients. Other hooks are lost. Memory: this rank's
+    shards.
     """
     return {item.fqn: _allocate(item, fsdp_params, device) if item.tensor.is_meta else item.local for item in refs}
 
