@@ -177,37 +177,12 @@ class FusedPass:
         is_training: bool,
         num_top: int = 0,
     ) -> None:
-        # Rows of one adapter are adjacent, those with a backward pass first; adapters of one LoRA rank too, so that
-        # they can be computed by one product; and rows of one request are in order. Those of the base come last.
-        first_requests: dict[str, int] = {}
-        for number, placed in enumerate(requests):
-            if placed.adapter is not None:
-                first_requests.setdefault(placed.adapter.name, number)
-
-        def sort_key(row: PlacedRow) -> tuple[int, ...]:
-            adapter = requests[row.request].adapter
-            if adapter is None:
-                return 1, 0, 0, 0, row.request, row.number
-            return 0, adapter.rank, first_requests[adapter.name], row.key is None, row.request, row.number
-
-        rows = []
-        for request, row in planned.rows:
-            rows.append(PlacedRow(request, row, requests[request].rows[row], keys[request][row]))
-        self.rows = sorted(rows, key=sort_key)
+        self.rows = _sort_rows(planned, requests, keys)
         self._requests, self._num_chunks, self._num_top = requests, planned.num_chunks, num_top
         self._is_training = is_training
         self._top: list[tuple[torch.Tensor, torch.Tensor]] = []
         """By chunk, log probabilities and ids of the most probable tokens."""
-        # (rows, tokens), padded on the right.
-        shape = (max(len(self.rows), 1), planned.tokens)
-        self.input_ids = torch.zeros(shape, dtype=torch.int64)
-        self.attention_mask = torch.zeros(shape, dtype=torch.int64)
-        for number, placed_row in enumerate(self.rows):
-            length = len(placed_row.row.input_ids)
-            self.input_ids[number, :length] = placed_row.row.input_ids
-            self.attention_mask[number, :length] = 1
-        if not self.rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
-            self.attention_mask[:] = 1
+        self.input_ids, self.attention_mask = _pad_inputs(self.rows, planned.tokens)  # (rows, tokens) each
         # On the host so far. Targets and keys go to the device here, in few transfers.
         self.device, self._chunk_positions = base.device, base.chunk_positions
         self._model, self._active_route = base.model, base.active_route
@@ -217,7 +192,7 @@ class FusedPass:
         # A new one for each pass: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         in_call = [placed.adapter for placed in requests if placed.adapter is not None]
-        self.route = Route(*shape, members, in_call, base.backend_choice, anchor)
+        self.route = Route(len(self.input_ids), planned.tokens, members, in_call, base.backend_choice, anchor)
         self.logprobs: torch.Tensor | None = None
         """Log probabilities of the targets, float32 (positions, K), with a graph from forward to backward pass."""
         self._gradient: torch.Tensor | None = None
@@ -460,6 +435,44 @@ class FusedPass:
         for placed, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
             top[placed.request, placed.number] = logprobs[start:stop], ids[start:stop]
         return top
+
+
+def _sort_rows(
+    planned: PlannedPass, requests: Sequence[PlacedRequest], keys: Sequence[Sequence[int | None]]
+) -> list[PlacedRow]:
+    """Return the rows of a pass in the order in which they are computed.
+
+    Rows of one adapter are adjacent, those with a backward pass first; adapters of one LoRA rank too, so that they
+    can be computed by one product; and rows of one request are in order. Those of the base come last.
+    """
+    first_requests: dict[str, int] = {}
+    for number, placed in enumerate(requests):
+        if placed.adapter is not None:
+            first_requests.setdefault(placed.adapter.name, number)
+
+    def sort_key(row: PlacedRow) -> tuple[int, ...]:
+        adapter = requests[row.request].adapter
+        if adapter is None:
+            return 1, 0, 0, 0, row.request, row.number
+        return 0, adapter.rank, first_requests[adapter.name], row.key is None, row.request, row.number
+
+    rows = []
+    for request, row in planned.rows:
+        rows.append(PlacedRow(request, row, requests[request].rows[row], keys[request][row]))
+    return sorted(rows, key=sort_key)
+
+
+def _pad_inputs(rows: Sequence[PlacedRow], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and attention mask (rows, tokens), padded on the right, on the host."""
+    input_ids = torch.zeros((max(len(rows), 1), tokens), dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    for number, placed in enumerate(rows):
+        length = len(placed.row.input_ids)
+        input_ids[number, :length] = placed.row.input_ids
+        attention_mask[number, :length] = 1
+    if not rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
+        attention_mask[:] = 1
+    return input_ids, attention_mask
 
 
 def _unpad(logprobs: torch.Tensor, row: UnpaddedRow) -> torch.Tensor:
