@@ -200,10 +200,13 @@ def test_the_order_of_rows_that_depends_on_the_ranks(tmp_path: Path) -> None:
         (iter([]), {"dataloader_num_workers": 1}, {"dataloader_num_workers": 0, "world_size": 4}, True),
         (iter([]), {}, {"world_size": 4}, False),
         (iter([]), {}, {"dataloader_num_workers": 3}, False),
+        ([], {}, {"generation_batch_size": 8, "world_size": 4}, True),
+        ([], {"generation_batch_size": 16}, {"world_size": 4}, True),
+        ([], {"generation_batch_size": 16}, {"generation_batch_size": 32}, False),
     ]
     for rows, first, then, is_same in cases:
         orders = [
-            unbuilt(object, tmp_path, args={**ORDERED, **changes}, train_dataset=rows)._describe_order()
+            unbuilt(object, tmp_path, args={**ORDERED, **changes}, train_dataset=rows)._describe_order(8)
             for changes in (first, {**first, **then})
         ]
         assert (orders[0] == orders[1]) is is_same, orders

@@ -387,7 +387,7 @@ class ShardwiseTrainer(_Trainer):
                 f"{header.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
                 "of rows in a step, or pass ignore_data_skip=True"
             )
-        order = self._describe_order()
+        order = self._describe_order(rows)
         if header.order not in (None, order) and not self.args.ignore_data_skip:
             raise ConfigError(
                 f"{what}: was saved with rows in the order of {header.order or 'any ranks'}, and this training has "
@@ -395,7 +395,7 @@ class ShardwiseTrainer(_Trainer):
                 "settings and the number of ranks, or pass ignore_data_skip=True"
             )
 
-    def _describe_order(self) -> str:
+    def _describe_order(self, rows_per_step: int) -> str:
         """Return the settings and ranks on which the order of rows depends, "" if it does not."""
         args: Any = self.args
         batch = f"per_device_train_batch_size={args.train_batch_size}"
@@ -407,7 +407,12 @@ class ShardwiseTrainer(_Trainer):
                 settings.append("train_sampling_strategy=group_by_length")
         elif args.dataloader_num_workers > 1:  # each reads batches of its own files
             settings.append(f"dataloader_num_workers={args.dataloader_num_workers} with {batch}")
-        return f"{', '.join(settings)} on {args.world_size} ranks" if settings else ""
+        described = [f"{', '.join(settings)} on {args.world_size} ranks"] if settings else []
+        # TRL takes so many answers at once, and repeats their prompts. By default they are those of a step.
+        num_answers = getattr(args, "generation_batch_size", None)
+        if num_answers not in (None, rows_per_step):
+            described.append(f"generation_batch_size={num_answers}")
+        return " and ".join(described)
 
     # Saving
 
@@ -436,7 +441,7 @@ class ShardwiseTrainer(_Trainer):
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
-            header = TrainerHeader(step, holds, rows, world.size, self._describe_order())
+            header = TrainerHeader(step, holds, rows, world.size, self._describe_order(rows))
             with world.broadcast("complete the save"):
                 if world.rank == 0:
                     trainer_checkpoints.complete(saving, folder, header)
