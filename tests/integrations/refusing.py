@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import shardwise
 from shardwise.integrations import ShardwiseTrainer, for_trainer
@@ -160,6 +160,20 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         failing = mock.Mock(side_effect=OSError("no space") if rank() == 0 else None)
         with mock.patch.object(Trainer, "push_to_hub", failing):
             found["upload"] = said(trainer.push_to_hub)
+        # Calls of the first rank fail before the others save. Afterwards all are in the same call again.
+        refusing = mock.Mock(side_effect=OSError("no folder") if rank() == 0 else None)
+        kinds = ("OSError", "StorageError: push_to_hub") if rank() == 0 else ("RankMismatchError",) * 2
+        with mock.patch("os.makedirs", refusing):
+            assert said(trainer.save_model).startswith(kinds[0])
+        with mock.patch.object(trainer, "init_hf_repo", refusing):
+            assert said(trainer.push_to_hub).startswith(kinds[1])
+        found["afterwards"] = said(partial(for_trainer, model))
+        tracker = type("WandbCallback", (TrainerCallback,), {"_log_model": mock.Mock(is_enabled=True)})
+        found["tracker"] = said(partial(made, callbacks=[tracker()]))
+        found["jit"] = said(partial(made, args=TrainingArguments(**given, enable_jit_checkpoint=True)))
+        trainer = made(args=TrainingArguments(**given, metric_for_best_model="loss", greater_is_better=False))
+        trainer._determine_best_metric({"eval_loss": float(rank()), "eval_words": "of a judge"}, None)
+        found["best"] = str(trainer.state.best_metric)
         found["asked for"] = str(trainer.args.save_only_model)
         found["other folder"] = said(lambda: trainer.train(resume_from_checkpoint=f"{output}/{rank()}"))
     return found

@@ -381,7 +381,7 @@ def train_with_tracker(values: dict[str, Any]) -> tuple[TrlOutcome, list[dict[st
 
     sent: list[dict[str, float]] = []
     device = mock.patch.object(train_model, "accelerator", return_value=torch.device("cuda"))
-    with device, mock.patch.object(trl_objects, "plan_run", side_effect=ShardwiseError("none")) as plan_run:
+    with device, mock.patch.object(train_model, "plan_run", side_effect=ShardwiseError("none")) as plan_run:
         outcome = train_with(values, Tracker())
     return outcome, [metrics for metrics in sent if metrics], plan_run.call_count
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,12 +59,14 @@ from shardwise.integrations.trainer_checkpoints import MODEL_ALONE, TrainerHeade
 from shardwise.integrations.trainer_marks import (
     double_sharding_error,
     require_rows_or_sequences,
+    require_trackers_that_save_nothing,
     require_trainable,
 )
 from shardwise.integrations.trainer_restoring import load_trainer_checkpoint
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
-from shardwise.ranks.collective_errors import translate_collective_errors
+from shardwise.ranks.collective_errors import translate_collective_errors, was_raised_together
+from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import MismatchedRanks, World
 from shardwise.saving.locked_folder import Saving
 from shardwise.transfer.matching import OnFault
@@ -74,6 +77,9 @@ else:
     _Trainer = object
 
 _log = logging.getLogger(__name__)
+
+_UNTIL_UPLOADED = Timeouts(join_timeout_s=math.inf)
+"""For the ranks that wait while the first one uploads. One that is lost is noticed all the same."""
 
 _RECORD = ".shardwise-*"
 """In an output folder, what is not for the hub: the record of a run, with its lock."""
@@ -130,6 +136,7 @@ class ShardwiseTrainer(_Trainer):
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model
         compat.redirect_through_root(self)
+        require_trackers_that_save_nothing(self.callback_handler.callbacks)
         world = World.current(call="the Trainer's callbacks")
         self._events = AgreedEvents(self.callback_handler.call_event, world, self)
         # On the instance, over the handler's method: on_step_end and all others go through it.
@@ -479,15 +486,21 @@ class ShardwiseTrainer(_Trainer):
         try:
             with compat.uploads_without(_RECORD):
                 pushed = super().push_to_hub(*positional, **keywords)
-        except ShardwiseError:  # of save_model, on all ranks
-            raise
         except Exception as error:
+            if isinstance(error, ShardwiseError) or was_raised_together(error):  # of save_model, on all ranks
+                raise
             reason = redact(f"{type(error).__name__}: {error}", "", {"token": self.args.hub_token})
             failure = StorageError(f"push_to_hub: failed, {reason}. Upload the folder {self.args.output_dir} again")
             failure.__cause__ = error
-        with World.current(call="Trainer.push_to_hub") as world, world.collective("push the model"):
-            if failure is not None:
-                raise failure
+        try:
+            pushing = World.current(None, _UNTIL_UPLOADED, call="Trainer.push_to_hub")
+            with pushing as world, world.collective("push the model"):
+                if failure is not None:
+                    raise failure
+        except RankMismatchError:
+            if failure is not None:  # before the model was saved, where the others are
+                raise failure from failure.__cause__
+            raise
         return pushed
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
@@ -531,7 +544,16 @@ class ShardwiseTrainer(_Trainer):
         super()._maybe_log_save_evaluate(*positional, **keywords)
 
     def _determine_best_metric(self, *positional: Any, **keywords: Any) -> bool:
-        """Determine it like the Trainer. With ``save_strategy="best"`` a save that a callback requested stays."""
+        """Determine it like the Trainer, by the metrics of the first rank. Collective: yes.
+
+        With ``save_strategy="best"`` a save that a callback requested stays.
+        """
+        if self.args.metric_for_best_model is not None:  # a metric may be random, or a time
+            metrics: dict[str, Any] = keywords["metrics"] if "metrics" in keywords else positional[0]
+            with World.current(call="Trainer.evaluate") as world, world.broadcast("compare the metric") as exchange:
+                if world.rank == 0:
+                    exchange.local = {name: float(each) for name, each in metrics.items() if isinstance(each, Real)}
+            metrics.update(exchange.result)
         is_best = super()._determine_best_metric(*positional, **keywords)
         return bool(is_best or self.control.should_save)
 
@@ -543,6 +565,9 @@ class ShardwiseTrainer(_Trainer):
             output = super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
         finally:
             self.args.save_total_limit = limit
+        if self.args.push_to_hub:  # of which the first rank has ended the last upload
+            with World.current(None, _UNTIL_UPLOADED, call="Trainer.train") as world:
+                world.all_gather_object(None)
         if limit == 1 and not self.is_stop_requested:
             with World.current(call="Trainer.train") as world, world.broadcast("keep the best checkpoint"):
                 # None if the best is in another folder, of the run that was resumed.
@@ -572,10 +597,12 @@ class ShardwiseTrainer(_Trainer):
         failure: Exception | None = None
         try:
             super()._save(output_dir, state_dict)
+        except RankMismatchError:  # on all ranks, of which none may make one more call
+            raise
         except Exception as error:
             failure = error
         # A call after super(), and not around it: if a rank fails alone before save() begins, the ranks are in
-        # different calls, and all raise.
+        # different calls, and all raise a RankMismatchError.
         with World.current(call="Trainer.save_model") as world:
             raise_together(world, failure)
 
@@ -607,8 +634,12 @@ class ShardwiseTrainer(_Trainer):
             load_trainer_checkpoint(self._trained, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._header is None:
+            return
+        # TRL's own state. The Trainer finds no files of its optimizer.
+        super()._load_optimizer_and_scheduler(checkpoint)
         # Decided by the header: whether there is a folder may differ between ranks, on a network file system.
-        if checkpoint is None or self._header is None or self._header.holds == MODEL_ALONE:
+        if self._header.holds == MODEL_ALONE:
             return
         if getattr(self.args, "sync_ref_model", False):
             _log.warning(

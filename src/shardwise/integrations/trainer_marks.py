@@ -23,7 +23,7 @@ parameters whose gradients are averaged already get the mark that keeps the Trai
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -283,6 +283,10 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
     for option in ("fsdp", "deepspeed"):
         if getattr(args, option, None):
             raise double_sharding_error(option)
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise ConfigError(
+            f"{kind.__name__}: enable_jit_checkpoint saves on the rank that gets a signal alone. Leave it out"
+        )
     loading = getattr(args, "accelerator_config", None)
     if world.size > 1 and loading is not None and not loading.even_batches:
         raise ConfigError(
@@ -310,6 +314,23 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
             "policy that leaves the head in the root group (the default, 'auto', does)"
         )
     _require_reference(kind, model, args, kwargs)
+
+
+def require_trackers_that_save_nothing(callbacks: Iterable[object]) -> None:
+    """Check that no experiment tracker saves the model at the end, which it would do on the first rank alone.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for callback in callbacks:
+        kind, logs_model = type(callback).__name__, getattr(callback, "_log_model", None)
+        is_wandb = kind == "WandbCallback" and getattr(logs_model, "is_enabled", False)
+        if is_wandb or (kind == "DVCLiveCallback" and logs_model is True):
+            name = "WANDB_LOG_MODEL" if is_wandb else "HF_DVCLIVE_LOG_MODEL"
+            raise ConfigError(
+                f"{name}: the tracker would save the model on the first rank alone. Unset it, and upload the "
+                "output folder after the training"
+            )
 
 
 def _require_reference(kind: type, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
