@@ -208,6 +208,7 @@ def test_configs_that_are_no_pairs_of_matrices(bank, match, config):
         ("schedule: returned a NoneType. Return an LRScheduler", {"schedule": lambda optimizer: None}),
         ("ReduceLROnPlateau needs a metric", {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}),
         ("cannot be made, Invalid learning rate", {"optimizer": lambda own: torch.optim.SGD(own, lr=-1)}),
+        ("schedule: cannot be made, ", {"schedule": torch.optim.lr_scheduler.LambdaLR}),
         ("unexpected keyword argument 'sed'. Did you mean 'seed'", {"sed": 1}),
         ("max_grad_norm=-1: is not above 0", {"max_grad_norm": -1}),
         ("max_grad_norm=None: is not above 0", {"max_grad_norm": None}),

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from tests.training.adapters_on_ranks import config
 from transformers import TrainerState
 
 from shardwise.bank.adapter import AdapterStep
-from shardwise.core.errors import FormatError, TrainingError
+from shardwise.core.errors import ConfigError, FormatError, TrainingError
+from shardwise.training.adapter_rows import StepOrder
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
 from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest, train_together
@@ -45,6 +47,50 @@ def test_a_run_is_recorded_beside_its_adapters(tmp_path: Path, monkeypatch: pyte
         assert (tmp_path / "out" / RUN_FOLDER).is_dir()
         train, test = inputs.data["ada"]
         assert (test, next(iter(train)).keys()) == (None, {"input_ids", "labels"})
+    (tmp_path / "out" / "ada").mkdir()
+    (tmp_path / "out" / "ada" / "adapter_model.safetensors").touch()
+    for key, value in (("lora_dropout", 0.0), ("use_rslora", True), ("lora_target_parameters", ["x"])):
+        other = read_run_config(config({**values, "adapters": {"ada": {key: value}}}))
+        with pytest.raises(ConfigError, match=f"has a training with ada.{key}=None, not "), open_inputs(other, 0):
+            pass
+
+
+def test_an_adapter_that_has_saved_nothing_may_change(tmp_path: Path) -> None:
+    identity = {"method": "adapters", "system_prompt": "Be brief.", "ada.lora_r": 4, "b.ob.lora_r": 4}
+    patterns = ["*/*.safetensors", "*/checkpoint-*/*.safetensors"]
+    with lock_output(tmp_path, identity, patterns):
+        checkpoint = tmp_path / "ada" / "checkpoint-2"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "adapter_model.safetensors").touch()
+    with lock_output(tmp_path, {**identity, "b.ob.lora_r": 8}, patterns):
+        assert json.loads((tmp_path / RUN_FOLDER / "run.json").read_text())["b.ob.lora_r"] == 8
+    without_prompt = {key: value for key, value in identity.items() if key != "system_prompt"}
+    for other, expected in (
+        ({**identity, "ada.lora_r": 8}, "ada.lora_r=4, not 8"),
+        (without_prompt, "system_prompt='Be brief.', not None"),
+    ):
+        with (
+            pytest.raises(ConfigError, match=f"has a training with {expected}"),
+            lock_output(tmp_path, other, patterns),
+        ):
+            pass
+
+
+def test_fractions_of_epochs_are_as_many_steps_as_in_the_trainer() -> None:
+    order = StepOrder(count=37, rows_per_step=4, seed=0)  # 10 steps in an epoch
+    assert [order.steps_left(epochs) for epochs in (0.9, 1.1, 1.3, 0.5, 2)] == [9, 11, 13, 5, 20]
+    order.take_step()
+    assert [order.steps_left(epochs) for epochs in (0.9, 1.1, 0.05)] == [8, 10, 0]
+
+
+def test_a_failure_after_a_save_says_what_keeps_the_learning_rate(tmp_path: Path) -> None:
+    step = AdapterStep(is_taken=False, grad_norm=math.inf, num_supervised_tokens=3, learning_rate=0.1)
+    ada: Any = SimpleNamespace(state=TrainerState(global_step=2), _loss=1.0, _folder=tmp_path, _saved_step=0)
+    failures = [AdapterTraining.find_failure(ada, step)]
+    ada._saved_step = 2
+    failures.append(AdapterTraining.find_failure(ada, step))
+    for failure, expected in zip(failures, (", or", f" and remove checkpoint-* of {tmp_path},"), strict=True):
+        assert f"Lower learning_rate{expected}" in str(failure)
 
 
 def test_a_run_recorded_by_an_earlier_version_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +179,7 @@ def test_an_evaluation_that_does_not_fit_into_memory_is_no_failure_of_its_adapte
         next_requests=list,
         note_outcomes=list,
         find_failure=lambda _: None,
+        step_settings={},
         proceed=proceed,
     )
     with pytest.raises(TrainingError, match="needs about 8 GiB"):

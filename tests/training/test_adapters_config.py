@@ -51,7 +51,10 @@ def test_adapters_have_losses_with_keys_of_their_own(tmp_path: Path) -> None:
     assert found["ada"].values["assistant_only_loss"]
     assert found["eve"].values["beta"] == 0.5
     assert "assistant_only_loss" not in found["eve"].values
-    found = read_adapters(read(tmp_path, loss="dpo", beta=0.5, adapters={"ada": {"loss": "sft"}, "eve": {}}))
+    of_sft = {"completion_only_loss": None}
+    found = read_adapters(
+        read(tmp_path, loss="dpo", beta=0.5, **of_sft, adapters={"ada": {"loss": "sft"}, "eve": {}})
+    )
     assert [(one.method, one.values.get("beta")) for one in found.values()] == [("sft", None), ("dpo", 0.5)]
     swept = read_adapters(read(tmp_path, loss="dpo", sweep={"beta": [0.1, 0.2]}))
     assert [one.values["beta"] for one in swept.values()] == [0.1, 0.2]
@@ -113,6 +116,22 @@ def test_a_sweep_is_a_product_of_lists(tmp_path: Path) -> None:
             "sweep.beta: is a key of loss: dpo, not of sft",
         ),
         ({"adapters": {"ada": {"loss": "dpo", "loss_type": ["ipo"]}}}, "adapters.ada.loss_type: cannot differ"),
+        (
+            {"adapters": {"ada": {"loss": "dpo"}}, "disable_dropout": False},
+            "disable_dropout: is a key of .*not of sft",
+        ),
+        (
+            {"loss": "dpo", "adapters": {"ada": {"loss": "sft"}}, "completion_only_loss": False},
+            "completion_only_loss: is a key of .*not of dpo",
+        ),
+        (
+            {"sweep": {f"dataset_{key}": [40 * key[0]] for key in ("name", "config", "train_split", "test_split")}},
+            "sweep: n{40}-c{40}-t{40}-t{40} has more than 128 characters. Sweep fewer keys",
+        ),
+        (
+            {"adapters": {"ada": {}}, "gradient_checkpointing_kwargs": {"offload": True}},
+            "gradient_checkpointing_kwargs: offload is not supported with adapters",
+        ),
         ({"adapters": {"ada": {"loss": "dpo"}}, "eos_token": "x"}, "eos_token: no adapter has a loss with it"),
         ({"loss": "dpo"}, "loss: dpo is for many LoRAs. Set adapters or sweep, or method instead"),
         ({"adapters": {"ada": {}}, "env": {"A=B": "x"}}, "adapters.ada: env: 'A=B' cannot be set"),

@@ -348,3 +348,9 @@ def test_the_base_of_many_loras_is_in_bfloat16_unless_the_file_says_otherwise(tm
         file = config(tmp_path, lines + dtype)
         arguments = trl_objects.parse(read_run_config(["sft", file]))
         assert trl_objects.base_options(arguments)["dtype"] == expected
+    # Its blocks are recomputed in evaluation mode.
+    lines = lines.replace(
+        "checkpointing: false", "checkpointing: true\nactivation_checkpointing_kwargs: {every_n_layers: 2}"
+    )
+    arguments = trl_objects.parse(read_run_config(["sft", config(tmp_path, lines)]))
+    assert trl_objects.base_options(arguments)["sharding"].activation_checkpointing == 2

@@ -101,6 +101,7 @@ def test_pairs_resume_and_one_that_is_not_finite_ends_alone(folder: Path) -> Non
     stopped = run_world(2, train_until, with_pairs(folder, "stopped-pairs", 2), 4)
     assert all(outcome.has_stopped for outcome in stopped)
     given = {**with_pairs(folder, "stopped-pairs", 1), "gradient_checkpointing": True}
+    given["config_overrides"] = {"attention_dropout": 0.1}  # the base does not drop
     [resumed] = run_world(1, train, given)
     assert not resumed.has_stopped
     assert {name: pytest.approx(own, abs=1e-5) for name, own in losses(whole).items()} == losses(resumed)
@@ -121,6 +122,14 @@ def test_a_kill_costs_no_more_than_the_steps_since_the_newest_checkpoints(
     assert {name: pytest.approx(own, abs=1e-5) for name, own in losses(resumed).items()} == whole
     [again] = run_world(1, train, values(folder, "killed", 1))  # there is nothing left to do
     assert losses(again) == losses(resumed)
+    # The limit is today's, not that of the checkpoint.
+    given = values(folder, "killed", 1)
+    given["adapters"]["bob"] |= {"num_train_epochs": 4, "max_grad_norm": 1e-9}
+    run_world(1, train, given)
+    bob = folder / "killed" / "bob"
+    before, after = (load_file(file / "adapter_model.safetensors") for file in (bob / "checkpoint-6", bob))
+    assert (bob / "checkpoint-8").is_dir()
+    assert all(torch.allclose(after[key], before[key], rtol=0, atol=1e-6) for key in before)
 
 
 def test_a_sweep_is_ranked_and_an_adapter_that_fails_ends_alone(folder: Path) -> None:
@@ -138,19 +147,20 @@ def test_a_sweep_is_ranked_and_an_adapter_that_fails_ends_alone(folder: Path) ->
 
 
 def test_an_adapter_that_cannot_be_is_one_error_on_all_ranks(folder: Path) -> None:
-    expected: list[tuple[dict[str, Any], str]] = [
-        ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
-        ({"max_length": 3}, "max_length: 3 leaves no row of train with a token to train on"),
-        ({"max_length": 6}, "max_length: 6 leaves no row of train with a token to train on"),
+    expected: list[tuple[str, dict[str, Any], str]] = [
+        ("bob", {"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
+        ("bob", {"max_length": 3}, "max_length: 3 leaves no row of train with a token to train on"),
+        ("bob", {"max_length": 6}, "max_length: 6 leaves no row of train with a token to train on"),
+        ("fay", {"max_length": 1}, "max_length: 1 leaves no row of train with a token to train on"),
     ]
     cases = []
-    for further, _ in expected:
-        given = {"max_steps": None, **values(folder, "refused", 2)}
-        given["adapters"]["bob"] |= further
+    for name, further, _ in expected:
+        given = {"max_steps": None, **(with_pairs if name == "fay" else values)(folder, "refused", 2)}
+        given["adapters"][name] |= further
         cases.append(given)
     for errors in run_world(2, errors_of_all, cases):
-        for error, (_, message) in zip(errors, expected, strict=True):
-            assert re.match(f"adapters.bob: (rank 0: )?{message}", error)
+        for error, (name, _, message) in zip(errors, expected, strict=True):
+            assert re.match(f"adapters.{name}: (rank 0: )?{message}", error)
 
 
 def test_a_row_that_is_too_long_for_a_pass_and_an_unknown_token_are_named(folder: Path) -> None:

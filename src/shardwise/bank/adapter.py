@@ -80,9 +80,12 @@ def create_schedule(make: ScheduleMaker, optimizer: Optimizer) -> LRScheduler:
     """Make the schedule of an adapter.
 
     Raises:
-        ConfigError: the schedule is not one of torch's, or depends on a metric.
+        ConfigError: the schedule cannot be made, is not one of torch's, or depends on a metric.
     """
-    schedule: object = make(optimizer)
+    try:
+        schedule: object = make(optimizer)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"schedule: cannot be made, {error}") from error
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError("schedule: ReduceLROnPlateau needs a metric. Pass lr to optim_step instead")
     if not isinstance(schedule, LRScheduler):

@@ -1,6 +1,7 @@
 """Memory of a pass, estimated before it runs."""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -63,12 +64,13 @@ def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:
         lora.lora_dropout = 0.0  # masks are computed again, and not kept
         model: Any = outline_lora(base.model, lora, is_new=False).model
         traced_base = model.get_base_model()
-        is_recomputed = base.model.is_gradient_checkpointing or any(
-            isinstance(vars(module).get("forward"), Recomputed) for module in base.model.modules()
-        )
+        num_recomputed = sum(isinstance(vars(module).get("forward"), Recomputed) for module in base.model.modules())
         try:
-            prepare_blocks(traced_base, Sharding(activation_checkpointing=is_recomputed))
             blocks = find_repeated_blocks(traced_base)
+            every: int = base.model.is_gradient_checkpointing
+            if num_recomputed:
+                every = math.ceil(len(blocks) / num_recomputed)
+            prepare_blocks(traced_base, Sharding(activation_checkpointing=every))
             traced = trace_activations(model, traced_base, blocks, (1, tokens), param_dtype=base.model.dtype)
             base.traced[key] = traced.kept + max(traced.loss, traced.backward)
         except Exception:  # of the model's own code: any

@@ -82,8 +82,9 @@ def tokenize(
     splits = (arguments.script.dataset_train_split, arguments.script.dataset_test_split)
     for dataset, split in zip(tokenized, splits, strict=True):
         if dataset is not None:
-            # If no row has a label (all answers were cut off), there is none to train on.
-            if _count_supervised(dataset) == 0:
+            # If no row has a label (all answers were cut off), there is none to train on. Without rows there may be
+            # no column of labels.
+            if len(dataset) == 0 or _count_supervised(dataset) == 0:
                 dataset = dataset.select([])
             require_trainable_rows(dataset, split, args.max_length)
     train, test = tokenized
@@ -172,4 +173,4 @@ class StepOrder:
         per_epoch = math.ceil(self.count / self.rows_per_step)
         # The checkpoint may have been saved with other rows per step, so the rest of this epoch is counted by rows.
         in_this_epoch = math.ceil((self.count - self.offset) / self.rows_per_step)
-        return max(in_this_epoch + math.ceil((epochs - self.epoch - 1) * per_epoch), 0)
+        return max(in_this_epoch + math.ceil(epochs * per_epoch) - (self.epoch + 1) * per_epoch, 0)

@@ -67,7 +67,10 @@ _LOSSES: Final[tuple[AdapterMethod, ...]] = get_args(AdapterMethod)
 _MAX_ADAPTERS: Final = 1024
 
 _LONGEST_NAME: Final = 100
-"""Of names in a file. A sweep appends values, and an AdapterBank takes 128 characters."""
+"""Of names in a file, to which a sweep appends values."""
+
+_LONGEST_EXPANDED: Final = 128
+"""Of names with these values, as an AdapterBank takes them."""
 
 _SHORT: Final[Mapping[str, str]] = {
     "learning_rate": "lr",
@@ -135,6 +138,9 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
         expanded["-".join(filter(None, words))] = {**overrides, **dict(point)}
     if len(expanded) < count:
         faults.append("sweep: two combinations have the same name. List each value once")
+    longest = max(expanded, key=len)
+    if len(longest) > _LONGEST_EXPANDED:
+        faults.append(f"sweep: {longest} has more than {_LONGEST_EXPANDED} characters. Sweep fewer keys")
     return expanded, faults
 
 
@@ -176,6 +182,8 @@ def _find_unsupported(key: str, value: Any) -> Iterator[str]:
         yield f"{key}: is not supported with adapters. Remove it"
     elif key in _VALUES and value not in _VALUES[key]:
         yield f"{key}: {value} is not supported with adapters. Use {', '.join(map(str, _VALUES[key]))}."
+    elif key.endswith("checkpointing_kwargs") and "offload" in (value or ()):
+        yield f"{key}: offload is not supported with adapters. Remove it"
 
 
 def _make_config(config: RunConfig, name: str, overrides: Mapping[str, Any]) -> RunConfig:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import resources
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
-from shardwise.training.arguments import METHODS, ShardwiseArguments, TrainMethod
+from shardwise.training.arguments import METHODS, AdapterMethod, ShardwiseArguments, TrainMethod
 
 Spec: TypeAlias = Mapping[str, Any]
 """Types and choices of a key."""
@@ -112,16 +112,20 @@ def _table() -> Mapping[str, Mapping[str, Spec]]:
 def normalize_values(values: Mapping[str, Any], method: TrainMethod) -> dict[str, Any]:
     """Return a configuration in which nulls stand only for keys that take them, and values have today's names.
 
-    A key of another method that is off asks for nothing, and is left out, too.
+    A key of another method that is off asks for nothing, and is left out, too, unless adapters may have the method.
     """
     specs = get_keys(method)
     # Keys that only other methods have.
     elsewhere = {key for one in METHODS for key in get_keys(one)} - specs.keys()
+    # Keys that adapters with another loss than the file's may have, where they may be on by default.
+    of_adapters = set[str]()
+    if "adapters" in values or "sweep" in values:
+        of_adapters = {key for loss in get_args(AdapterMethod) for key in get_keys(loss)}
     normalized = {}
     for key, value in values.items():
         if value is None and "null" not in specs.get(key, {}).get("types", ("null",)):
             continue
-        if key in elsewhere and not value:
+        if key in elsewhere and not value and (value is None or key not in of_adapters):
             continue
         if isinstance(value, str | bool):
             value = _BY_VALUE.get(key, {}).get(value, value)

@@ -15,7 +15,8 @@ from shardwise.training.dataset_loading import AnyDataset
 def tokenize_pairs(rows: AnyDataset, args: Any, processor: Any) -> datasets.Dataset:
     """Return rows with ``input_ids`` and ``labels``, the chosen and the rejected one of each pair in turn.
 
-    As in ``DPOTrainer``, pairs whose prompt alone has ``max_length`` tokens are left out, and other rows cut.
+    As in ``DPOTrainer``, with ``keep_start``, pairs whose prompt alone has ``max_length`` tokens are left out.
+    Other rows are cut.
     """
     # DPOTrainer sets this attribute in its constructor, which needs a model.
     trainer: Any = SimpleNamespace(_tokenizer=getattr(processor, "tokenizer", processor))

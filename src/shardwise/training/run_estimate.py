@@ -107,7 +107,6 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
         "tuning": tunings[max(sizes, key=sizes.__getitem__)],
         "per_device_train_batch_size": tokens // length,
         "max_length": length,
-        "gradient_checkpointing": parsed[0].training.gradient_checkpointing,
         "bank": BankSizes(tuple(adapters), CHUNK_LOGITS),
     }
     estimate = plan(name, ranks=ranks, **options)

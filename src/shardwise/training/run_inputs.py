@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from shardwise.core.errors import ConfigError, StorageError
+from shardwise.core.formatting import folder_name
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.local_writer import LocalWriter
 from shardwise.fsdp import torch_private
@@ -48,6 +49,12 @@ _IDENTITY: Final = (
     *("dataset_name", "dataset_config", "datasets", "use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
 )
 """Keys of a single model, and of each adapter, that may not change when a run resumes."""
+
+_IDENTITY_OF_ADAPTER: Final = (
+    *_IDENTITY,
+    *("lora_dropout", "lora_target_parameters", "use_rslora", "disable_dropout"),
+)
+"""Keys of each adapter, which resumes with the LoRA of its checkpoint."""
 
 _OWN_IDENTITY: Final = (
     "dataset_mixer",
@@ -109,7 +116,8 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
         weights = ["*/*.safetensors", "*/checkpoint-*/*.safetensors"]
         identity = get_identity(config, "adapters", _IDENTITY_OF_BASE)
         for name, one in configs.items():
-            identity |= {f"{name}.{key}": value for key, value in get_identity(one, one.method).items()}
+            adapter = get_identity(one, one.method, _IDENTITY_OF_ADAPTER)
+            identity |= {f"{name}.{key}": value for key, value in adapter.items()}
     # Locked before rows are tokenized, which may take long: a second training in the folder is refused at once.
     with stopping_on_signals() as request, lock_output(output, identity, weights) as record:
         honor_timeout(config, first)
@@ -209,7 +217,9 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
     """Write the record of a training run, unless the folder has another training."""
     file = output / RUN_FOLDER / _RUN_FILE
     # Without weights a record may be replaced: its training has saved nothing that could be mixed up.
-    has_weights = bool(checkpoints_in(output)) or any(any(output.glob(one)) for one in weights)
+    # Of a single model the names of its files, of adapters those of their folders.
+    saved = {file.relative_to(output).parts[0] for pattern in weights for file in output.glob(pattern)}
+    has_weights = bool(checkpoints_in(output) or saved)
     if has_weights and not file.is_file():
         raise ConfigError(
             f"output_dir: {output} has a model that this training would overwrite, and no record of its own "
@@ -221,8 +231,12 @@ def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -
         recorded = expand_home(parse_object(file.read_bytes(), what=str(file)))
     if recorded.get("method") == "tenants":  # as earlier versions recorded it
         recorded["method"] = "adapters"
-    for key, value in identity.items():
-        is_new_adapter = "." in key and key not in recorded  # NAME.KEY: adapters may be added to a run
+    # Also keys that were set, and are not set any more.
+    for key in (*identity, *(key for key in _OWN_IDENTITY if key in recorded)):
+        value = identity.get(key)
+        # NAME.KEY: adapters may be added to a run, and those that have saved nothing may change.
+        name = key.rpartition(".")[0]
+        is_new_adapter = name and (key not in recorded or folder_name(name) not in saved)
         if not is_new_adapter and recorded.get(key) != value:
             raise ConfigError(
                 f"output_dir: {output} has a training with {key}={recorded.get(key)!r}, not {value!r}. Set another "

@@ -109,11 +109,6 @@ def _add_adapters(inputs: RunInputs, config: RunConfig, world: World) -> list[Ad
     tokens_per_pass = config.own.tokens_per_pass
     model = trl_objects.load_base(first)
     honor_timeout(config, first)  # again, for the process groups of the base's mesh, which are new
-    if first.training.gradient_checkpointing:
-        # Reentrant checkpointing needs inputs that require a gradient. Those of a frozen base's first block do not.
-        keywords = {**(first.training.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
-        model.train()
     bank = AdapterBank(model, max_tokens_per_pass=tokens_per_pass)
     shared = SharedBank(world, bank, tokens_per_pass, inputs.processor, inputs.record)
     # All rows are checked before the first adapter is added, so that a bad row ends the run before any training.
@@ -191,7 +186,7 @@ def train_together(
             outcomes = iter(output.requests)
             for adapter in in_step:
                 adapter.note_outcomes(outcomes)
-            steps = bank.optim_step({adapter.name: {} for adapter in in_step})
+            steps = bank.optim_step({adapter.name: adapter.step_settings for adapter in in_step})
             bar.update(len(in_step))
         # Adapters that are left after a signal. Those that are done have saved themselves.
         for adapter in waiting:
@@ -324,12 +319,16 @@ class AdapterTraining:
         return {
             "optimizer": optimizer,
             "schedule": schedule,
-            "max_grad_norm": args.max_grad_norm or math.inf,
             # Of pairs whose loss is not finite, a window has none.
             "gradient_accumulation_steps": None if self._has_pairs else 1,
             "reduction": "sum" if self._has_pairs else "mean",
             "seed": args.seed,
         }
+
+    @property
+    def step_settings(self) -> dict[str, float]:
+        """Settings of a step that are those of the configuration, and not of the checkpoint."""
+        return {"max_grad_norm": max(self.args.max_grad_norm or 0.0, 0.0)}  # 0 or less: no limit, as in the Trainer
 
     @property
     def is_done(self) -> bool:
@@ -375,9 +374,13 @@ class AdapterTraining:
         """Return why a step ends the training of this adapter alone, or None if it does not."""
         if step.is_taken and math.isfinite(self._loss):
             return None
+        remedy = "Lower learning_rate, or check the rows"
+        if self._saved_step:  # it resumes with the learning rate of the checkpoint
+            checkpoints = f"checkpoint-* of {self._folder}, which keep the old one"
+            remedy = f"Lower learning_rate and remove {checkpoints}, or check the rows"
         return (
             f"step {self.state.global_step + 1}: the loss is {self._loss:.4g} and the norm of the gradient "
-            f"{step.grad_norm:.4g}. Lower learning_rate, or check the rows"
+            f"{step.grad_norm:.4g}. {remedy}"
         )
 
     def proceed(self, step: AdapterStep | None) -> None:

@@ -273,6 +273,10 @@ def base_options(arguments: TrlArguments) -> PretrainedOptions:
     options = model_options(arguments)
     if arguments.training.bf16 and not arguments.has_dtype:
         options["dtype"] = "bfloat16"
+    if arguments.training.gradient_checkpointing:
+        # That of transformers needs training mode, in which a base may have dropout of its own.
+        every = (arguments.training.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
+        options["sharding"] = replace(options["sharding"], activation_checkpointing=every)
     return options
 
 
