@@ -1,6 +1,7 @@
 """Steps of several adapters at once are bit for bit those of one after the other."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from tests.truth import require_equal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
-from shardwise.bank import adapter
+from shardwise.bank import adapter, optimizer_steps
 from shardwise.core.errors import ConfigError
 
 
@@ -78,25 +79,18 @@ def test_none_steps_when_one_cannot() -> None:
 
 @pytest.mark.parametrize("part", ["schedule", "optimizer"])
 def test_a_step_that_fails_changes_no_other_adapter(part: str) -> None:
-    """Its settings are those of the other one."""
-    settings: dict[str, Any] = {"failing": {"lr": 1e-2}, "1": {"lr": 1e-2}}
     one, other = bank_of([torch.optim.AdamW]), bank_of([torch.optim.AdamW])
     for bank in (one, other):
         bank.delete_adapter("0")
-        bank.add_adapter(
-            "failing",
-            LoraConfig(r=4, target_modules=["q_proj"]),
-            optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2),
-            schedule=falling,
-        )
+        bank.add_adapter("failing", LoraConfig(r=4, target_modules=["q_proj"]), schedule=falling)
         micro_batch(bank, 0)
-        bank.optim_step(settings)
+        bank.optim_step({"failing": {}, "1": {}})
         micro_batch(bank, 1)
     before = one.state_dict("failing")
     own, error = getattr(one._adapters["failing"], part), ValueError("no such step")
     with mock.patch.object(own, "step", side_effect=error), pytest.raises(shardwise.ShardwiseError, match="such"):
-        one.optim_step(settings)
-    other.optim_step(settings)
+        one.optim_step({"failing": {}, "1": {}})
+    other.optim_step({"failing": {}, "1": {}})
     with pytest.raises(ConfigError, match="'failing': a step failed, ValueError: no such step"):
         micro_batch(one, 2)
     one.load_state_dict("failing", before)
@@ -105,3 +99,15 @@ def test_a_step_that_fails_changes_no_other_adapter(part: str) -> None:
         micro_batch(bank, 2)
         bank.optim_step("1")
     require_same_state(one.state_dict("1"), other.state_dict("1"))
+
+
+def test_learning_rates_that_are_tensors_are_told_apart():
+    rates = [torch.tensor(0.1), torch.tensor(0.100001)]
+    weights = [torch.zeros(2, requires_grad=True) for _ in rates]
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    made = [torch.optim.SGD([weight], lr=rate) for weight, rate in zip(weights, rates, strict=True)]
+    optimizer_steps._step_optimizers(
+        [SimpleNamespace(optimizer=each, settings=each.param_groups[0]) for each in made]
+    )
+    assert [float(weight.detach()[0]) for weight in weights] == [-float(rate) for rate in rates]

@@ -71,8 +71,8 @@ class AdapterBank:
        before the call, and those of other adapters have the micro-batch. After any other error, all are as before
        the call. :meth:`zero_grad` discards the window.
     4. :meth:`optim_step`: the matrices change, unless the gradient is not finite, and the adapter is ACCUMULATING
-       with an empty window. If the step fails, it is FAILED: :meth:`load_state_dict`, :meth:`load` and
-       :meth:`delete_adapter` are the only calls for it.
+       with an empty window. If the step fails, it is FAILED, as are adapters of the call with equal optimizer
+       settings: :meth:`load_state_dict`, :meth:`load` and :meth:`delete_adapter` are the only calls for it.
     5. :meth:`save`, :meth:`state_dict`, :meth:`compute_logprobs`, :meth:`copy_adapter` and :meth:`offload` at any
        time in between: they change nothing. :meth:`load_state_dict` and :meth:`load` replace the state.
     6. :meth:`delete_adapter`: the name is free, and the other adapters are not affected.
@@ -249,7 +249,7 @@ class AdapterBank:
 
         A window may have any number of micro-batches, unless the adapter has ``gradient_accumulation_steps``.
         Without any, the step is taken with a gradient of zeros. Several adapters at once step with the same bits as
-        one after the other.
+        one after the other, in fewer calls.
 
         Collective: yes (two small exchanges, whatever the number of adapters, and an all-reduce of each gradient).
 
@@ -263,8 +263,9 @@ class AdapterBank:
             RankMismatchError: ranks step different adapters or pass different settings, or their optimizers have
                 different settings (for example, from different schedules) or step counts. No step is taken.
             RankLostError: a rank is lost. The bank has ended.
-            ShardwiseError: the optimizer or the schedule of an adapter fails on a rank. It must be restored or
-                deleted. The others took their steps, whose outcomes are the ``output`` of the error.
+            ShardwiseError: the optimizer or the schedule of an adapter fails on a rank. It, and adapters of the
+                call with equal optimizer settings, must be restored or deleted. The others took their steps, whose
+                outcomes are the ``output`` of the error.
         """
         by_name = {steps: changes} if isinstance(steps, str) else steps
         with comparing_arguments(self._world) as exchange:

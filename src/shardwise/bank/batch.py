@@ -453,10 +453,10 @@ def require_equal_requests(counts: Sequence[Sequence[RequestCounts]], global_ran
     requests = [[entry.description for entry in of_rank] for of_rank in counts]
     for rank, of_rank in zip(global_ranks, requests, strict=True):
         if of_rank != requests[0]:
-            here, first = (", ".join(each) or "none" for each in (of_rank, requests[0]))
+            listed, first = (", ".join(each) or "none" for each in (of_rank, requests[0]))
             raise RankMismatchError(
-                f"rank {rank} has rows of {here}, and rank {global_ranks[0]} of {first}. Name the same adapters in "
-                "the same order on every rank, with the same losses, settings, backward and group_size, if needed "
+                f"rank {rank} has rows of {listed}, and rank {global_ranks[0]} of {first}. Name the same adapters "
+                "in the same order on every rank, with the same losses, settings, backward and group_size, if needed "
                 "with a batch of no rows"
             )
 

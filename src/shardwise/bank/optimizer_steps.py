@@ -6,14 +6,16 @@ summed and stepped, or one of them has failed.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
-from shardwise.bank.adapter import AdapterStep, BankAdapter
+from shardwise.bank.adapter import AdapterStep, BankAdapter, without_tensors
 from shardwise.core.errors import RankLostError, ShardwiseError
 from shardwise.ranks.world import World
 
@@ -101,11 +103,7 @@ def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]], outcomes: d
             if math.isfinite(norm):
                 adapter.clip(norm)
                 stepping.append(adapter)
-        for adapter in stepping:
-            try:
-                adapter.optimizer.step()
-            except Exception as error:  # on this rank, after any number of values: none of them are certain
-                adapter.failure = error
+        _step_optimizers(stepping)
     # Even without a step: the next window begins with zeros, and with other dropout masks.
     for adapter, _ in adapters:
         adapter.zero_grad()
@@ -118,3 +116,41 @@ def _step(adapters: Sequence[tuple[BankAdapter, Mapping[str, Any]]], outcomes: d
             adapter.failure = adapter.failure or error
     if failures := [adapter.failure for adapter in stepping if adapter.failure is not None]:
         raise failures[0]
+
+
+def _step_optimizers(adapters: Sequence[BankAdapter]) -> None:
+    """Step optimizers. Those of one class with equal settings are stepped by one call, in fewer kernels."""
+    # Steps are elementwise, so one call over several parameters has the bits of one call for each.
+    groups: dict[str, list[BankAdapter]] = {}
+    for adapter in adapters:
+        key = f"{type(adapter.optimizer).__name__} {without_tensors(adapter.settings)}"
+        groups.setdefault(key, []).append(adapter)
+    for group in groups.values():
+        first, *others = [adapter.optimizer for adapter in group]
+        try:
+            with _lend_parameters(first, others):
+                for optimizer in (first, *others):  # the others have no parameters, but count their steps
+                    optimizer.step()
+        except Exception as error:  # on this rank, after any number of parameters: no adapter's values are certain
+            for adapter in group:
+                adapter.failure = error
+
+
+@contextmanager
+def _lend_parameters(first: Optimizer, others: Sequence[Optimizer]) -> Iterator[None]:
+    """Move the parameters and states of others to one optimizer, within the block."""
+    parameters = first.param_groups[0]["params"]
+    lent = [other.param_groups[0]["params"] for other in others]
+    try:
+        # The settings of all are equal, so those of the first one's group are theirs.
+        first.param_groups[0]["params"] = [*parameters, *chain.from_iterable(lent)]
+        for other in others:
+            first.state.update(other.state)
+            other.param_groups[0]["params"] = []
+        yield
+    finally:
+        first.param_groups[0]["params"] = parameters
+        for other, their_parameters in zip(others, lent, strict=True):
+            other.param_groups[0]["params"] = their_parameters
+            # The first step of an optimizer creates its state, so it is moved back, not kept in place.
+            other.state.update({each: first.state.pop(each) for each in their_parameters if each in first.state})

@@ -160,7 +160,7 @@ def _select(
         if name in names and of_ranks:
             raise FormatError(
                 f"{reader.root}: has {name} and a distributed checkpoint of transformers, {of_ranks[0]} and so on. "
-                "Remove the older of the two, or pass the file"
+                "Remove the older of the two, or pass the path of the file"
             )
         if name in names:
             return _select_named(reader, name, faults)

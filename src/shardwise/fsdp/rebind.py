@@ -190,8 +190,8 @@ class _Binder:
                 called = group["param_names"][position] if "param_names" in group else f"number {position}"
                 self.faults.append(
                     f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's. Create the "
-                    "optimizer from model.parameters(), and do not replace these afterwards. After a forward pass "
-                    "without a backward pass call model.reshard() before"
+                    "optimizer from model.parameters(), and do not replace these afterwards. If a forward pass "
+                    "without a backward pass came first, call model.reshard() before that"
                 )
             elif name in self.groups:
                 self.faults.append(f"{name} is in {place} and in {self.groups[name]}. Leave it in one of them")

@@ -287,8 +287,8 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
         raise ConfigError(
             f"{kind.__name__}: enable_jit_checkpoint saves on the rank that gets a signal alone. Leave it out"
         )
-    loading = getattr(args, "accelerator_config", None)
-    if world.size > 1 and loading is not None and not loading.even_batches:
+    accelerator_config = getattr(args, "accelerator_config", None)
+    if world.size > 1 and accelerator_config is not None and not accelerator_config.even_batches:
         raise ConfigError(
             f"{kind.__name__}: accelerator_config has even_batches=False, so that a rank with fewer batches would "
             "leave an evaluation while the others wait for it to gather the model. Leave it out"
