@@ -456,8 +456,8 @@ def require_equal_requests(counts: Sequence[Sequence[RequestCounts]], global_ran
             listed, first = (", ".join(each) or "none" for each in (of_rank, requests[0]))
             raise RankMismatchError(
                 f"rank {rank} has rows of {listed}, and rank {global_ranks[0]} of {first}. Name the same adapters "
-                "in the same order on every rank, with the same losses, settings, backward and group_size, if needed "
-                "with a batch of no rows"
+                "in the same order on every rank, with the same losses, settings, backward and group_size, if "
+                "needed with a batch of no rows"
             )
 
 

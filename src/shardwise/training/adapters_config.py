@@ -138,7 +138,7 @@ def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
         expanded["-".join(filter(None, words))] = {**overrides, **dict(point)}
     if len(expanded) < count:
         faults.append("sweep: two combinations have the same name. List each value once")
-    longest = max(expanded, key=len)
+    longest = max(expanded, key=len, default="")
     if len(longest) > _LONGEST_EXPANDED:
         faults.append(f"sweep: {longest} has more than {_LONGEST_EXPANDED} characters. Sweep fewer keys")
     return expanded, faults
