@@ -30,7 +30,8 @@ CONVERTED = {
     "`dataset_configs: [NAME]`, without `dataset_mixer`": "`dataset_config`",
     "`dataset_splits: [TRAIN, TEST]`, without `dataset_mixer`": "`dataset_train_split`, `dataset_test_split`",
     "`eval_dataset_names: [NAME]`": "`eval_dataset_name`",
-    "`gamma_beta_ratio`": "`loss_type: simpo`, `cpo_alpha: 0.0`, `simpo_gamma` (times `beta`), for `cpo`",
+    "`gamma_beta_ratio`": "`loss_type: simpo`, `cpo_alpha: 0.0`, `simpo_gamma` (times `beta`), `beta: 2.0` unless "
+    "it is set, for `cpo`",
     "`model_init_kwargs`": "`dtype`, `attn_implementation`, `model_revision`, `trust_remote_code`, "
     "`use_kernels`, `config_overrides`",
     "`unsloth_lora_r`": "`lora_r`, with `use_peft: true`",

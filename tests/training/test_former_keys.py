@@ -53,6 +53,12 @@ def read(folder: Path, values: dict[str, Any], method: str = "sft", *, strict: b
             "gamma_beta_ratio: read as loss_type: simpo",
         ),
         (
+            "cpo",
+            {"gamma_beta_ratio": 0.5},
+            {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0},
+            "gamma_beta_ratio: read as beta: 2.0",
+        ),
+        (
             "sft",
             {"model_init_kwargs": {"torch_dtype": "bfloat16", "revision": "r", "attn_implementation": "sdpa"}},
             {"dtype": "bfloat16", "model_revision": "r", "attn_implementation": "sdpa"},

@@ -233,9 +233,10 @@ def _translate_key(key: str, value: Any, values: Mapping[str, Any]) -> Mapping[s
     if key == "eval_dataset_names" and isinstance(value, list) and len(value) == 1:
         return {"eval_dataset_name": value[0]}
     if key == "gamma_beta_ratio":
-        # The margin of SimPO, which TRL's CPO has as a number of its own.
-        gamma = float(value) * float(values.get("beta", 2.0))
-        return {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": gamma}
+        # The margin of SimPO, which TRL's CPO has as a number of its own, beside SimPO's own default of beta.
+        beta = values.get("beta", 2.0)
+        gamma = float(value) * float(beta)
+        return {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": beta, "simpo_gamma": gamma}
     if key == "save_safetensors" and value is False:
         raise ValueError("false would save pickles. Remove it")
     if key == "model_init_kwargs":
