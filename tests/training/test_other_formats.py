@@ -1,5 +1,6 @@
 """Configurations of axolotl and LLaMA-Factory, explained in TRL's keys. The files are invented."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import yaml
 
 from shardwise.core.errors import ConfigError
+from shardwise.training import other_formats
+from shardwise.training.keys import get_types
 from shardwise.training.other_formats import explain_other_format
 from shardwise.training.run_config import read_run_config
 
@@ -138,6 +141,7 @@ warmup_ratio: 0.1
 bf16: true
 flash_attn: fa2
 val_size: 0.1
+freeze_vision_tower: true
 """
 
 FACTORY_QLORA = """
@@ -234,6 +238,8 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "run_name": "first",
                 "gradient_accumulation_steps": 4,
                 "per_device_train_batch_size": 2,
+                "per_device_eval_batch_size": 2,
+                "router_aux_loss_coef": 0.0,
                 "num_train_epochs": 4,
                 "optim": "adamw_torch_8bit",
                 "lr_scheduler_type": "cosine",
@@ -272,6 +278,9 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "datasets": [{"path": "rows.jsonl"}],
                 "max_length": 2048,
                 "per_device_train_batch_size": 4,
+                "per_device_eval_batch_size": 4,
+                "gradient_checkpointing": False,
+                "router_aux_loss_coef": 0.0,
                 "num_train_epochs": 1,
                 "optim": "adamw_torch_fused",
                 "lr_scheduler_type": "cosine",  # axolotl's default
@@ -288,7 +297,7 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "datasets[0].type": "chat_template  # rows are recognized by their columns, and rendered by the "
                 "chat template of the tokenizer",
                 "plugins": "[axolotl.integrations.liger.LigerPlugin]",
-                "liger_rope": "true  # use_liger_kernel applies it",
+                "liger_rope": "true  # applied where use_liger_kernel is set",
             },
         ),
         (
@@ -318,11 +327,14 @@ def explain(text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
                 "attn_implementation": "flash_attention_2",
                 "test_split_size": 0.1,
                 "assistant_only_loss": True,
+                "router_aux_loss_coef": 0.0,
             },
             {
                 "template": "qwen3_nothink  # that of the tokenizer is used. Or set chat_template_path",
                 "max_samples": "1000  # write split: train[:N] into datasets",
                 "plot_loss": "true",
+                "freeze_vision_tower": "true  # which modules are trained is chosen by name. Set trainable_layers "
+                "and extra_modules",
             },
         ),
     ],
@@ -362,6 +374,7 @@ def test_every_key_is_converted_or_named(text: str, expected: dict[str, Any], le
                 "eval_steps": 50,
                 "save_strategy": "steps",
                 "save_steps": 100,
+                "router_aux_loss_coef": None,  # TRL's default
             },
             {"packing", "assistant_only_loss"},
         ),
@@ -383,16 +396,98 @@ def test_every_key_is_converted_or_named(text: str, expected: dict[str, Any], le
         (FACTORY_REWARD, {"method": "reward", "lora_task_type": "SEQ_CLS", "use_peft": True}, {"beta"}),
         (
             FACTORY_FREEZE,
-            {"method": "sft", "trainable_layers": 2, "trainable_modules": "self_attn,mlp", "packing": True},
+            {
+                "method": "sft",
+                "trainable_layers": 2,
+                "trainable_modules": "self_attn,mlp",
+                "packing": True,
+                "packing_strategy": "wrapped",
+            },
             {"use_peft", "load_in_8bit", "assistant_only_loss"},
         ),
+        (
+            AXOLOTL_LORA.replace("num_epochs: 4", "num_epochs: 3"),
+            {"eval_steps": 1 / 12, "save_steps": 1 / 3},  # not rounded, so that one divides the other
+            set(),
+        ),
+        (
+            AXOLOTL_DPO.replace("rl: dpo", "rl: simpo")
+            + "simpo_gamma: 0.4\nhub_model_id: m\noptimizer: paged_adamw_8bit",
+            {
+                "method": "cpo",
+                "loss_type": "simpo",
+                "beta": 0.2,
+                "simpo_gamma": 0.4,
+                "push_to_hub": True,
+                "hub_private_repo": True,
+                "optim": "adamw_torch_8bit",
+            },
+            {"cpo_alpha", "router_aux_loss_coef"},
+        ),
+        (
+            AXOLOTL_DPO.replace("rl: dpo", "rl: ipo") + "dpo_use_weighting: true\nrevision_of_model: v1\n"
+            "peft_use_dora: true\npeft_use_rslora: true",
+            {
+                "method": "dpo",
+                "loss_type": "ipo",
+                "use_weighting": True,
+                "model_revision": "v1",
+                "use_dora": True,
+                "use_rslora": True,
+            },
+            {"push_to_hub"},
+        ),
+        (
+            AXOLOTL_DPO.replace("rl: dpo\nrl_beta", "rl: orpo\norpo_alpha"),
+            {"method": "orpo", "beta": 0.2},
+            {"router_aux_loss_coef"},
+        ),
+        (
+            AXOLOTL_DPO.replace("rl: dpo", "rl: grpo") + "trl: {sync_ref_model: true}",
+            {"sync_ref_model": True, "ref_model_mixup_alpha": 0.9, "ref_model_sync_steps": 64},
+            set(),
+        ),
+        (
+            AXOLOTL_FULL + "model_config: {output_router_logits: true}",
+            {"router_aux_loss_coef": None},
+            {"model_config"},
+        ),
+        (
+            FACTORY_FULL.replace("bf16: true", "pref_loss: orpo") + "use_dft_loss: true\nmoe_aux_loss_coef: 0.01\n"
+            "default_system: s\neval_dataset: rows\nhub_model_id: m",
+            {
+                "method": "sft",
+                "bf16": False,
+                "loss_type": "dft",
+                "router_aux_loss_coef": 0.01,
+                "system_prompt": "s",
+                "eval_dataset_name": "rows",
+            },
+            {"dtype", "push_to_hub"},
+        ),
+        (
+            FACTORY_DPO.replace("hinge", "simpo"),
+            {"method": "cpo", "beta": 0.2, "loss_type": "simpo", "cpo_alpha": 0.0},
+            set(),
+        ),
+        (FACTORY_DPO.replace("hinge", "orpo"), {"method": "orpo", "beta": 0.2}, {"loss_type"}),
     ],
-    ids=["axolotl-qlora", "axolotl-dpo", "qlora", "full", "dpo", "reward", "freeze"],
+    ids=[
+        *("axolotl-qlora", "axolotl-dpo", "qlora", "full", "dpo", "reward", "freeze"),
+        *("axolotl-three-epochs", "axolotl-simpo", "axolotl-ipo", "axolotl-orpo", "axolotl-grpo", "axolotl-router"),
+        *("full-float32", "simpo", "orpo"),
+    ],
 )
 def test_what_lines_ask_for(text: str, expected: dict[str, Any], absent: set[str]) -> None:
     _, config, _ = explain(text)
     assert {key: config.get(key) for key in expected} == expected
     assert not absent & config.keys()
+
+
+def test_every_counterpart_is_a_key() -> None:
+    tables = yaml.safe_load(Path(other_formats.__file__).with_suffix(".yaml").read_text("utf-8"))
+    names = {*tables["keys"].values(), *(name for line in tables["lines"].values() for name in line)}
+    assert [name for name in sorted(names) if not get_types(name)] == []
 
 
 AXOLOTL = (AXOLOTL_LORA, AXOLOTL_QLORA, AXOLOTL_FULL, AXOLOTL_DPO)
@@ -406,6 +501,7 @@ def test_the_configuration_is_valid_and_no_key_is_lost(text: str, tmp_path: Path
     assert title == f"is a configuration of {program}, not of TRL. Save this as another file, and check it:"
     assert title.replace(program, "axolotl") in PAGE.read_text("utf-8")
     explanation = str(explain_other_format(yaml.safe_load(text)))
+    assert f"  # implied by {program}\n" in explanation
     (tmp_path / "trl.yaml").write_text(explanation.partition("\n\n")[2])
     config = read_run_config([str(tmp_path / "trl.yaml")])
     assert config.method == pasted.get("method", "sft")
@@ -445,10 +541,21 @@ def test_a_secret_is_not_repeated(name: str, further: dict[str, Any]) -> None:
     assert name in told
 
 
-def test_a_method_that_is_not_supported_stays_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "line", "key"),
+    [
+        (AXOLOTL_DPO, "rl: ebft", "method"),
+        (AXOLOTL_LORA, "adapter: llama-adapter", "adapter"),
+        (FACTORY_LORA, "finetuning_type: oft", "finetuning_type"),
+    ],
+)
+def test_what_is_not_supported_stays_an_error(text: str, line: str, key: str, tmp_path: Path) -> None:
     """Without it the configuration would train something else."""
-    _, config, _ = explain(AXOLOTL_DPO.replace("rl: dpo", "rl: orpo"))
-    assert config["method"] == "orpo"
+    name = line.partition(":")[0]
+    _, config, _ = explain(re.sub(f"^{name}: .*$", line, text, flags=re.MULTILINE))
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError, match=f"  {key}: "):
+        read_run_config([str(tmp_path / "trl.yaml")])
 
 
 def test_values_are_written_as_yaml_reads_them() -> None:

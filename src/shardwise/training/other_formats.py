@@ -14,7 +14,8 @@ from typing import Any, Final
 import yaml
 
 from shardwise.training.arguments import METHODS
-from shardwise.training.keys import REJECTED, find_faults, get_types
+from shardwise.training.former_keys import VALUES
+from shardwise.training.keys import MISTAKEN, REJECTED, find_faults, get_types
 
 _MARKS: Final[Mapping[str, tuple[str, Set[str]]]] = {
     "axolotl": ("base_model", {"sequence_len", "micro_batch_size", "num_epochs", "adapter", "val_set_size"}),
@@ -55,8 +56,12 @@ def _read_tables() -> Mapping[str, Mapping[str, Any]]:
 def _explain(program: str, given: Mapping[str, Any]) -> str:
     # What the program does without a key, and TRL does not.
     keys = dict(given)
+    if keys.get("stage") == "dpo" and keys.get("pref_loss") in ("orpo", "simpo"):  # methods of their own in TRL
+        keys["stage"] = keys["pref_loss"]
     for condition, implied in _read_tables()["implied"].items():
-        if condition in {program, *keys, *(_line(key, value) for key, value in keys.items())}:
+        conditions = {program, *keys, *(f"{program} {key}" for key in keys)}
+        conditions |= {_line(key, value) for key, value in keys.items()}
+        if condition in conditions:
             keys = {**keys, **{key: value for key, value in implied.items() if key not in keys}}
     # The method first, because it decides which keys of TRL exist.
     replacements = {key: _convert(key, value, keys) for key, value in keys.items()}
@@ -72,15 +77,18 @@ def _explain(program: str, given: Mapping[str, Any]) -> str:
             faults = [fault.removeprefix(f"{name}: ") for fault in find_faults(name, new, method)]
             if name in config and config[name] != new:
                 faults = [f"{name} is {_format(config[name])}"]
-            if not faults or name == "method":  # one that is not supported is an error of that configuration, too
+            # A method or an adapter that is not supported is an error of that configuration, too.
+            if not faults or name in ("method", "adapter", "finetuning_type"):
                 config[name] = new
-                origin = (f"{key}: {advice}" if advice else key) if key in given else f"the default of {program}"
-                origins.setdefault(name, "" if name == key else f"  # {origin}")
+                origin = (f"{key}: {advice}" if advice else key) if key in given else f"implied by {program}"
+                origins.setdefault(name, "" if name == key and key in given else f"  # {origin}")
             elif key in given:
-                reason = advice or REJECTED.get(name) or (faults[0] if get_types(name) else "")
+                reason = advice or {**REJECTED, **MISTAKEN}.get(name) or (faults[0] if get_types(name) else "")
                 comments.append(f"# {_line(key, value)}" + (f"  # {reason}" if reason else ""))
     if isinstance(config.get("lora_r"), int):
         config.setdefault("lora_alpha", 2 * config["lora_r"])
+    if program == "axolotl" and "per_device_train_batch_size" in config:
+        config.setdefault("per_device_eval_batch_size", config["per_device_train_batch_size"])
     if config.get("bf16") and ("use_peft" in config or program == "axolotl"):  # else float32 is trained
         config.setdefault("dtype", "bfloat16")
     lines = [_line(name, value) + origins.get(name, "") for name, value in config.items()]
@@ -134,9 +142,12 @@ def _convert(key: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]
         kind, count = key[:4], value * epochs
         if count <= 1:
             return {f"{kind}_strategy": "epoch"}
-        return {f"{kind}_strategy": "steps", f"{kind}_steps": round(1 / count, 6)}  # of all steps
+        return {f"{kind}_strategy": "steps", f"{kind}_steps": 1 / count}  # of all steps
     is_nested = key.startswith(("special_tokens.", "fsdp_config.", "trl."))
-    return {names.get(key, key.partition(".")[2] if is_nested else key): value}
+    name = names.get(key, key.partition(".")[2] if is_nested else key)
+    if isinstance(value, str | bool):
+        value = VALUES.get(name, {}).get(value, value)
+    return {name: value}
 
 
 def _line(key: str, value: Any) -> str:
