@@ -75,6 +75,7 @@ def test_the_trainer_calls_the_overridden_methods() -> None:
     ):
         assert f"{name}(" in saving, name
     assert "self.args.save_total_limit" in saving
+    assert "self._finish_current_push(" in inspect.getsource(Trainer._finalize_training)
     assert "save_pretrained(" in inspect.getsource(Trainer._save)
     assert "self._load_from_checkpoint(" in inspect.getsource(Trainer.train)
     preparing = inspect.getsource(Trainer._prepare_for_training)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from torch.optim import lr_scheduler as schedules
 
 import shardwise
 from shardwise import Checkpointer, TrainState
+from shardwise.checkpoints.step_folders import is_complete_folder
 
 
 def assert_goes_on(found, saved):
@@ -303,17 +305,19 @@ def test_latest_sees_complete_checkpoints_alone(tmp_path):
     (run / "step-9").mkdir()
     (run / "step-9" / "__0_0.distcp").write_bytes(b"half")
     (run / "step-9" / "shardwise.checkpoint.json").write_text("{}")
-    shutil.copytree(run / "step-3", tmp_path / "elsewhere")
-    (run / "step-10").symlink_to(tmp_path / "elsewhere")
-    (run / "step-11").mkdir()
-    for name in (".metadata", "shardwise.checkpoint.json"):
-        (run / "step-11" / name).symlink_to(tmp_path / "elsewhere" / name)
+    Checkpointer(tmp_path / "elsewhere").save(8, training.state)
+    elsewhere = tmp_path / "elsewhere" / "step-8"
+    (run / "step-10").symlink_to(elsewhere)
+    shutil.copytree(elsewhere, run / "step-8", copy_function=os.symlink)
     for name in ("step-012", "step-1e3", "step--4", "step-13.old", "Step-14", "step-٣", f"step-{10**20}"):
         shutil.copytree(run / "step-3", run / name)
     (run / "step-15").write_text("a file")
+    assert checkpointer.steps() == [3, 8]
+    assert checkpointer.latest() == 8
+    assert checkpointer.restore(training.state).step == 8
+    assert checkpointer.discard_after(3) == [8]
     assert checkpointer.steps() == [3]
-    assert checkpointer.latest() == 3
-    assert checkpointer.restore(training.state).step == 3
+    assert is_complete_folder(elsewhere), "of links to it, the links are removed"
 
 
 def test_leftovers_are_removed_by_the_next_save_and_nothing_else_is(tmp_path):

@@ -1,8 +1,11 @@
 """Trainings that cannot work are refused by name, on all ranks, before anything is built."""
 
 import errno
+import json
 import os
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ from unittest import mock
 
 import pytest
 from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import write
 from tests.support.crashes import EffectLog, recorded, states_after_crash
@@ -18,8 +22,9 @@ from tests.support.world import agreed, require_words
 from tests.truth import require_equal
 from torch import nn
 from torch.optim import SGD
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerControl
 from transformers.trainer_utils import HubStrategy, SaveStrategy
+from transformers.utils.hub import PushInProgress
 
 from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.ranks.world import World
@@ -28,6 +33,7 @@ require_patched_names()
 from tests.integrations import refusing  # noqa: E402
 
 from shardwise.integrations import ShardwiseTrainer, for_trainer, trainer_checkpoints  # noqa: E402
+from shardwise.integrations.agreed_events import AgreedEvents  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -352,23 +358,74 @@ def test_a_checkpoint_is_pushed_after_its_commit(tmp_path: Path, monkeypatch: py
         callback_handler = SimpleNamespace(on_push_begin=lambda *_: None)
 
         def _save_checkpoint(self: Any, _model: Any, _trial: Any) -> None:
-            (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
+            (tmp_path / "checkpoint-4" / new).touch()
+            index = {"weight_map": {"weight": new}}
+            (tmp_path / "checkpoint-4" / "model.safetensors.index.json").write_text(json.dumps(index))
             self._push_from_checkpoint(str(tmp_path / "checkpoint-4"))  # as the Trainer does
 
         _push_from_checkpoint = Trainer._push_from_checkpoint
 
-    pushed: list[tuple[str, bool, list[str]]] = []
+    old, new = (f"model-{save_id}-00001-of-00002.safetensors" for save_id in ("0a1b2c3d", "4e5f6789"))
+    others = "model-00001-of-00002.safetensors"
+    for name in (old, others):
+        (tmp_path / name).touch()
+    in_hub = [old, new, others, "state/step-2/.metadata", "README.md"]
+    pushed: list[tuple[str, bool, list[str], list[str]]] = []
 
-    def upload(_: HfApi, *, folder_path: str, ignore_patterns: list[str], **_others: Any) -> None:
+    def upload(_: HfApi, **keywords: Any) -> None:
         is_committed = (tmp_path / "checkpoint-4" / "shardwise.trainer.json").is_file()
-        pushed.append((Path(folder_path).name, is_committed, ignore_patterns))
+        deleted = list(filter_repo_objects(in_hub, allow_patterns=keywords["delete_patterns"]))
+        pushed.append((Path(keywords["folder_path"]).name, is_committed, keywords["ignore_patterns"], deleted))
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     hub = {"hub_strategy": HubStrategy.ALL_CHECKPOINTS, "hub_always_push": True, "hub_token": None}
     args = {**ORDERED, "push_to_hub": True, "hub_revision": None, "save_strategy": SaveStrategy.STEPS, **hub}
-    unbuilt(Pushing, tmp_path, args=args, _saved_step=None, train_dataset=[])._save_checkpoint(None, None)
+    trainer = unbuilt(Pushing, tmp_path, args=args, _saved_step=None, train_dataset=[])
+    trainer._save_checkpoint(None, None)
     ignored = ["_*", "checkpoint-*", ".shardwise-*"]
-    assert pushed == [(tmp_path.name, True, ignored), ("checkpoint-4", True, ignored[-1:])]
+    deleted = [old, new]  # but for those that are uploaded
+    assert pushed == [
+        (tmp_path.name, True, ignored, deleted),
+        ("checkpoint-4", True, ignored[-1:], [*deleted, in_hub[3]]),
+    ]
+    assert sorted(tmp_path.glob("model-*")) == [tmp_path / others, tmp_path / new]
+
+    # The shards of an upload in progress stay. At a stop nothing is pushed.
+    (tmp_path / old).touch()
+    trainer.push_in_progress = PushInProgress([Future()])
+    trainer._push(tmp_path / "checkpoint-4")
+    assert (tmp_path / old).exists()
+    assert len(pushed) == 4
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    trainer.is_stop_requested, trainer._saved_step = True, None
+    trainer._save_checkpoint(None, None)
+    assert len(pushed) == 4
+
+
+def test_a_stop_waits_for_no_upload(tmp_path: Path) -> None:
+    class Ending:
+        _finish_current_push = Trainer._finish_current_push
+
+        def _finalize_training(self: Any, _trial: Any) -> None:
+            self._finish_current_push()
+
+    begun, waiting = Future[None](), Future[None]()
+    begun.set_running_or_notify_cancel()
+    trainer = unbuilt(Ending, tmp_path, args={"push_to_hub": True}, is_in_train=True)
+    trainer.push_in_progress = PushInProgress([begun, waiting])
+    trainer.push_in_progress.wait_until_done = mock.Mock(side_effect=AssertionError("waits"))
+    trainer.is_stop_requested = True
+    trainer._finalize_training(None)
+    assert waiting.cancelled()
+    assert begun.running()
+
+
+def test_a_best_checkpoint_that_is_gone_is_forgotten() -> None:
+    trainer = SimpleNamespace(is_in_train=True, callback_handler=SimpleNamespace(callbacks=[]))
+    events = AgreedEvents(lambda *_: TrainerControl(), World(0, 1), trainer)
+    resumed: Any = SimpleNamespace(best_model_checkpoint="gone", max_steps=1, compute_steps=lambda *_: None)
+    events("on_train_begin", None, resumed, TrainerControl())
+    assert resumed.best_model_checkpoint is None
 
 
 def test_a_number_of_steps_that_is_none(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.integrations import resuming
+from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
 from tests.support.world import require_same_error
 from torch import nn
@@ -34,6 +35,21 @@ def test_a_run_of_the_trainers_continues(worlds, checkpoints, size):
         assert report["trainer_state"]["max_steps"] == 6
         names = {"training_args.bin", "scheduler.pt", "optimizer", "position in the data", "random numbers"}
         assert report["not_restored"].keys() == names
+        assert (
+            "with its file optimizer.pt, if it was made of named parameters" in report["not_restored"]["optimizer"]
+        )
+
+
+def test_the_report_names_what_restores_the_optimizer(checkpoints, tmp_path):
+    folder = shutil.copytree(checkpoints[True], tmp_path / "checkpoint-2")
+    (folder / "optimizer.pt").unlink()
+    reasons = []
+    for name in ("none", "global_step2", "state"):
+        (folder / name).mkdir()
+        reasons.append(shardwise.load_trainer_checkpoint(small_qwen3(), folder).not_restored.get("optimizer"))
+    assert reasons[0] is None
+    assert "only DeepSpeed reads its files" in reasons[1]
+    assert "ShardwiseTrainer resumes it" in reasons[2]
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])

@@ -72,7 +72,7 @@ def steps_in(root: Path) -> list[int]:
         StorageError: the folder cannot be listed.
     """
     folders = _step_folders(root)
-    return [step for step, path in folders.items() if _is_file(path / METADATA) and _is_file(path / HEADER)]
+    return [step for step, path in folders.items() if (path / METADATA).is_file() and (path / HEADER).is_file()]
 
 
 def incomplete_steps(root: Path) -> list[int]:
@@ -83,11 +83,11 @@ def incomplete_steps(root: Path) -> list[int]:
     Raises:
         StorageError: the folder cannot be listed.
     """
-    return [step for step, path in _step_folders(root).items() if not _is_file(path / METADATA)]
+    return [step for step, path in _step_folders(root).items() if not (path / METADATA).is_file()]
 
 
 def _step_folders(root: Path) -> dict[int, Path]:
-    """Return the folders ``step-N`` by step, in order. Links are not followed."""
+    """Return the folders ``step-N`` by step, in order. Folders that are links are left out."""
     folders: dict[int, Path] = {}
     try:
         with os.scandir(root) as entries:
@@ -125,10 +125,6 @@ def is_complete_folder(folder: Path) -> bool:
     except (OSError, FormatError):
         return False
     return True
-
-
-def _is_file(path: Path) -> bool:
-    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def remove(root: Path, steps: Sequence[int]) -> list[int]:

@@ -80,7 +80,7 @@ class LocalReader(StorageReader):
     def list(self) -> list[str]:
         """Return the names of all files below the root, sorted.
 
-        Hidden folders (``.git``, ``.cache``) and linked folders are not entered, and broken links are left out.
+        Hidden folders (``.git``, ``.cache``), folders that are links, and broken links are left out.
         """
 
         def refuse(error: OSError) -> None:

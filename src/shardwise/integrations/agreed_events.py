@@ -35,7 +35,7 @@ class AgreedEvents:
         self._trainer = trainer
         self._failure: Exception | None = None
         self.best: str | None = None
-        """Current place of the best checkpoint, given to the state of a training run that resumes."""
+        """Current place of the best checkpoint of a training run that resumes, or None, also if it is gone."""
 
     def __call__(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
         """Collective: yes, for events at which ranks synchronize, in a training run.
@@ -60,8 +60,7 @@ class AgreedEvents:
 
     def _complete(self, args: Any, state: Any) -> None:
         """Give the state of a training run that resumes what its configuration and place are today."""
-        if self.best is not None:
-            state.best_model_checkpoint = self.best
+        state.best_model_checkpoint = self.best
         state.compute_steps(args, state.max_steps)
         # The Trainer saves the state of callbacks under names that it expects to be there.
         for callback in self._trainer.callback_handler.callbacks:

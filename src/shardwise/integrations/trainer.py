@@ -62,7 +62,7 @@ from shardwise.integrations.trainer_marks import (
     require_trackers_that_save_nothing,
     require_trainable,
 )
-from shardwise.integrations.trainer_restoring import load_trainer_checkpoint
+from shardwise.integrations.trainer_restoring import STATE_FOLDER, load_trainer_checkpoint
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.collective_errors import translate_collective_errors, was_raised_together
@@ -80,9 +80,6 @@ _log = logging.getLogger(__name__)
 
 _UNTIL_UPLOADED = Timeouts(join_timeout_s=math.inf)
 """For the ranks that wait while the first one uploads. One that is lost is noticed all the same."""
-
-_RECORD = ".shardwise-*"
-"""In an output folder, what is not for the hub: the record of a run, with its lock."""
 
 
 class ShardwiseTrainer(_Trainer):
@@ -456,10 +453,10 @@ class ShardwiseTrainer(_Trainer):
             with world.broadcast("end the save"):
                 if world.rank == 0:
                     self._end_save(run, limit, saving)
-            if self.args.push_to_hub:
-                with world.broadcast("push the checkpoint"), compat.uploads_without(_RECORD):
+            if self.args.push_to_hub and not self.is_stop_requested:
+                with world.broadcast("push the checkpoint"):
                     if world.rank == 0:
-                        super()._push_from_checkpoint(str(folder))
+                        self._push(folder)
 
     def _record_evaluation(self, run: Path, folder: Path) -> None:
         """Record an evaluation in the checkpoint of its step, which was saved before it. Collective: yes."""
@@ -475,6 +472,22 @@ class ShardwiseTrainer(_Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing. ``_save_checkpoint`` pushes the checkpoint after its commit."""
 
+    def _push(self, folder: Path) -> None:
+        """Push a complete checkpoint like the Trainer, which copies its model into ``output_dir``. On one rank."""
+        push: Any = self.push_in_progress
+        is_idle = push is None or push.is_done()  # an upload in progress reads the older shards
+        if is_idle and self.args.hub_strategy != "end":  # with which no checkpoint is pushed
+            trainer_checkpoints.remove_older_shards(self._run, folder)
+        with trainer_checkpoints.replacing_uploads():
+            super()._push_from_checkpoint(str(folder))
+
+    def _finish_current_push(self) -> None:
+        """Wait for uploads like the Trainer. At a stop, cancel those that have not begun, and wait for none."""
+        if not (self.is_stop_requested and self.is_in_train):
+            super()._finish_current_push()
+        elif (push := getattr(self, "push_in_progress", None)) is not None:
+            push.cancel()
+
     def push_to_hub(self, *positional: Any, **keywords: Any) -> Any:
         """Push like the Trainer, without the record of the run. Collective: yes.
 
@@ -484,7 +497,7 @@ class ShardwiseTrainer(_Trainer):
         failure: StorageError | None = None
         pushed: Any = None
         try:
-            with compat.uploads_without(_RECORD):
+            with trainer_checkpoints.replacing_uploads():
                 pushed = super().push_to_hub(*positional, **keywords)
         except Exception as error:
             if isinstance(error, ShardwiseError) or was_raised_together(error):  # of save_model, on all ranks
@@ -565,7 +578,7 @@ class ShardwiseTrainer(_Trainer):
             output = super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
         finally:
             self.args.save_total_limit = limit
-        if self.args.push_to_hub:  # of which the first rank has ended the last upload
+        if self.args.push_to_hub and not self.is_stop_requested:  # the first rank has ended the last upload
             with World.current(None, _UNTIL_UPLOADED, call="Trainer.train") as world:
                 world.all_gather_object(None)
         if limit == 1 and not self.is_stop_requested:
@@ -607,9 +620,7 @@ class ShardwiseTrainer(_Trainer):
             raise_together(world, failure)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with Checkpointer(
-            Path(output_dir) / trainer_checkpoints.STATE_FOLDER, keep=None, only=self._only()
-        ) as checkpointer:
+        with Checkpointer(Path(output_dir) / STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
             checkpointer.save(self.state.global_step, self._training_state())
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -648,10 +659,9 @@ class ShardwiseTrainer(_Trainer):
                 checkpoint,
             )
         requested = self._optimizer_settings()
-        with Checkpointer(
-            Path(checkpoint) / trainer_checkpoints.STATE_FOLDER, keep=None, only=self._only()
-        ) as checkpointer:
-            report = checkpointer.restore(self._training_state(), on_other_base=self._on_other_base)
+        with Checkpointer(Path(checkpoint) / STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
+            state, step = self._training_state(), self._header.step
+            report = checkpointer.restore(state, step, on_other_base=self._on_other_base)
         if self._optimizer_settings() != requested:
             _log.warning(
                 "%s: learning_rate and weight_decay stay those of the checkpoint, not those of the arguments. To "

@@ -21,14 +21,17 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
-from shardwise.checkpoints.step_folders import find_latest
+from huggingface_hub import HfApi
+
+from shardwise.checkpoints.step_folders import is_complete_folder, step_folder_name, steps_in
 from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.folders import folders_in, remove_files
 from shardwise.files.local_writer import LocalWriter
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
-from shardwise.integrations.trainer_restoring import STATE_FILE, TrainerFolder
+from shardwise.integrations.trainer_restoring import STATE_FILE, STATE_FOLDER, TrainerFolder
 from shardwise.ranks.world import World
 from shardwise.saving.commit import make_file, publish, write_again
 from shardwise.saving.commit_plan import pending_name
@@ -40,10 +43,15 @@ _log = logging.getLogger(__name__)
 
 HEADER_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"
-STATE_FOLDER = "state"
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,15}})")
 _MAX_HEADER_BYTES = 1 << 16
 _VERSION = 1
+
+_RUN_RECORDS = ".shardwise-*"
+"""Pattern of files in an output folder that are not for the hub: the record of a run, with its lock."""
+
+_SHARDS = f"model-{'[0-9a-f]' * 8}-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
+"""Pattern of the shards of a model, which have new names in each save."""
 
 MODEL_ALONE = "the model alone"
 """Content of a checkpoint without the state of the training (``save_only_model``)."""
@@ -210,8 +218,12 @@ def read_complete_header(folder: Path) -> TrainerHeader:
     """
     header = read_header(folder)
     # The header is written last, so a file is missing only if it was removed later, or not copied.
+    # Of copies from the hub, the state may have folders of other steps, too.
     state = folder / STATE_FOLDER
-    if not (folder / STATE_FILE).is_file() or (header.holds != MODEL_ALONE and find_latest(state) != header.step):
+    is_complete = header.holds == MODEL_ALONE or (
+        header.step in steps_in(state) and is_complete_folder(state / step_folder_name(header.step))
+    )
+    if not (folder / STATE_FILE).is_file() or not is_complete:
         raise FormatError(
             f"resume_from_checkpoint={str(folder)!r}: files are missing or truncated. Remove it to resume from the "
             "one before"
@@ -355,6 +367,36 @@ def replace_state(run: Path, folder: Path, state: Mapping[str, Any]) -> None:
     """
     with lock_here(run), LocalWriter(folder, folders=()) as writer:
         writer.replace(STATE_FILE, json.dumps(state, indent=2, sort_keys=True).encode())
+
+
+@contextlib.contextmanager
+def replacing_uploads() -> Iterator[None]:
+    """Have uploads to the hub leave out the record of a run and delete what they replace there, within the block.
+
+    They replace shards, if the folder has any, and in a checkpoint the states of earlier steps.
+    """
+    upload = HfApi.upload_folder
+
+    def upload_and_delete(
+        self: HfApi, *, folder_path: str, ignore_patterns: Sequence[str] = (), **keywords: Any
+    ) -> Any:
+        deleted = [_SHARDS] if any(Path(folder_path).glob(_SHARDS)) else []
+        if "path_in_repo" in keywords:  # a checkpoint; elsewhere "state" may be a folder of others
+            deleted.append(f"{STATE_FOLDER}/step-*")
+        ignored = [*ignore_patterns, _RUN_RECORDS]
+        keywords |= {"ignore_patterns": ignored, "delete_patterns": deleted or None}
+        return upload(self, folder_path=folder_path, **keywords)
+
+    with mock.patch.object(HfApi, "upload_folder", upload_and_delete):
+        yield
+
+
+def remove_older_shards(run: Path, folder: Path) -> None:
+    """Remove shards from the output folder ``run``, if the checkpoint in ``folder`` has others."""
+    shards = {file.name for file in folder.glob(_SHARDS)}
+    for file in run.glob(_SHARDS):
+        if shards and file.name not in shards:
+            file.unlink()
 
 
 def _find_durable(writer: LocalWriter) -> set[str]:

@@ -6,14 +6,13 @@ A missing name is an error of :func:`require_names`. ``tests/canary`` asserts th
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from huggingface_hub import HfApi
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length as has_length
@@ -61,8 +60,8 @@ def require_names() -> None:
     require_private("transformers:Trainer", "_save_optimizer_and_scheduler _save_scaler _get_output_dir")
     require_private("transformers:Trainer", "_sync_replicated_trainable_parameters get_batch_samples compute_loss")
     require_private("transformers:Trainer", "get_total_train_batch_size _run_epoch _get_dataloader")
-    require_private("transformers:Trainer", "_push_from_checkpoint _finalize_training _maybe_log_save_evaluate")
-    require_private("transformers:Trainer", "_determine_best_metric _get_train_sampler")
+    require_private("transformers:Trainer", "_push_from_checkpoint _finish_current_push _finalize_training")
+    require_private("transformers:Trainer", "_determine_best_metric _get_train_sampler _maybe_log_save_evaluate")
     require_private("transformers:Trainer", "create_accelerator_and_postprocess")
 
 
@@ -180,18 +179,6 @@ def replaced_in_trl(trainer_class: type, **replacements: Any) -> Iterator[None]:
                 raise lacks(f"{'|'.join(sorted(modules))}:{name}")
             for module in having:
                 stack.enter_context(mock.patch.object(sys.modules[module], name, value))
-        yield
-
-
-@contextmanager
-def uploads_without(pattern: str) -> Iterator[None]:
-    """Leave out files with matching names when folders are uploaded to the hub, within the block."""
-    upload = HfApi.upload_folder
-
-    def upload_others(self: HfApi, *, ignore_patterns: Sequence[str] = (), **keywords: Any) -> Any:
-        return upload(self, ignore_patterns=[*ignore_patterns, pattern], **keywords)
-
-    with mock.patch.object(HfApi, "upload_folder", upload_others):
         yield
 
 

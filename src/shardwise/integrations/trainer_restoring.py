@@ -53,7 +53,7 @@ def load_trainer_checkpoint(
     The weights are read from ``pytorch_model_fsdp*`` if it exists, otherwise from the files of ``save_pretrained``.
     For a PEFT model, those are the files of its adapter. Every rank reads its own bytes, on any number of ranks
     (files of ranks need the same number). If the optimizer's state has the names of parameters,
-    :func:`~shardwise.load_accelerate_optimizer` restores it from the same folder.
+    :func:`~shardwise.load_accelerate_optimizer` restores it from this folder, or from its file ``optimizer.pt``.
 
     Everything is checked before anything is changed.
 
@@ -104,8 +104,8 @@ def load_trainer_checkpoint(
 def _not_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
     """Return the components of a training run that are not restored, with reasons."""
     reasons = {name: why for name, why in _NOT_READ.items() if name in folder.names}
-    if folder.has_optimizer:
-        reasons["optimizer"] = "call shardwise.load_accelerate_optimizer(model, optimizer, ...) with this folder"
+    if (reason := folder.optimizer_reason) is not None:
+        reasons["optimizer"] = reason
     reasons["position in the data"] = f"the data are not the model's. Skip the batches of {folder.step} steps"
     if any(name.startswith("rng_state") for name in folder.names):
         reasons["random numbers"] = "they belong to the Trainer's order of data and number of ranks. Seed the ranks"
@@ -143,6 +143,8 @@ def _set_model(
 
 
 STATE_FILE = "trainer_state.json"
+STATE_FOLDER = "state"
+"""A folder of :class:`~shardwise.checkpoints.checkpointer.Checkpointer`, in checkpoints of ``ShardwiseTrainer``."""
 _OPTIMIZER_FILE = "optimizer.pt"
 _MAX_STATE_BYTES = 500_000_000
 _MAX_EPOCH = 1e18
@@ -183,9 +185,20 @@ class TrainerFolder:
         return _has(MODEL, self.names)
 
     @property
-    def has_optimizer(self) -> bool:
-        """True if the optimizer's state is in accelerate's files or in the Trainer's own."""
-        return _has(OPTIMIZER, self.names) or _OPTIMIZER_FILE in self.names
+    def optimizer_reason(self) -> str | None:
+        """The reason why the optimizer's state is not restored, or None if there is none."""
+        call = "call shardwise.load_accelerate_optimizer(model, optimizer, ...) with"
+        if _has(OPTIMIZER, self.names):
+            return f"{call} this folder"
+        if _OPTIMIZER_FILE in self.names:
+            return f"{call} its file {_OPTIMIZER_FILE}, if it was made of named parameters"
+        if STATE_FOLDER in self.names:
+            return (
+                f"ShardwiseTrainer resumes it, or call shardwise.Checkpointer({STATE_FOLDER!r}).restore(...) there"
+            )
+        if any(name.startswith("global_step") for name in self.names):
+            return "only DeepSpeed reads its files; it starts from the beginning"
+        return None
 
     def adapter_file(self, adapter: str) -> Path:
         """The file of a PEFT model's adapter.
