@@ -231,6 +231,23 @@ def test_a_save_has_what_was_requested_from_the_device_before(mixtral, side, tmp
     assert all(bool((parameter == 7).all()) for parameter in saved.parameters())
 
 
+def test_a_stream_of_tensors_has_what_was_requested_before_its_call(mixtral, one_rank, kind, module):
+    """Also where a reader goes through it on a stream of its own, which waits for nothing."""
+    model = shardwise.from_pretrained(mixtral)
+    module.synchronize()
+    module._sleep(LONG[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    tensors = shardwise.iter_hf_tensors(model)
+    reader = module.Stream()
+    with module.stream(reader):
+        found = [tensor.clone() for _, tensor in tensors]
+    reader.synchronize()
+    assert found
+    assert all(bool((tensor == 7).all()) for tensor in found)
+
+
 def test_memory_that_torch_keeps_counts_as_free(mixtral, kind, module):
     """A load that fits only into what was freed and is kept."""
     from shardwise.transfer.memory import available_memory

@@ -1,4 +1,4 @@
-"""GRPO with a stand-in for vLLM's engine, on ranks: what it is sent, and the merged model of one process."""
+"""GRPO and distillation with a stand-in for vLLM's engine: what it is sent, and the merged model of one process."""
 
 import itertools
 import json

@@ -45,17 +45,26 @@ def keys(folder: Path, name: str, **values: Any) -> dict[str, Any]:
     return given
 
 
-def arguments(model: Path, *, masks: bool = False, **own: Any) -> Any:
+def arguments(
+    model: Path, *, rows: str = "chats", streaming: bool = False, trl: dict[str, Any] | None = None, **own: Any
+) -> Any:
     """A parsed configuration, without what TRL's parser warns of."""
-    rows = {"dataset_name": str(model.parent / "chats.jsonl"), "dataset_config": None, "dataset_streaming": False}
-    script = SimpleNamespace(**rows, dataset_train_split="train", dataset_test_split="test")
-    training = {"trust_remote_code": False, "eval_strategy": "no", "dataset_num_proc": None}
+    name = str(model.parent / f"{rows}.jsonl")
+    script = SimpleNamespace(
+        dataset_name=name,
+        dataset_config=None,
+        dataset_streaming=streaming,
+        dataset_train_split="train",
+        dataset_test_split="test",
+    )
+    training: dict[str, Any] = {"trust_remote_code": False, "eval_strategy": "no", "dataset_num_proc": None}
+    training |= {"completion_only_loss": None, "pad_to_multiple_of": None, "assistant_only_loss": False}
     return SimpleNamespace(
         own=ShardwiseArguments(**own),
         script=script,
         model=SimpleNamespace(model_name_or_path=str(model), model_revision=None),
         mixture=SimpleNamespace(datasets=[], test_split_size=None),
-        training=SimpleNamespace(**training, assistant_only_loss=masks, dataset_text_field="text"),
+        training=SimpleNamespace(**training | (trl or {}), dataset_text_field="text"),
     )
 
 
@@ -238,6 +247,10 @@ BAD: dict[str, tuple[str, Change, str]] = {
     ),
     "in an answer": ("pairs", _set("chosen", 0, "content", 0, TEXT), "prompt: does not fit 1 image"),
     "no completion": ("answers", _set("completion", None), "completion: is missing or empty"),
+    "tools": ("chats", _set("tools", [{"name": "look"}]), "tools: TRL does not render it beside images"),
+    "variables": ("chats", _set("chat_template_kwargs", {"a": 1}), "chat_template_kwargs: TRL does not render it"),
+    "tools of pairs": ("pairs", _set("tools", [{"name": "look"}]), "tools: TRL does not render it beside images"),
+    "text alone": ("chats", lambda row, _: row.update(text=row.pop("messages")), "prompt: is missing or empty"),
     "missing url": ("answers", _set("image", "https://user:secret@host/none"), None),
 }
 
@@ -269,6 +282,7 @@ def test_a_bad_row_is_one_error_on_all_ranks_before_the_model_is_loaded(folder: 
     assert told[0].startswith("row 6 of the dataset: images[0]: ")
 
 
+INLINE = r"row 2 of the dataset: {}\[0\].content\[1\]: has image inside of a message. Put images into a column"
 UNMARKED = images.template("<image>").replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -278,14 +292,37 @@ UNMARKED = images.template("<image>").replace("{% generation %}", "").replace("{
         ("llava", {"method": "kto"}, "images: images are trained on by sft and dpo, not by kto"),
         ("model", {}, "images: the model has no processor for images"),
         ("llava", {"processor_kwargs": {"max_pixel": 8}}, "processor_kwargs: max_pixel is no setting"),
-        ("llava", {"masks": True, "chat_template": UNMARKED}, "assistant_only_loss: needs, for images, messages"),
+        (
+            "llava",
+            {"trl": {"assistant_only_loss": True}, "chat_template": UNMARKED},
+            "assistant_only_loss: needs, for images, messages",
+        ),
+        (
+            "llava",
+            {"trl": {"completion_only_loss": True}},
+            "completion_only_loss: needs, for images, rows of prompt",
+        ),
+        ("llava", {"trl": {"pad_to_multiple_of": 8}, "rows": "answers"}, "pad_to_multiple_of: beside images, TRL"),
+        (
+            "llava",
+            {"trl": {"pad_to_multiple_of": 8}, "rows": "pairs", "method": "dpo"},
+            "pad_to_multiple_of: beside images, TRL",
+        ),
+        ("llava", {"rows": "inline"}, INLINE.format("messages")),
+        ("llava", {"rows": "inline", "trl": {"assistant_only_loss": True}}, INLINE.format("messages")),
+        ("llava", {"rows": "inline", "streaming": True}, INLINE.format("messages")),
+        ("llava", {"rows": "prompts", "method": "grpo"}, INLINE.format("prompt")),
     ],
 )
 def test_what_cannot_be_trained_on_images(folder: Path, model: str, values: dict[str, Any], message: str) -> None:
     tiny.write_model(folder / "model")
+    text, image = tiny.chat("Hi", "Ho")["messages"], {"type": "image", "image": "cat.png"}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What?"}, image]}]
+    tiny.write_rows(folder / "inline.jsonl", {"messages": text}, {"messages": asked + text[1:]})
+    tiny.write_rows(folder / "prompts.jsonl", {"prompt": text[:1]}, {"prompt": asked})
     given = arguments(folder / model, **values)
     with pytest.raises(ConfigError, match=message):
-        trl_objects.load_data(given, trl_objects.load_processor(given), 0)
+        list(trl_objects.load_data(given, trl_objects.load_processor(given), 0)[0])
 
 
 def test_many_loras_are_trained_on_text(folder: Path) -> None:

@@ -84,6 +84,10 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
             "method: grpo\nuse_vllm: true\nuse_peft: true\nlora_modules_to_save: [lm_head]",
             "lora_modules_to_save: cannot be merged for the engine",
         ),
+        (
+            "method: grpo\nuse_vllm: true\nmodel_init_kwargs: {use_cache: false, rope_theta: 1}",
+            "config_overrides: the engine of use_vllm takes the config of the checkpoint",
+        ),
         ("optim: lion_8bit", r"optim: lion_8bit is not known to step sharded .*adamw_torch_8bit"),
         ("optim: adafactor", r"optim: adafactor is not known to step sharded parameters"),
         ("adafactor: true", r"adafactor, read as optim: adafactor is not known to step sharded parameters"),

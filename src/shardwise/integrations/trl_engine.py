@@ -70,8 +70,15 @@ def engine_class() -> Any:
             """
             self._failure = None
             with World.current(call="sync_weights") as world, world.collective("send weights to vLLM"):
+                # Called here, on the stream of the optimizer: the sender to a server goes through it on others.
+                tensors = iter_hf_tensors(
+                    self.model,
+                    to="first_rank" if self.mode == "server" else "all_ranks",
+                    only=self._only,
+                    options=StreamOptions(device=self.accelerator.device),
+                )
                 # Closed at once if the engine takes no more: the other ranks wait for this one in the stream.
-                with contextlib.closing(self._stream()) as self._tensors:  # type: ignore[type-var]
+                with contextlib.closing(self._complete(tensors)) as self._tensors:  # type: ignore[type-var]
                     super().sync_weights()
                 if self._failure is not None:
                     raise self._failure
@@ -79,15 +86,8 @@ def engine_class() -> Any:
         def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
             return self._tensors
 
-        def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-            """Yield the checkpoint's tensors, whole. To a server the first rank sends them. Collective: yes."""
-            is_server = self.mode == "server"
-            stream = iter_hf_tensors(
-                self.model,
-                to="first_rank" if is_server else "all_ranks",
-                only=self._only,
-                options=StreamOptions(device=self.accelerator.device),
-            )
+        def _complete(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+            """Yield the tensors of a stream, and to a server those that a failed one lacks. Collective: yes."""
             # zip asks the stream first. If that fails, ``waiting`` still has the tensor that was to come.
             waiting = iter(self._weight_metadata)
             with contextlib.closing(stream):  # type: ignore[type-var]
@@ -95,7 +95,7 @@ def engine_class() -> Any:
                     for pair, _ in zip(stream, waiting, strict=True):
                         yield pair
                 except Exception as error:
-                    if not is_server or not self.accelerator.is_main_process:
+                    if self.mode != "server" or not self.accelerator.is_main_process:
                         raise
                     self._failure = error
             if self._failure is None:

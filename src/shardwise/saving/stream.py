@@ -2,9 +2,9 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.core.errors import ConfigError
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors, without_compile
-from shardwise.fsdp.torch_private import saved_dtype, to_torch
+from shardwise.fsdp.torch_private import accelerator, accelerator_module, saved_dtype, to_torch
 from shardwise.models import selection
 from shardwise.models.four_bit import files as four_bit_files
 from shardwise.models.four_bit.layers import get_packings, scales_name
@@ -237,6 +237,29 @@ def _report_exit() -> Iterator[None]:
         raise GeneratorExit("its loop over the tensors ended before the last one") from None
 
 
+def _iter_on_stream(
+    stream: Any, tensors: Generator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that are made on a stream, each ready on the caller's current stream."""
+    module = accelerator_module(stream.device)
+    try:
+        while True:
+            with module.stream(stream):
+                pair = next(tensors, None)
+            if pair is None:
+                return
+            tensor = pair[1]
+            if tensor.device.type == stream.device.type:
+                caller = module.current_stream(tensor.device)
+                caller.wait_stream(stream)
+                tensor.record_stream(caller)
+            yield pair
+            del pair, tensor  # so that the caller can free it before the next one is received
+    finally:
+        with module.stream(stream):  # the last all-to-all is waited for on it, before its memory is freed
+            tensors.close()
+
+
 def iter_hf_tensors(
     model: nn.Module,
     *,
@@ -255,7 +278,7 @@ def iter_hf_tensors(
 
     All ranks iterate in step, and may leave the loop early only after the same tensor. If the loop of one rank ends
     early, by an exception for example, the others raise. Parameters must not change meanwhile. The caller owns each
-    tensor.
+    tensor. It is ready on the caller's current stream.
 
     Collective: yes, from the first tensor to the last. Memory: two buckets, or one larger tensor and a bucket. If
     the ranks of a machine have the model on the CPU, that much for all of them together.
@@ -281,6 +304,23 @@ def iter_hf_tensors(
 
     Every error is the same on every rank.
     """
+    tensors = _iter_tensors(model, to, names, only, dtype, options)
+    kind = accelerator()
+    if kind is None or not accelerator_module(kind).is_initialized():
+        return tensors
+    # At the call, because the body of a generator runs on the stream of whoever asks for a tensor, which may not
+    # wait for the one that changes the model.
+    return _iter_on_stream(accelerator_module(kind).current_stream(), tensors)
+
+
+def _iter_tensors(
+    model: nn.Module,
+    to: Targets,
+    names: WrittenNames,
+    only: selection.Selection | selection.MergedAdapter,
+    dtype: torch.dtype | None,
+    options: StreamOptions,
+) -> Generator[tuple[str, torch.Tensor]]:
     model = without_compile(model)
     with get_world(options, "iter_hf_tensors") as world:
         with world.collective("check the arguments"):

@@ -90,7 +90,8 @@ def preparing_together(
             except Exception as error:  # of datasets, pyarrow, Jinja: any
                 # Only after TRL has failed, because it is a pass over all rows.
                 for dataset in rows:
-                    if isinstance(dataset, datasets.Dataset):
+                    # Rows with images are checked in image_rows.
+                    if isinstance(dataset, datasets.Dataset) and find_image_column(dataset) is None:
                         _require_usable_rows(dataset, text_field)
                 why = redact(f"{type(error).__name__}: {error}", "", {})
                 raise ConfigError(f"the dataset cannot be prepared, {why}. Check its rows") from error
@@ -320,12 +321,35 @@ def check_when_read(dataset: AnyDataset, text_field: str) -> AnyDataset:
     """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged.
 
     Other datasets are searched for the row only if TRL fails (``preparing_together``): it takes a pass over them.
+    They are searched at once for images inside of messages, which TRL would leave out.
+
+    Raises:
+        ConfigError: naming the first message with an image.
     """
+    columns = _text_columns(dataset, text_field)
     if isinstance(dataset, datasets.Dataset):
+        _require_no_media(dataset, [name for name in columns if not _is_text(dataset.features[name])])
         return dataset
-    check = partial(_require_usable, _text_columns(dataset, text_field))
+    check = partial(_require_usable, columns)
     checked: AnyDataset = dataset.map(check, with_indices=True, features=dataset.features)
     return checked
+
+
+def _is_text(feature: Any) -> bool:
+    """Return whether a column has text, or messages whose contents are text."""
+    fields = getattr(feature, "feature", None)  # of each message
+    return isinstance(fields.get("content") if isinstance(fields, dict) else feature, datasets.Value)
+
+
+def _require_no_media(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
+    if not columns:
+        return
+    for index, row in enumerate(dataset.select_columns(columns)):
+        with naming_row(index):
+            for name in columns:
+                for number, message in enumerate(row[name] if isinstance(row[name], list) else ()):
+                    if isinstance(message, Mapping):
+                        _require_no_media_parts(message.get("content"), f"{name}[{number}]")
 
 
 def _require_usable_rows(dataset: datasets.Dataset, text_field: str) -> None:
@@ -573,12 +597,32 @@ def _turns(key: str, value: Any) -> list[dict[str, Any]]:
     return value
 
 
+_MEDIA: Final = frozenset(
+    {"image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio"}
+)
+"""Types and keys of parts of a message that chat templates render as images, videos or sound."""
+
+
+def _require_no_media_parts(content: Any, name: str) -> None:
+    """Check that no part of a message is an image: only those of a column have pixels."""
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, Mapping):
+            continue
+        words = {str(part.get("type")), *(key for key, value in part.items() if value is not None)}
+        if media := words & _MEDIA:
+            raise MalformedRowError(
+                f"{name}.content[{number}]: has {min(media)} inside of a message. Put images into a column images, "
+                'which sft and dpo train on, and leave {"type": "image"} there'
+            )
+
+
 def _require_message(message: Mapping[str, Any], name: str) -> None:
     """Check that a message has a role, text as its content, and calls of functions with an object as arguments."""
     if not isinstance(message.get("role"), str):
         raise MalformedRowError(f"{name}: has no role. Write {{role: ..., content: ...}}")
-    # Parts without text, such as images, are allowed.
+    # Parts without text are allowed, except for media.
     content = message.get("content") or ""
+    _require_no_media_parts(content, name)
     parts = content if isinstance(content, list) else [{"text": content}]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
         raise MalformedRowError(f"{name}.content: is not text, nor a list of parts of text. Write content: TEXT")

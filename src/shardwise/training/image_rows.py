@@ -56,7 +56,7 @@ class ImageRowCheck:
         self._processor = processor
         self._column = column
         self._is_dpo = arguments.own.method == "dpo"
-        self._text_field = getattr(arguments.training, "dataset_text_field", "text")
+        self._not_rendered = ["tools"] if self._is_dpo else ["tools", "chat_template_kwargs"]
         self._has_masks = bool(getattr(arguments.training, "assistant_only_loss", False))
 
     def __call__(self, row: Mapping[str, Any], index: int) -> Mapping[str, Any]:
@@ -77,6 +77,9 @@ class ImageRowCheck:
             for number, image in enumerate(images):
                 name = self._column if self._column == "image" else f"{self._column}[{number}]"
                 _require_image(image, name)
+            for name in self._not_rendered:
+                if row.get(name):
+                    raise MalformedRowError(f"{name}: TRL does not render it beside images. Remove it")
             self._require_placeholders(row, len(images))
         return row
 
@@ -87,8 +90,7 @@ class ImageRowCheck:
         if self._is_dpo:
             names = ["prompt", "chosen", "rejected"]
         else:
-            whole = [name for name in ("messages", self._text_field) if name in row]
-            names = whole[:1] or ["prompt", "completion"]
+            names = ["messages"] if "messages" in row else ["prompt", "completion"]
         example: dict[str, Any] = {name: row.get(name) for name in names}
         if missing := [name for name, value in example.items() if not value]:
             raise MalformedRowError(f"{missing[0]}: is missing or empty. Write {', '.join(names)}")

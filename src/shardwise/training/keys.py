@@ -192,6 +192,12 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
     # FSDP2 takes one dtype for the trained parameters of a group.
     if values.get("cast_lm_head_to_fp32") and is_full and values.get("dtype", "float32") != "float32":
         yield "cast_lm_head_to_fp32: TRL converts the head after it is sharded. Set dtype: float32, or remove it"
+    has_engine = values.get("use_vllm") and values.get("vllm_mode", "colocate") == "colocate"
+    if has_engine and {*(own.config_overrides or {})} - {"use_cache"}:  # engines have no such setting
+        yield (
+            "config_overrides: the engine of use_vllm takes the config of the checkpoint. Save the model with "
+            "these settings, or use a server that has them (--hf-overrides)"
+        )
     for key in ("use_dora", "lora_modules_to_save"):
         if values.get("use_vllm") and use_peft and values.get(key):
             yield f"{key}: cannot be merged for the engine of use_vllm. Remove one of them"

@@ -486,13 +486,18 @@ def _make_image_check(
         raise ConfigError(
             f"{column}: is no column of the rows to evaluate on, which TRL pads as those to train on. Add it"
         )
-    if getattr(arguments.training, "assistant_only_loss", False):
-        is_chat = "messages" in dataset_loading.get_column_names(datasets[0])
-        if not is_chat or _training_template(processor) is None:
-            raise ConfigError(
-                "assistant_only_loss: needs, for images, messages and a chat template with {% generation %} marks. "
-                "Set chat_template to a file with them, or write rows of prompt and completion"
-            )
+    training, is_dpo = arguments.training, arguments.own.method == "dpo"
+    is_chat = not is_dpo and "messages" in dataset_loading.get_column_names(datasets[0])
+    is_masked = getattr(training, "assistant_only_loss", False)
+    if is_masked and (not is_chat or _training_template(processor) is None):
+        raise ConfigError(
+            "assistant_only_loss: needs, for images, messages and a chat template with {% generation %} marks. "
+            "Set chat_template to a file with them, or write rows of prompt and completion"
+        )
+    if is_chat and training.completion_only_loss:
+        raise ConfigError("completion_only_loss: needs, for images, rows of prompt and completion. Remove it")
+    if not is_chat and training.pad_to_multiple_of:
+        raise ConfigError("pad_to_multiple_of: beside images, TRL pads rows of messages only. Remove it")
     return image_rows.ImageRowCheck(arguments, processor, column)
 
 
