@@ -19,9 +19,8 @@ class SiteHooks:
     """Hooks on the layers of a base, with the number of adapters that use each. No parameter is changed."""
 
     def __init__(self, model: nn.Module, active_route: ActiveRoute) -> None:
-        self._modules = {
-            canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)
-        }
+        modules = model.named_modules(remove_duplicate=False)
+        self._modules = {canonical_name(name): module for name, module in modules}
         self._active_route = active_route
         self._used: Counter[str] = Counter()
         self._removers: dict[str, Callable[[], object]] = {}

@@ -228,10 +228,9 @@ class FusedPass:
         positions = torch.zeros(total, dtype=torch.int64)  # in their rows
         targets = torch.full((total, width), IGNORED)
         for placed_row, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
-            of_row = placed_row.row.targets.view(len(placed_row.row.targets), -1)[
-                placed_row.row.positions
-            ]  # (positions, K)
-            positions[start:stop] = placed_row.row.positions
+            row = placed_row.row
+            of_row = row.targets.view(len(row.targets), -1)[row.positions]  # (positions, K)
+            positions[start:stop] = row.positions
             targets[start:stop, : of_row.shape[1]] = of_row
         # Row number of each position. Padding has len(self.rows), which is no row.
         self._row_numbers = torch.full((total,), len(self.rows), dtype=torch.int64)

@@ -107,12 +107,8 @@ class Route:
         for of_adapter in self.adapter_rows:
             weights = of_adapter.adapter.weights_by_site.get(site)
             if weights is not None and of_adapter.stop > of_adapter.start:
-                start, stop, is_trained = (
-                    of_adapter.start * step,
-                    of_adapter.stop * step,
-                    of_adapter.keys is not None,
-                )
-                keys = of_adapter.keys if weights.dropout else None
+                start, stop = of_adapter.start * step, of_adapter.stop * step
+                is_trained, keys = of_adapter.keys is not None, of_adapter.keys if weights.dropout else None
                 segments.append(
                     RoutedSegment(weights, start, stop, keys, stable_key(site), of_adapter.positions, is_trained)
                 )

@@ -159,11 +159,8 @@ def _compare_model(opened: OpenCheckpoint, collected: CollectedState, comparison
         if not names:
             comparison.add("missing", fqn)
             continue
-        tensor, shape, dtype = (
-            stored[keys[names[0]]],
-            tuple(item.tensor.shape),
-            from_torch_or_other(item.tensor.dtype),
-        )
+        tensor, shape = stored[keys[names[0]]], tuple(item.tensor.shape)
+        dtype = from_torch_or_other(item.tensor.dtype)
         if tensor.shape != shape or tensor.dtype is not dtype:
             sentence = f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {shape} {dtype.label}"
             comparison.add("mismatched", fqn, sentence)

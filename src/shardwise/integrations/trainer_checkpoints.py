@@ -292,9 +292,8 @@ def locked_for(world: World, run: Path, step: int) -> Iterator[Saving]:
 
 
 def _begin(run: Path, step: int, save_id: str) -> None:
-    _remove_incomplete_checkpoints(
-        run
-    )  # before the folder is examined; see [Note: Checked twice] in ``saving/commit.py``
+    # Before the folder is examined, see [Note: Checked twice] in ``saving/commit.py``.
+    _remove_incomplete_checkpoints(run)
     folder = checkpoint_folder(run, step)
     if folder.is_dir():
         raise StorageError(

@@ -189,11 +189,8 @@ def broadcast_names_outside(
 
 def _compute_buffers(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
     """Return buffers on meta that no state has, with the values that the model's initializers compute."""
-    on_meta = [
-        item
-        for item in initializers.tensors
-        if item.kind is TensorKind.NON_PERSISTENT_BUFFER and item.tensor.is_meta
-    ]
+    not_saved = [item for item in initializers.tensors if item.kind is TensorKind.NON_PERSISTENT_BUFFER]
+    on_meta = [item for item in not_saved if item.tensor.is_meta]
     if not on_meta or only is not None:
         return []
     buffers = initializers.buffers({}, seed=0)
@@ -230,9 +227,8 @@ def _target_slots(refs: list[TensorRef], names: Mapping[str, str]) -> list[tuple
         if names_in_state:
             # Tensors of an adapter may also have their names in the model.
             slot_names = tuple(dict.fromkeys([*names_in_state, *item.names]))
-            slots.append(
-                (StateSlot(slot_names, tuple(item.tensor.shape), from_torch_or_other(item.tensor.dtype)), item)
-            )
+            dtype = from_torch_or_other(item.tensor.dtype)
+            slots.append((StateSlot(slot_names, tuple(item.tensor.shape), dtype), item))
     return slots
 
 

@@ -175,7 +175,7 @@ def train_together(
             if has_stopped or not waiting:
                 break
             in_step, bank = waiting, waiting[0].bank
-            requests = [stop_request for adapter in in_step for stop_request in adapter.next_requests()]
+            requests = [request for adapter in in_step for request in adapter.next_requests()]
             try:
                 output = bank.forward_backward(requests)
             except TrainingError as error:

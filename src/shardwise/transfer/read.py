@@ -299,8 +299,8 @@ class ReadExecutor:
         device = targets.device
         # On an accelerator the outputs need staging, too.
         staging_bytes = share.staging_bytes if device.type == "cpu" else share.staging_bytes // 2
-        max_request_bytes = max(task.block.nbytes for task in tasks)
-        outputs = staging_buffers(staging_bytes, policy.concurrency, device, max_request_bytes)
+        max_output_bytes = max(task.block.nbytes for task in tasks)
+        outputs = staging_buffers(staging_bytes, policy.concurrency, device, max_output_bytes)
         small = [task for task in tasks if task.block.nbytes <= share.max_block_bytes]
         alone = [task for task in tasks if task.block.nbytes > share.max_block_bytes]
         try:
@@ -378,8 +378,8 @@ class ReadExecutor:
         # at the end.
         is_bad = torch.zeros(len(on_device), dtype=torch.bool, device=device)
         input_bytes = [sum(box.numel * dtype.itemsize for _, box, dtype in get_inputs(task)) for task in on_device]
-        max_request_bytes = max(SEGMENT_ALIGNMENT, *input_bytes)
-        buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, max_request_bytes)
+        max_input_bytes = max(SEGMENT_ALIGNMENT, *input_bytes)
+        buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, max_input_bytes)
         try:
             compute = partial(self._compute_block_on_device, targets, share, is_bad)
             WorkerPool(compute, buffers, self.world.check).run(list(enumerate(on_device)))

@@ -190,11 +190,9 @@ def staging_buffers(
     staging = plan_staging(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
         return [HostStaging(staging.nbytes) for _ in range(staging.workers)]
-    nbytes = (
-        staging.nbytes
-        if max_request_bytes is None
-        else min(staging.nbytes, 1 << max(max_request_bytes - 1, 0).bit_length())
-    )
+    nbytes = staging.nbytes
+    if max_request_bytes is not None:
+        nbytes = min(nbytes, 1 << max(max_request_bytes - 1, 0).bit_length())
     return [DeviceStaging(nbytes, device) for _ in range(staging.workers)]
 
 
