@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
+from shardwise.core.formatting import canonical_name
 from shardwise.core.reports import LoadReport
-from shardwise.fsdp.named_tensors import canonical, raw_bytes
+from shardwise.fsdp.named_tensors import raw_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -101,7 +102,7 @@ def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers under all of their names."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
-    return [(canonical(name), tensor) for name, tensor in [*parameters, *buffers]]
+    return [(canonical_name(name), tensor) for name, tensor in [*parameters, *buffers]]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ REFUSALS = {
     ),
     "a state of another clip": refused(
         lambda bank, _: bank.load_state_dict("x", with_facts(bank.state_dict("x"), max_grad_norm=math.nan)),
-        "max_grad_norm=nan: is not above 0",
+        "max_grad_norm=nan: is not a number of at least 0",
         FormatError,
     ),
     "facts under numbers": refused(

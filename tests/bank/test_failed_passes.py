@@ -153,7 +153,7 @@ def test_a_pass_that_exceeds_the_memory_is_refused_before_it_runs(base: Path) ->
     for is_recomputed in (False, True):
         if is_recomputed:
             prepare_blocks(bank._model, shardwise.Sharding(activation_checkpointing=True))
-            bank._base.traced.clear()
+            bank._base.activation_bytes.clear()
         needed.append(estimate_pass(bank._base, [adapter], 2, 48, 94, 1, free=1))
         for free in (needed[-1] - 1, needed[-1]):
             expected = nullcontext()

@@ -183,8 +183,8 @@ def on_ranks(base: Path) -> Any:
     bank = trained(base)
     own = samples(prompt_logprobs=True) if here()["rank"] else samples(max_tokens=3)[:1]
     told = [(each.sequences[0].tokens, each.prompt_logprobs) for each in bank.generate(own)]
-    assert bank._base.padding_ignored == [True]
-    bank._base.padding_ignored[:] = [False]  # rank 1 has four lengths of prompts, and rank 0 has one
+    assert bank._base.padding_ignored is True
+    bank._base.padding_ignored = False  # rank 1 has four lengths of prompts, and rank 0 has one
     assert [each.sequences[0].tokens for each in bank.generate(own)] == [tokens for tokens, _ in told]
     return told
 
@@ -224,7 +224,7 @@ def test_prompts_of_other_lengths_are_not_felt(name, ignores):
     bank = shardwise.AdapterBank(zoo.build(specimen))
     own = [Sample(None, prompt, max_tokens=4, temperature=0.0, stop=[]) for prompt in prompts()]
     together = bank.generate(own)
-    assert bank._base.padding_ignored == [ignores]
+    assert bank._base.padding_ignored is ignores
     for sample, output in zip(own, together, strict=True):
         [expected] = bank.generate([sample])[0].sequences
         assert output.sequences[0].tokens == expected.tokens

@@ -195,7 +195,7 @@ def test_the_end_of_a_backward_pass() -> None:
     told: list[object] = []
 
     def hook(_: torch.Tensor) -> None:
-        told.append(private.backward_pass())
+        told.append(private.backward_pass_id())
         private.after_backward(partial(told.append, "end"))
 
     leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
@@ -259,7 +259,7 @@ def test_a_mode_sees_every_storage_as_long_as_it_lives() -> None:
     """Of tensors without data, too: by their storages' keys, and by what is told when these go."""
     seen: list[int] = []
 
-    class Mode(private.dispatch_mode()):
+    class Mode(private.dispatch_mode_class()):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             result = func(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor):

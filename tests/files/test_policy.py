@@ -7,7 +7,7 @@ import pytest
 from tests.files.conftest import mounted
 
 from shardwise.core.errors import ConfigError
-from shardwise.files.local_reader import LocalReader, file_system_type, is_network
+from shardwise.files.local_reader import LocalReader, find_type_in_mountinfo, is_network
 from shardwise.files.storage import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
 
 MOUNTS = r"""22 28 0:20 / /sys rw,nosuid - sysfs sysfs rw
@@ -39,11 +39,11 @@ not a line of the table
     ],
 )
 def test_the_deepest_and_latest_mount_holds_a_path(path: str, kind: str) -> None:
-    assert file_system_type(path, MOUNTS) == kind
+    assert find_type_in_mountinfo(path, MOUNTS) == kind
 
 
 def test_a_table_without_content() -> None:
-    assert file_system_type("/x", "") is None
+    assert find_type_in_mountinfo("/x", "") is None
     assert not is_network(None)
 
 

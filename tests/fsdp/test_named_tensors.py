@@ -11,9 +11,10 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.core.errors import ShardingError
+from shardwise.core.formatting import canonical_name
 from shardwise.core.layout import TensorKind
 from shardwise.core.tensors import contiguous_strides, numel
-from shardwise.fsdp.named_tensors import boxes_at, build_layout, canonical, collect_tensors, meta_leftovers
+from shardwise.fsdp.named_tensors import boxes_at, build_layout, collect_tensors, meta_leftovers
 from shardwise.models.selection import names_outside
 
 
@@ -88,7 +89,7 @@ def test_every_tensor_is_seen_once_with_all_its_names():
     assert layout.by_name["again.weight"].names == ("head.weight", "again.weight")
     assert layout.by_name["steps"].kind is TensorKind.PERSISTENT_BUFFER
     assert layout.by_name["steps"].local_numel == 1
-    assert layout.by_name["table"].kind is TensorKind.BUFFER
+    assert layout.by_name["table"].kind is TensorKind.NON_PERSISTENT_BUFFER
     assert layout.by_name["head.weight"].dtype.label == "BF16"
     assert not layout.by_name["head.weight"].requires_grad
 
@@ -103,7 +104,7 @@ def test_every_tensor_is_seen_once_with_all_its_names():
     ],
 )
 def test_canonical_names(name, expected):
-    assert canonical(name) == expected
+    assert canonical_name(name) == expected
 
 
 def test_leftovers_on_meta_are_found_wherever_they_hide():

@@ -304,10 +304,10 @@ def test_all_but_the_best_are_removed_at_the_end(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         trainer._finalize_training(None)
     monkeypatch.undo()
-    assert trainer_checkpoints.checkpoints_in(tmp_path)[2] is trainer_checkpoints.FolderKind.LEFT
+    assert trainer_checkpoints.checkpoints_in(tmp_path)[2] is trainer_checkpoints.FolderKind.INCOMPLETE
     trainer._finalize_training(None)
     assert trainer.args.save_total_limit == 1
-    trainer_checkpoints.remove_left(tmp_path)
+    trainer_checkpoints.remove_incomplete_checkpoints(tmp_path)
     assert list(trainer_checkpoints.checkpoints_in(tmp_path)) == [4]
 
 
@@ -330,11 +330,11 @@ def test_a_checkpoint_with_a_file_in_use_is_removed_later(
     monkeypatch.setattr(os, "unlink", rename_or_unlink)
     trainer_checkpoints.remove_others(tmp_path, 4)
     assert f"{tmp_path / 'checkpoint-2'}: cannot be removed, .nfs01 is still in use" in caplog.text
-    assert trainer_checkpoints.checkpoints_in(tmp_path)[2] is trainer_checkpoints.FolderKind.LEFT
+    assert trainer_checkpoints.checkpoints_in(tmp_path)[2] is trainer_checkpoints.FolderKind.INCOMPLETE
     save(tmp_path, 6)
     assert list(trainer_checkpoints.checkpoints_in(tmp_path)) == [2, 4, 6]
     monkeypatch.undo()
-    trainer_checkpoints.remove_left(tmp_path)
+    trainer_checkpoints.remove_incomplete_checkpoints(tmp_path)
     assert list(trainer_checkpoints.checkpoints_in(tmp_path)) == [4, 6]
 
 

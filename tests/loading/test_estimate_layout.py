@@ -67,7 +67,7 @@ def assert_as_foreseen(make, mesh, policy=None):
 
 def param_groups(model):
     """FSDP2's own groups; several modules may share one."""
-    return list({id(group): group for group in torch_private.param_groups(model)}.values())
+    return list({id(group): group for group in torch_private.iter_fsdp_param_groups(model)}.values())
 
 
 def specimen(name, dtype=torch.float32):

@@ -49,8 +49,8 @@ def test_every_tensor_has_one_fill():
     tensors = [
         tensor("embed", 4, 2, aliases=("head",)),
         tensor("score", 2, 2),
-        tensor("inv_freq", 3, kind=TensorKind.BUFFER),
-        tensor("cache", 3, kind=TensorKind.BUFFER, origin=Origin.AS_IT_IS),
+        tensor("inv_freq", 3, kind=TensorKind.NON_PERSISTENT_BUFFER),
+        tensor("cache", 3, kind=TensorKind.NON_PERSISTENT_BUFFER, origin=Origin.AS_IT_IS),
     ]
     made = plan(tensors, {"embed": ((4, 2), F32)}, consent=Consent(missing=Initialize(("score*",))))
     assert made.fills == {

@@ -10,8 +10,8 @@ from shardwise.core.consents import describe_faults
 from shardwise.core.errors import ShardingError
 from shardwise.core.reports import Available, RankEstimate
 from shardwise.loading.memory_estimate import require_fits
+from shardwise.transfer.file_requests import ComputingShare, plan_staging
 from shardwise.transfer.fingerprints import RecordedSave, fingerprint_file, from_bytes, to_bytes
-from shardwise.transfer.read_items import ComputingShare, plan_staging
 
 # Staging
 
@@ -40,7 +40,7 @@ def test_what_is_computed_and_the_staging_of_its_inputs_take_half_of_a_budget_ea
     share = ComputingShare.from_budget(budget, workers)
     assert share.staging_bytes == budget // 2
     made = plan_staging(share.staging_bytes, workers, on_device=False).workers
-    assert made * share.most_bytes <= budget // 2 < made * (share.most_bytes + 1), (
+    assert made * share.max_block_bytes <= budget // 2 < made * (share.max_block_bytes + 1), (
         "all blocks that are made at once"
     )
 

@@ -180,7 +180,7 @@ def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str
     padded = {p: torch_private.padded_numel(m) * p.element_size() for p, m in managers.items()}
     groups = [
         sum(padded[item.sharded_param] * place()[1] for item in group.fsdp_params)
-        for group in torch_private.param_groups(model)
+        for group in torch_private.iter_fsdp_param_groups(model)
     ]
     held = {
         "weights": nbytes(model.parameters()),

@@ -14,7 +14,7 @@ from shardwise.core.tensors import Box, DType, Strided, row_blocks
 from shardwise.files.storage import WritePolicy
 from shardwise.saving.plan import arrange_writes, plan_save
 from shardwise.saving.stream_out import plan_blocks
-from shardwise.transfer.read_items import align
+from shardwise.transfer.file_requests import align
 
 DTYPES = (DType.U8, DType.BF16, DType.F32)
 

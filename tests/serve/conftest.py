@@ -72,10 +72,10 @@ def serving(
     serve_options = run.ServeOptions(options.name, options, port=0, keys=file, state=folder / "state")
     with ExitStack() as stack:
         world = stack.enter_context(World.current(call="serve"))
-        server = run._open(serve_options, stack)
+        server = run._open_server(serve_options, stack)
         bank = AdapterBank(model)
         engine = Engine(world, bank, model)
-        server.start(run._describe(model, bank, serve_options.max_tokens_per_pass), None, request)
+        server.start(run._describe_base(model, bank, serve_options.max_tokens_per_pass), None, request)
         turns = threading.Thread(target=run.run_turns, args=(world, engine, server, request), daemon=True)
         turns.start()
         host, port = server._listener.getsockname()

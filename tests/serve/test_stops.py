@@ -189,7 +189,7 @@ def test_no_space_is_left(base: Path, tmp_path: Path, controls: Controls) -> Non
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4096, no_limit[1]))
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 2
-    assert "could not be saved as shutdown" in "".join(server.errors)
+    assert "could not be saved under the name shutdown: " in "".join(server.errors)
 
 
 def test_the_models_of_a_client_that_is_gone(base: Path, tmp_path: Path, controls: Controls) -> None:

@@ -140,7 +140,7 @@ def require_options(options: Mapping[str, Any]) -> None:
         if name in ("optimizer", "schedule") and not callable(value):
             faults.append(f"{name}={value!r}: is not a function. Pass one")
         elif name == "max_grad_norm" and not (isinstance(value, int | float) and value >= 0):
-            faults.append(f"max_grad_norm={value!r}: is not above 0. Pass 0 for no limit")
+            faults.append(f"max_grad_norm={value!r}: is not a number of at least 0. Pass 0 for no limit")
         elif name == "gradient_accumulation_steps" and not (value is None or (type(value) is int and value > 0)):
             faults.append(f"gradient_accumulation_steps={value!r}: pass 1 or more")
         elif name == "reduction" and value not in get_args(Reduction):

@@ -97,7 +97,7 @@ class AdapterBank:
         with self._world.collective("check the base"):
             self._model = rows.require_base(model, self._world.size)
         with comparing_arguments(self._world) as exchange:
-            exchange.local = _comparable_options(backend, max_tokens_per_pass)
+            exchange.local = _check_options(backend, max_tokens_per_pass)
         self._adapters: dict[str, BankAdapter] = {}
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
@@ -213,8 +213,8 @@ class AdapterBank:
             RankLostError: a rank is lost, or failed while others waited for it. The bank has ended.
             ShardwiseError: a pass failed. A note names its adapters.
         """
-        call = batch.open_call(self._base, requests, self._adapters, is_training=True)
-        trained = call.trained()
+        call = batch.plan_call(self._base, requests, self._adapters, is_training=True)
+        trained = call.trained_requests()
         sums = call.run(gather=gather)
         # Before an error is raised: the gradients of adapters whose loss did not raise have the micro-batch.
         counted = []
@@ -269,13 +269,13 @@ class AdapterBank:
         """
         by_name = {steps: changes} if isinstance(steps, str) else steps
         with comparing_arguments(self._world) as exchange:
-            exchange.local = self._comparable_steps(by_name, are_names=not changes or isinstance(steps, str))
+            exchange.local = self._check_steps(by_name, are_names=not changes or isinstance(steps, str))
         # Only now, when all ranks have accepted the names and the settings.
         adapters = [(self._adapters[name], settings) for name, settings in by_name.items()]
         outcomes = step_together(self._world, adapters)
         return outcomes[steps] if isinstance(steps, str) else outcomes
 
-    def _comparable_steps(self, by_name: object, *, are_names: bool) -> dict[str, str]:
+    def _check_steps(self, by_name: object, *, are_names: bool) -> dict[str, str]:
         """Return the settings that ranks must have in common, after checking the changes."""
         if (
             not are_names
@@ -324,7 +324,7 @@ class AdapterBank:
             For each request and each of this rank's rows, the log probability of each label given the tokens before
             it, (tokens - 1,) float32, or those of its targets, of their shape; 0 for ignored ones.
         """
-        call = batch.open_call(self._base, requests, self._adapters, is_training=False)
+        call = batch.plan_call(self._base, requests, self._adapters, is_training=False)
         sums = call.run(gather=gather)
         if sums.failures:
             raise TrainingError(call.describe(sums.failures))
@@ -360,7 +360,7 @@ class AdapterBank:
             RankMismatchError: ranks pass different arguments.
         """
         with comparing_arguments(self._world) as exchange:
-            exchange.local = _comparable(name, training, "training") | {"the name of the copy": repr(new)}
+            exchange.local = _check_arguments(name, training, "training") | {"the name of the copy": repr(new)}
         with self._world.collective("copy the adapter"):
             source = self._adapter(name)
             if training and not source.is_trained:
@@ -388,9 +388,9 @@ class AdapterBank:
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
         self._world.require_equal(adapter.name, "the name of the adapter")
-        base = training_facts.identify_base(self._world, self._model)
+        base_identity = training_facts.identify_base(self._world, self._model)
         with self._world.collective("copy the state"):
-            return states.copy_state(adapter, base)
+            return states.copy_state(adapter, base_identity)
 
     @torch.inference_mode(mode=False)
     def load_state_dict(
@@ -433,12 +433,12 @@ class AdapterBank:
                 training = AdapterStart(reason="it is a copy for sampling")
             digest = compute_digest(dict(state))
         world.require_equal(digest, f"the state that {name!r} is given")
-        base = training_facts.identify_base(world, self._model)
+        base_identity = training_facts.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
-            targets = states.allocate_targets(adapter, training, base, on_other_base)
+            targets = states.allocate_targets(adapter, training, base_identity, on_other_base)
         with world.collective("restore the state"):
             states.copy_values(adapter, state, targets)
-            started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
+            started = states.restore(adapter, what, training, targets, base_identity, on_other_base, on_not_finite)
         self._adapters[name] = adapter  # with the same sites, so hooks stay as they are
         return started
 
@@ -475,7 +475,7 @@ class AdapterBank:
             RankMismatchError, FormatError, StorageError, RankLostError: as for ``save_adapter``.
         """
         with comparing_arguments(self._world) as exchange:
-            exchange.local = _comparable(name, training_state, "training_state")
+            exchange.local = _check_arguments(name, training_state, "training_state")
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
             whole = adapter_files.lend_tensors(self._model, adapter)
@@ -483,9 +483,9 @@ class AdapterBank:
         # Before the save begins: with an open window, the ranks sum its gradient.
         training = None  # nor has a copy for sampling one
         if training_state and adapter.is_trained:
-            base = training_facts.identify_base(self._world, self._model)
+            base_identity = training_facts.identify_base(self._world, self._model)
             with self._world.collective("collect the training state"):
-                training = adapter_files.collect_training_state(adapter, base, cast)
+                training = adapter_files.collect_training_state(adapter, base_identity, cast)
         request = SaveRequest(whole, directory, AdapterOnly(), cast, tokenizer=tokenizer, training=training)
         with get_world(options, "AdapterBank.save") as world:
             return execute_save(world, request, options, Clock(), verify=verify)
@@ -533,7 +533,7 @@ class AdapterBank:
         """
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
         with comparing_arguments(world) as exchange:
-            exchange.local = _comparable(name, training_state, "training_state", **permissions)
+            exchange.local = _check_arguments(name, training_state, "training_state", **permissions)
         # Before anything is created: checksums of all files, which the first rank reads.
         with world.broadcast("find the training state") as exchange:
             if world.rank == 0:
@@ -560,13 +560,13 @@ class AdapterBank:
                     f"{os.fspath(directory)}: has other matrices or scales than {name!r}. Use another name, or "
                     "delete it"
                 )
-        base = training_facts.identify_base(world, self._model)
+        base_identity = training_facts.identify_base(world, self._model)
         with world.collective("find the tensors to restore"):
-            targets = states.allocate_targets(adapter, training, base, on_other_base)
+            targets = states.allocate_targets(adapter, training, base_identity, on_other_base)
         adapter_files.read_adapter(world, self._model, adapter, stored_adapter, training, targets, on_other_base)
         what = os.fspath(directory)
         with world.collective("restore the state"):
-            started = states.restore(adapter, what, training, targets, base, on_other_base, on_not_finite)
+            started = states.restore(adapter, what, training, targets, base_identity, on_other_base, on_not_finite)
         self._register(adapter)  # the last step: a failure on any rank before it leaves the bank unchanged
         return started
 
@@ -584,14 +584,14 @@ def _make_output(call: batch.RowCall, sums: batch.PassSums) -> FusedLosses:
     return FusedLosses(outcomes, len(call.passes))
 
 
-def _comparable_options(backend: object, max_tokens_per_pass: object) -> dict[str, str]:
+def _check_options(backend: object, max_tokens_per_pass: object) -> dict[str, str]:
     if type(max_tokens_per_pass) is not int or max_tokens_per_pass < 1:
         raise ConfigError(f"max_tokens_per_pass={max_tokens_per_pass!r}: is not a positive integer. Pass 1 or more")
     check_options({"backend": BackendChoice}, {"backend": backend})
     return {"backend": str(backend), "max_tokens_per_pass": str(max_tokens_per_pass)}
 
 
-def _comparable(name: str, switch: object, switch_name: str, **permissions: OnFault) -> dict[str, str]:
+def _check_arguments(name: str, switch: object, switch_name: str, **permissions: OnFault) -> dict[str, str]:
     """Return the arguments that ranks must have in common, after checking their types."""
     check_options(_HINTS, permissions)
     if not isinstance(switch, bool):

@@ -30,16 +30,16 @@ from shardwise.core.layout import TensorKind
 from shardwise.files.checkpoint_index import without_wrappers
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.open_checkpoint import open_checkpoint
-from shardwise.files.peft_adapter import TRAINING_KEY, find_training_file
+from shardwise.files.peft_adapter import TRAINING_KEY, find_adapter_weights, find_training_file
 from shardwise.files.safetensors_files import read_header
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.fsdp.named_tensors import collect_tensors, local_tensor
 from shardwise.fsdp.torch_private import original_class
-from shardwise.loading.from_pretrained import find_adapter_weights, read_lora_config
 from shardwise.models.build import build_on_meta
 from shardwise.models.lora.adapted_layers import AdapterOutline, name_in_base, outline_adapter
 from shardwise.models.lora.former_adapters import rename_adapter
-from shardwise.models.lora.inject import Adapter
+from shardwise.models.lora.inject import StoredAdapter
+from shardwise.models.lora.peft_private import read_lora_config
 from shardwise.models.selection import AdapterOnly, names_outside
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.prepare import AdapterTrainingState
@@ -68,7 +68,7 @@ def _build(model: PreTrainedModel) -> PreTrainedModel:
     return build_on_meta(kind, copy.deepcopy(model.config), torch.float32, None)
 
 
-def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Adapter:
+def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str]) -> StoredAdapter:
     """Return the config and the headers of an adapter in a folder, with the names of a model's modules.
 
     Raises:
@@ -83,7 +83,7 @@ def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str])
     with LocalReader(root) as reader:
         index, _ = without_wrappers(open_checkpoint(reader, weights_name=file))
     tensors = by_canonical_keys(stored_tensors(index), str(root))
-    return rename_adapter(_build(model), Adapter(str(root), config, tensors))
+    return rename_adapter(_build(model), StoredAdapter(str(root), config, tensors))
 
 
 def lend_tensors(model: PreTrainedModel, adapter: BankAdapter) -> nn.Module:
@@ -173,7 +173,7 @@ def read_adapter(
     world: World,
     model: PreTrainedModel,
     adapter: BankAdapter,
-    stored_adapter: Adapter,
+    stored_adapter: StoredAdapter,
     training: states.StoredTraining | AdapterStart,
     targets: Mapping[str, torch.Tensor],
     on_other_base: OnFault,
@@ -201,7 +201,7 @@ def read_adapter(
         _read(world, module, folder, Path(training.what).name, None)
 
 
-def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapter: Adapter | None) -> None:
+def _read(world: World, module: nn.Module, folder: Path, file: str, stored_adapter: StoredAdapter | None) -> None:
     """Read all tensors of a file, which may be an adapter's, into a module. Collective: yes."""
     options = StateOptions()
     # On the CPU whatever the caller's default device is, as in set_model_state_dict.

@@ -63,7 +63,7 @@ class PassSums:
 
 @dataclass(frozen=True)
 class RowCall:
-    """A call with requests.
+    """The rows of one call of the bank, checked, and cut into passes that all ranks run together.
 
     Attributes:
         base: the base.
@@ -83,7 +83,7 @@ class RowCall:
     num_top: int = 0
     top: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def trained(self) -> dict[str, list[int]]:
+    def trained_requests(self) -> dict[str, list[int]]:
         """Return the requests with a backward pass by adapter."""
         numbers: dict[str, list[int]] = {}
         for number, placed in enumerate(self.requests):
@@ -116,9 +116,9 @@ class RowCall:
             RankLostError: see :func:`collective_passes`. Gradients are restored.
         """
         adapters = {placed.adapter.name: placed.adapter for placed in self.requests if placed.adapter is not None}
-        trained = self.trained()
+        trained = self.trained_requests()
         copies: dict[str, torch.Tensor] = {}
-        restored: Collection[str] = ()
+        to_restore: Collection[str] = ()
         names = []
         for number, placed in enumerate(self.requests):
             if any(of_rank[number].lengths for of_rank in self.counts):
@@ -131,13 +131,13 @@ class RowCall:
                 )
                 # The backward pass adds to the gradients in place, so after a failure on any rank all of them are
                 # restored. Not before all copies exist.
-                restored = trained
+                to_restore = trained
                 exchange.local = self._run_passes()
             sums: PassSums = exchange.result
             sums.logprobs = self._collect_logprobs(gather=gather)
-            restored = [name for name, numbers in trained.items() if sums.failures.keys() & numbers]
+            to_restore = [name for name, numbers in trained.items() if sums.failures.keys() & numbers]
         finally:
-            for name in restored:
+            for name in to_restore:
                 if name in copies:
                     adapters[name].gradient.copy_(copies[name])
                 else:
@@ -174,7 +174,7 @@ class RowCall:
 
     def _run_passes(self) -> PassSums:
         """Run the passes with the rows of this rank. Collective: as the base is."""
-        base, is_training = self.base, bool(self.trained())
+        base, is_training = self.base, bool(self.trained_requests())
         keys = self._dropout_keys()
         self.logprobs.extend({} for _ in self.requests)
         sums, routes = PassSums(), []
@@ -196,8 +196,8 @@ class RowCall:
                 for number, loss in losses.items():
                     sums.losses[number] = sums.losses.get(number, 0.0) + loss
                 sums.failures |= dict.fromkeys(not_finite, "FloatingPointError: its gradient is not finite")
-                for placed, logprobs in fused.collect_logprobs():
-                    self.logprobs[placed.request][placed.number] = logprobs
+                for placed_row, logprobs in fused.collect_logprobs():
+                    self.logprobs[placed_row.request_number][placed_row.row_number] = logprobs
                 if self.num_top:
                     self.top.update(fused.collect_top())
                 routes.append(fused.route)
@@ -292,7 +292,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
-def open_call(
+def plan_call(
     base: SharedBase, requests: object, adapters: Mapping[str, BankAdapter], *, is_training: bool, num_top: int = 0
 ) -> RowCall:
     """Return a call with the rows of this rank, checked, counted and planned on all ranks. Collective: yes.
@@ -325,15 +325,15 @@ def open_call(
     counts = [of_rank for of_rank, _ in exchange.result]
     free_bytes: Sequence[int | None] = [free for _, free in exchange.result]
     require_equal_requests(counts, base.world.global_ranks)
-    members = [_group_into_units(of_rank) for of_rank in counts]
-    units = [[unit for unit, _ in of_rank] for of_rank in members]
+    units_by_rank = [_group_into_units(of_rank) for of_rank in counts]
+    units = [[unit for unit, _ in of_rank] for of_rank in units_by_rank]
     passes = []
     for plan in compose_passes(units, longest=base.max_length, max_tokens=base.max_tokens_per_pass):
         by_rank: list[list[tuple[int, int]]] = []  # (request, row) of each row of the pass
         num_targets: list[int] = []
         widths: list[int] = []
-        for of_rank, members_of_rank, numbers in zip(counts, members, plan.units, strict=True):
-            rows_of_rank = [row for number in numbers for row in members_of_rank[number][1]]
+        for of_rank, units_of_rank, numbers in zip(counts, units_by_rank, plan.units, strict=True):
+            rows_of_rank = [row for number in numbers for row in units_of_rank[number][1]]
             by_rank.append(rows_of_rank)
             num_targets.append(sum(of_rank[request].num_targets[row] for request, row in rows_of_rank))
             widths.append(max((of_rank[request].width for request, _ in rows_of_rank), default=1))
@@ -342,7 +342,7 @@ def open_call(
         num_chunks = max(-(-max(num_targets) // base.chunk_positions), 1)
         passes.append(PlannedPass(plan.tokens, num_chunks, tuple(by_rank[base.world.rank])))
     call = RowCall(base, placed, counts, passes, num_top=num_top)
-    for requests_of_adapter in call.trained().values():
+    for requests_of_adapter in call.trained_requests().values():
         adapter = placed[requests_of_adapter[0]].adapter
         assert adapter is not None
         if adapter.scales_before_backward:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from shardwise.bank.adapter import LoraWeights
 from shardwise.bank.kernels import SegmentLoop, adapt
 from shardwise.bank.routes import AdapterRows, Route
-from shardwise.fsdp.torch_private import sent
+from shardwise.fsdp.torch_private import to_device
 from shardwise.models.four_bit import layers
 
 UP: Final = ("gate_up_proj", "up_proj")
+"""Parameters of the first product: gate and up in one, or up alone."""
 
 _ALIGNED_BYTES: Final = 16
 """Rows of the tensors of a grouped product begin at multiples of it."""
@@ -53,75 +54,75 @@ def compute_experts(
         result: Tensor = own_forward(*inputs)
         return result
     route.require_rows(name, hidden_states)
-    members: list[AdapterRows] = []
-    for member in route.members:
-        has_matrices = any(stack in member.adapter.weights_by_site for stack in stacks)
-        if has_matrices and member.stop > member.start:
-            members.append(member)
-    if not members:
+    adapter_rows: list[AdapterRows] = []
+    for of_adapter in route.adapter_rows:
+        has_matrices = any(stack in of_adapter.adapter.weights_by_site for stack in stacks)
+        if has_matrices and of_adapter.stop > of_adapter.start:
+            adapter_rows.append(of_adapter)
+    if not adapter_rows:
         result = own_forward(*inputs)
     else:
-        adapted, others, order = _split_tokens(route, members, hidden_states.device)
-        result = _compute_adapted(route, name, module, members, *(each[adapted] for each in inputs))
+        adapted, others, order = _split_tokens(route, adapter_rows, hidden_states.device)
+        result = _compute_adapted(route, name, module, adapter_rows, *(each[adapted] for each in inputs))
         if len(others):
             # Rows without matrices on the experts keep the bits of the base's own forward function.
             result = torch.cat([result, own_forward(*(each[others] for each in inputs))])[order]
-    is_trained = any(member.keys is not None for member in members)
+    is_trained = any(of_adapter.keys is not None for of_adapter in adapter_rows)
     # No segments: it attaches the anchor, so that the result requires a gradient on ranks without rows, too.
     anchored = adapt(route.anchor, result.detach(), result, [], SegmentLoop())
     return route.record_site(name, anchored, is_trained=is_trained)
 
 
 def _split_tokens(
-    route: Route, members: Sequence[AdapterRows], device: torch.device
+    route: Route, adapter_rows: Sequence[AdapterRows], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens of members, all other tokens, and the place of each token in the two joined.
+    """Return the tokens of adapters, all other tokens, and the place of each token in the two joined.
 
-    Example: 3 rows of 2 tokens, of which row 1 belongs to a member: (2, 3), (0, 1, 4, 5) and (2, 3, 0, 1, 4, 5).
+    Example: 3 rows of 2 tokens, of which row 1 belongs to an adapter: (2, 3), (0, 1, 4, 5) and (2, 3, 0, 1, 4, 5).
     """
     is_adapted = torch.zeros(route.rows, dtype=torch.bool, device="cpu")
-    for member in members:
-        is_adapted[member.start : member.stop] = True
+    for of_adapter in adapter_rows:
+        is_adapted[of_adapter.start : of_adapter.stop] = True
     of_tokens = is_adapted.repeat_interleave(route.tokens)
     adapted, others = of_tokens.nonzero()[:, 0], (~of_tokens).nonzero()[:, 0]
     order = torch.cat([adapted, others]).argsort()
-    return sent(adapted, device), sent(others, device), sent(order, device)
+    return to_device(adapted, device), to_device(others, device), to_device(order, device)
 
 
 def _compute_adapted(
     route: Route,
     name: str,
     module: Any,
-    members: Sequence[AdapterRows],
+    adapter_rows: Sequence[AdapterRows],
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Compute the experts of tokens that all belong to members, one member after the other."""
+    """Compute the experts of tokens that all belong to adapters, one adapter after the other."""
     num_experts, k = module.num_experts, top_k_index.shape[1]
-    # Of each pair (token, expert), the number of its member: (tokens * k,).
-    counts = [(member.stop - member.start) * route.tokens * k for member in members]
-    numbers = sent(torch.repeat_interleave(torch.tensor(counts, device="cpu")), hidden_states.device)
-    # Sorted by expert and then by member. With 3 members, pairs of expert 2 and member 1 are group 2 * 3 + 1 = 7.
-    groups, order = (top_k_index.flatten() * len(members) + numbers).sort(stable=True)
-    bounds = torch.arange(1, num_experts * len(members) + 1, device=groups.device)
-    # (experts * members,), of each group; int32, as grouped_mm takes its offsets.
+    # Of each pair (token, expert), the number of its adapter: (tokens * k,).
+    counts = [(of_adapter.stop - of_adapter.start) * route.tokens * k for of_adapter in adapter_rows]
+    numbers = to_device(torch.repeat_interleave(torch.tensor(counts, device="cpu")), hidden_states.device)
+    # Sorted by expert, then by adapter. With 3 adapters, pairs of expert 2 and adapter 1 are group 2 * 3 + 1 = 7.
+    groups, order = (top_k_index.flatten() * len(adapter_rows) + numbers).sort(stable=True)
+    bounds = torch.arange(1, num_experts * len(adapter_rows) + 1, device=groups.device)
+    # (experts * adapters,), of each group; int32, as grouped_mm takes its offsets.
     ends = torch.searchsorted(groups, bounds).int()
-    # Those of an expert's last member.
-    ends_of_experts = ends[len(members) - 1 :: len(members)].contiguous()
-    experts = groups // len(members)
+    # Those of an expert's last adapter.
+    ends_of_experts = ends[len(adapter_rows) - 1 :: len(adapter_rows)].contiguous()
+    experts = groups // len(adapter_rows)
     up = next(parameter for parameter in UP if hasattr(module, parameter))
     hidden = hidden_states[order // k]  # (tokens * k, width)
     for parameter in (up, "down_proj"):
         rows = hidden.contiguous()
         hidden = _multiply_base(module, parameter, rows, experts, ends_of_experts)
         stack = f"{name}.{parameter}"
-        pairs = [member.adapter.weights_by_site.get(stack) for member in members]
-        if any(pair is not None for pair in pairs):
-            are_trained = [member.keys is not None for member in members]
-            # (groups, in, r) and (groups, r, out). A member without matrices on this stack has zeros.
+        weights = [of_adapter.adapter.weights_by_site.get(stack) for of_adapter in adapter_rows]
+        if any(each is not None for each in weights):
+            are_trained = [of_adapter.keys is not None for of_adapter in adapter_rows]
+            # (groups, in, r) and (groups, r, out). An adapter without matrices on this stack has zeros.
             stack_matrices: Any = _StackedMatrices.apply
-            A, B = stack_matrices(route.anchor, rows.detach(), num_experts, hidden.shape[1], pairs, are_trained)
+            A, B = stack_matrices(route.anchor, rows.detach(), num_experts, hidden.shape[1], weights, are_trained)
             hidden = hidden + multiply_groups(multiply_groups(rows, A, ends), B, ends)
         if parameter == up:
             hidden = layers.apply_activation(module, hidden)
@@ -175,7 +176,7 @@ def _split_groups(rows: Tensor, ends: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 class _StackedMatrices(torch.autograd.Function):
-    """Stacks the matrices of all members for grouped products: (groups, in, r) and (groups, r, out).
+    """Stacks the matrices of all adapters for grouped products: (groups, in, r) and (groups, r, out).
 
     r is the largest rank, rounded up to the alignment of rows. Other ranks are padded by zeros. Gradients are added
     to the adapters' buffers ([Note: Straight into the buffer]).
@@ -188,30 +189,30 @@ class _StackedMatrices(torch.autograd.Function):
         rows: Tensor,
         num_experts: int,
         out: int,
-        pairs: Sequence[LoraWeights | None],
+        weights_by_adapter: Sequence[LoraWeights | None],
         are_trained: Sequence[bool],
     ) -> tuple[Tensor, Tensor]:
         multiple, dtype, width = _ALIGNED_BYTES // rows.element_size() or 1, rows.dtype, rows.shape[1]
         # Of 16-bit matrices, 8 numbers are 16 bytes: ranks 4 and 12 are padded to 16.
-        most = max(pair.rank for pair in pairs if pair is not None)
+        most = max(weights.rank for weights in weights_by_adapter if weights is not None)
         rank = -(-most // multiple) * multiple
         # Rows of memory are along r for B and along in for A, so that both are aligned.
-        A = torch.zeros((num_experts, len(pairs), rank, width), dtype=dtype, device=anchor.device)
-        B = torch.zeros((num_experts, len(pairs), rank, out), dtype=dtype, device=anchor.device)
-        for member, pair in enumerate(pairs):
-            if pair is not None:
-                A[:, member, : pair.rank] = pair.A.to(dtype)  # (experts, r, in)
-                B[:, member, : pair.rank] = (pair.B.mT * pair.scaling).to(dtype)  # (experts, r, out)
-        ctx.pairs, ctx.are_trained, ctx.num_experts = pairs, are_trained, num_experts
+        A = torch.zeros((num_experts, len(weights_by_adapter), rank, width), dtype=dtype, device=anchor.device)
+        B = torch.zeros((num_experts, len(weights_by_adapter), rank, out), dtype=dtype, device=anchor.device)
+        for number, weights in enumerate(weights_by_adapter):
+            if weights is not None:
+                A[:, number, : weights.rank] = weights.A.to(dtype)  # (experts, r, in)
+                B[:, number, : weights.rank] = (weights.B.mT * weights.scaling).to(dtype)  # (experts, r, out)
+        ctx.weights_by_adapter, ctx.are_trained, ctx.num_experts = weights_by_adapter, are_trained, num_experts
         return A.flatten(0, 1).mT, B.flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        A, B = (each.unflatten(0, (ctx.num_experts, -1)) for each in gradients)  # (experts, members, ...)
-        for member, (pair, is_trained) in enumerate(zip(ctx.pairs, ctx.are_trained, strict=True)):
-            if pair is not None and is_trained:
-                pair.a_grad.add_(A[:, member, :, : pair.rank].mT)
-                pair.b_grad.add_(B[:, member, : pair.rank].mT, alpha=pair.scaling)
+        A, B = (each.unflatten(0, (ctx.num_experts, -1)) for each in gradients)  # (experts, adapters, ...)
+        for number, (weights, is_trained) in enumerate(zip(ctx.weights_by_adapter, ctx.are_trained, strict=True)):
+            if weights is not None and is_trained:
+                weights.a_grad.add_(A[:, number, :, : weights.rank].mT)
+                weights.b_grad.add_(B[:, number, : weights.rank].mT, alpha=weights.scaling)
         return None, None, None, None, None, None
 
 

@@ -11,7 +11,7 @@ from shardwise.bank.experts import compute_experts, unsupported_experts_reason
 from shardwise.bank.kernels import EmbeddingLoop
 from shardwise.bank.routes import ActiveRoute
 from shardwise.core.errors import ConfigError
-from shardwise.fsdp.named_tensors import canonical
+from shardwise.core.formatting import canonical_name
 from shardwise.models.lora.adapted_layers import AdaptedSite, EmbeddingSite, ExpertsSite
 
 
@@ -19,7 +19,8 @@ class SiteHooks:
     """Hooks on the layers of a base, with the number of adapters that use each. No parameter is changed."""
 
     def __init__(self, model: nn.Module, active_route: ActiveRoute) -> None:
-        self._modules = {canonical(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        modules = model.named_modules(remove_duplicate=False)
+        self._modules = {canonical_name(name): module for name, module in modules}
         self._active_route = active_route
         self._used: Counter[str] = Counter()
         self._removers: dict[str, Callable[[], object]] = {}
@@ -64,7 +65,7 @@ class SiteHooks:
         if isinstance(site, ExpertsSite):
             return self._replace_forward(site.module, module)
 
-        def add(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
+        def add_deltas(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
             route = self._active_route.route
             if route is None:
                 return None
@@ -78,7 +79,7 @@ class SiteHooks:
             return route.add_adapters(site.module, inputs.unsqueeze(-1), output, backend)
 
         # If the layer is a group of FSDP2, the hook runs before FSDP2's.
-        return module.register_forward_hook(add, prepend=True, with_kwargs=True).remove
+        return module.register_forward_hook(add_deltas, prepend=True, with_kwargs=True).remove
 
     def _replace_forward(self, name: str, module: nn.Module) -> Callable[[], object]:
         """Have experts compute their adapters, too. A forward hook does not see the input of each expert."""

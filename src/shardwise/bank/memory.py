@@ -59,7 +59,7 @@ def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:
 
     # One row is traced, because activations of rows add up. Adapters with one config have equal activations.
     key = adapter.comparable_config, tokens
-    if key not in base.traced:
+    if key not in base.activation_bytes:
         lora = copy.copy(adapter.config)
         lora.lora_dropout = 0.0  # masks are computed again, and not kept
         model: Any = outline_lora(base.model, lora, is_new=False).model
@@ -72,7 +72,7 @@ def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:
                 every = math.ceil(len(blocks) / num_recomputed)
             prepare_blocks(traced_base, Sharding(activation_checkpointing=every))
             traced = trace_activations(model, traced_base, blocks, (1, tokens), param_dtype=base.model.dtype)
-            base.traced[key] = traced.kept + max(traced.loss, traced.backward)
+            base.activation_bytes[key] = traced.kept + max(traced.loss, traced.backward)
         except Exception:  # of the model's own code: any
-            base.traced[key] = 0
-    return base.traced[key]
+            base.activation_bytes[key] = 0
+    return base.activation_bytes[key]

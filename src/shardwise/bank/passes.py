@@ -34,7 +34,7 @@ from shardwise.bank.rows import IGNORED, Request, RowLoss, UnpaddedRow
 from shardwise.core.errors import TrainingError
 from shardwise.fsdp.gradients import reset_fsdp_state
 from shardwise.fsdp.named_tensors import find_fsdp_root
-from shardwise.fsdp.torch_private import sent
+from shardwise.fsdp.torch_private import to_device
 from shardwise.ranks.world import World
 from shardwise.transfer.memory import available_memory
 
@@ -47,14 +47,14 @@ _CHUNK_MULTIPLE: Final = 16
 """Products of fewer rows than this are rounded differently."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SharedBase:
     """The base of a bank, its ranks, and how adapters on it are computed.
 
     Attributes:
         max_tokens_per_pass: maximum number of padded tokens of a pass on a rank.
-        traced: bytes of activations of a row, by config of its adapter and length.
-        padding_ignored: whether it ignores padding on the left, in a list. Empty until a call has to know.
+        activation_bytes: bytes of activations of a row, by config of its adapter and length.
+        padding_ignored: whether it ignores padding on the left. None until a call has to know.
     """
 
     world: World
@@ -63,8 +63,8 @@ class SharedBase:
     active_route: ActiveRoute
     backend_choice: BackendChoice
     max_tokens_per_pass: int
-    traced: dict[tuple[str, int], int] = field(default_factory=dict, compare=False)
-    padding_ignored: list[bool] = field(default_factory=list, compare=False)
+    activation_bytes: dict[tuple[str, int], int] = field(default_factory=dict, compare=False)
+    padding_ignored: bool | None = field(default=None, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -132,14 +132,14 @@ class PlacedRow:
     """A row of a call on this rank.
 
     Attributes:
-        request: number of its request.
-        number: its number in the request.
+        request_number: number of its request.
+        row_number: its number in the request.
         row: its tokens and targets.
         key: for dropout. None without a backward pass.
     """
 
-    request: int
-    number: int
+    request_number: int
+    row_number: int
     row: UnpaddedRow
     key: int | None
 
@@ -156,7 +156,12 @@ class PlannedPass:
 class FusedPass:
     """A pass of rows of many adapters through the base.
 
-    It owns its route ([Note: A route] in ``bank/routes.py``).
+    It owns its route ([Note: A route] in ``bank/routes.py``). A caller can expect:
+
+    1. :meth:`forward`: log probabilities, with a graph if adapters are trained.
+    2. :meth:`compute_losses`: gradients with respect to them, by request.
+    3. :meth:`backward`, in training: gradients of the adapters.
+    4. :meth:`sum_losses`, :meth:`collect_logprobs` and :meth:`collect_top`: results, for which the host waits.
 
     Args:
         base: the base.
@@ -187,14 +192,16 @@ class FusedPass:
         self.device, self._chunk_positions = base.device, base.chunk_positions
         self._model, self._active_route = base.model, base.active_route
         self._place_targets(planned.tokens)
-        adapters = [requests[placed_row.request].adapter for placed_row in self.rows]
-        members = group_rows(adapters, [placed_row.key for placed_row in self.rows], self.device)
+        adapters = [requests[placed_row.request_number].adapter for placed_row in self.rows]
+        adapter_rows = group_rows(adapters, [placed_row.key for placed_row in self.rows], self.device)
         # A new one for each pass: see [Note: Straight into the buffer] in ``bank/kernels.py``.
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         in_call = [placed.adapter for placed in requests if placed.adapter is not None]
-        self.route = Route(len(self.input_ids), planned.tokens, members, in_call, base.backend_choice, anchor)
+        self.route = Route(len(self.input_ids), planned.tokens, adapter_rows, in_call, base.backend_choice, anchor)
         self.logprobs: torch.Tensor | None = None
         """Log probabilities of the targets, float32 (positions, K), with a graph from forward to backward pass."""
+        self.detached_logprobs = torch.empty(0)
+        """``logprobs`` without their graph, from compute_losses() on."""
         self._gradient: torch.Tensor | None = None
         """Of the same shape, 0 for requests without a backward pass, and for those whose loss raised."""
         self._losses: dict[int, torch.Tensor] = {}
@@ -202,7 +209,7 @@ class FusedPass:
 
     def _place_targets(self, tokens: int) -> None:
         """Collect the positions with targets of all rows, one row after the other, and cut them into chunks."""
-        counts = torch.tensor([len(placed.row.positions) for placed in self.rows], dtype=torch.int64)
+        counts = torch.tensor([len(placed_row.row.positions) for placed_row in self.rows], dtype=torch.int64)
         self._row_bounds = [0, *counts.cumsum(0).tolist()]
         """Where the positions of each row begin, and those of the last end."""
         num_positions = self._row_bounds[-1]
@@ -217,28 +224,29 @@ class FusedPass:
             self._chunk_bounds.append(self._chunk_bounds[-1] + padded)
         total = self._chunk_bounds[-1]
         # K is the largest of all rows.
-        width = max((placed.row.targets[0].numel() for placed in self.rows), default=1)
+        width = max((placed_row.row.targets[0].numel() for placed_row in self.rows), default=1)
         positions = torch.zeros(total, dtype=torch.int64)  # in their rows
         targets = torch.full((total, width), IGNORED)
-        for placed, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
-            of_row = placed.row.targets.view(len(placed.row.targets), -1)[placed.row.positions]  # (positions, K)
-            positions[start:stop] = placed.row.positions
+        for placed_row, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
+            row = placed_row.row
+            of_row = row.targets.view(len(row.targets), -1)[row.positions]  # (positions, K)
+            positions[start:stop] = row.positions
             targets[start:stop, : of_row.shape[1]] = of_row
         # Row number of each position. Padding has len(self.rows), which is no row.
         self._row_numbers = torch.full((total,), len(self.rows), dtype=torch.int64)
         self._row_numbers[:num_positions] = torch.arange(len(self.rows)).repeat_interleave(counts)
         flat = positions.clone()  # places in (rows * tokens,)
         flat[:num_positions] += self._row_numbers[:num_positions] * tokens
-        self._positions = sent(positions, self.device)
-        self._flat = sent(flat, self.device)
-        self._targets = sent(targets, self.device)
+        self._positions = to_device(positions, self.device)
+        self._flat = to_device(flat, self.device)
+        self._targets = to_device(targets, self.device)
 
     def forward(self) -> None:
         """Run the forward pass, and keep the log probabilities. Collective: if the model is sharded."""
         with self._active_route.on(self.route), self._hook_output():
             self._model(
-                input_ids=sent(self.input_ids, self.device),
-                attention_mask=sent(self.attention_mask, self.device),
+                input_ids=to_device(self.input_ids, self.device),
+                attention_mask=to_device(self.attention_mask, self.device),
                 use_cache=False,
             )
 
@@ -266,11 +274,11 @@ class FusedPass:
             output["logits"] = self.logprobs
             return output
 
-        # Before the hook of FSDP2 on the model, which sees what has a gradient, and reshards the output layer.
-        # After the one on the decoder, if that is a group.
         model = self._model
+        # Before FSDP2's hook on the model, which looks for outputs with a gradient, and reshards the output layer.
         handles = [model.register_forward_hook(replace_logits, prepend=True)]
         if model.base_model_prefix in dict(model.named_children()):
+            # After FSDP2's hook on the decoder, if that is a group.
             handles.append(model.base_model.register_forward_hook(take_hidden_states))
         try:
             yield
@@ -312,8 +320,8 @@ class FusedPass:
             Errors of losses that raised, by request.
         """
         assert self.logprobs is not None
-        self.values = self.logprobs.detach()
-        self._gradient = torch.zeros_like(self.values)
+        self.detached_logprobs = self.logprobs.detach()
+        self._gradient = torch.zeros_like(self.detached_logprobs)
         if not self._is_training:
             self.logprobs = None
         failures = {}
@@ -321,7 +329,7 @@ class FusedPass:
             placed = self._requests[number]
             span = slice(self._row_bounds[rows.start], self._row_bounds[rows.stop])
             try:
-                leaf = self.values[span].clone().requires_grad_()
+                leaf = self.detached_logprobs[span].clone().requires_grad_()
                 # A leaf, so this ends at the log probabilities. The pass of the base runs backward once, for all
                 # requests.
                 with torch.enable_grad():
@@ -339,10 +347,10 @@ class FusedPass:
     def _request_rows(self) -> dict[int, slice]:
         """Return the rows of each request that has any with targets."""
         spans: dict[int, slice] = {}
-        for number, placed in enumerate(self.rows):
+        for number, placed_row in enumerate(self.rows):
             # Rows of a request are adjacent, so its span grows by one row.
-            start = spans[placed.request].start if placed.request in spans else number
-            spans[placed.request] = slice(start, number + 1)
+            start = spans[placed_row.request_number].start if placed_row.request_number in spans else number
+            spans[placed_row.request_number] = slice(start, number + 1)
         for number, rows in list(spans.items()):
             if self._row_bounds[rows.start] == self._row_bounds[rows.stop]:
                 del spans[number]
@@ -353,15 +361,15 @@ class FusedPass:
         loss = placed.request.loss
         if not isinstance(loss, str):
             return self._compute_own_loss(placed, loss, rows, leaf)
-        members = [each.row for each in self.rows[rows]]
-        is_flat = all(row.targets.ndim == 1 for row in members)
+        rows_of_request = [each.row for each in self.rows[rows]]
+        is_flat = all(row.targets.ndim == 1 for row in rows_of_request)
         span = slice(self._row_bounds[rows.start], self._row_bounds[rows.stop])
         # The row of each position, as a number from 0 in this request. Rows without targets have none.
         values = {"rows": self._row_numbers[span].unique_consecutive(return_inverse=True)[1]}
         for key in ("weights", *LOSSES[loss].needs):
             padded = torch.zeros(leaf.shape, dtype=torch.float32, device="cpu")  # (positions, K)
             start = 0
-            for row in members:
+            for row in rows_of_request:
                 of_row = row.values[key].view(len(row.targets), -1)[row.positions]  # (positions of the row, K)
                 if key == "weights":  # ignored targets of positions that have others
                     ignored = row.targets.view(len(row.targets), -1)[row.positions] == IGNORED
@@ -369,7 +377,7 @@ class FusedPass:
                 padded[start : start + len(of_row), : of_row.shape[1]] = of_row
                 start += len(of_row)
             values[key] = padded[:, 0] if is_flat else padded
-        on_device = {key: sent(each, self.device) for key, each in values.items()}
+        on_device = {key: to_device(each, self.device) for key, each in values.items()}
         return LOSSES[loss].function(leaf[:, 0] if is_flat else leaf, on_device, placed.config)
 
     def _compute_own_loss(
@@ -386,10 +394,10 @@ class FusedPass:
             logprobs = zeros.index_copy(0, self._positions[start:stop], leaf[start - first : stop - first])
             tensors = {"input_ids": each.row.input_ids, "targets": each.row.targets, **each.row.values}
             # All of the group are in this pass: it is one unit of the plan.
-            group = 0 if size is None else each.number // size
+            group = 0 if size is None else each.row_number // size
             logprobs_of_group, rows_of_group = groups.setdefault(group, ([], []))
             logprobs_of_group.append(_unpad(logprobs, each.row))
-            rows_of_group.append({key: sent(values, self.device) for key, values in tensors.items()})
+            rows_of_group.append({key: to_device(values, self.device) for key, values in tensors.items()})
         results = []
         for logprobs_of_group, rows_of_group in groups.values():
             result: Any = loss(logprobs_of_group, rows_of_group, placed.config)
@@ -420,20 +428,20 @@ class FusedPass:
 
     def collect_logprobs(self) -> Iterator[tuple[PlacedRow, torch.Tensor]]:
         """Yield each row with its log probabilities, of the shape of its targets, 0 where they do not count."""
-        shape = (*self.input_ids.shape, self.values.shape[1])  # (rows, tokens, K)
-        padded = self.values.new_zeros((shape[0] * shape[1], shape[2]))
+        shape = (*self.input_ids.shape, self.detached_logprobs.shape[1])  # (rows, tokens, K)
+        padded = self.detached_logprobs.new_zeros((shape[0] * shape[1], shape[2]))
         num_positions = self._row_bounds[-1]
-        padded[self._flat[:num_positions]] = self.values[:num_positions]
+        padded[self._flat[:num_positions]] = self.detached_logprobs[:num_positions]
         # Not strict: without rows there is a dummy one.
-        for placed, of_row in zip(self.rows, padded.view(shape), strict=False):
-            yield placed, _unpad(of_row, placed.row)
+        for placed_row, of_row in zip(self.rows, padded.view(shape), strict=False):
+            yield placed_row, _unpad(of_row, placed_row.row)
 
     def collect_top(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
         """Return log probabilities and ids of the most probable tokens at the positions of each row."""
         logprobs, ids = (torch.cat(values) for values in zip(*self._top, strict=True))
         top: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        for placed, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
-            top[placed.request, placed.number] = logprobs[start:stop], ids[start:stop]
+        for placed_row, start, stop in zip(self.rows, self._row_bounds, self._row_bounds[1:], strict=False):
+            top[placed_row.request_number, placed_row.row_number] = logprobs[start:stop], ids[start:stop]
         return top
 
 
@@ -451,10 +459,10 @@ def _sort_rows(
             first_requests.setdefault(placed.adapter.name, number)
 
     def sort_key(row: PlacedRow) -> tuple[int, ...]:
-        adapter = requests[row.request].adapter
+        adapter = requests[row.request_number].adapter
         if adapter is None:
-            return 1, 0, 0, 0, row.request, row.number
-        return 0, adapter.rank, first_requests[adapter.name], row.key is None, row.request, row.number
+            return 1, 0, 0, 0, row.request_number, row.row_number
+        return 0, adapter.rank, first_requests[adapter.name], row.key is None, row.request_number, row.row_number
 
     rows = []
     for request, row in planned.rows:
@@ -466,9 +474,9 @@ def _pad_inputs(rows: Sequence[PlacedRow], tokens: int) -> tuple[torch.Tensor, t
     """Return ids and attention mask (rows, tokens), padded on the right, on the host."""
     input_ids = torch.zeros((max(len(rows), 1), tokens), dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
-    for number, placed in enumerate(rows):
-        length = len(placed.row.input_ids)
-        input_ids[number, :length] = placed.row.input_ids
+    for number, placed_row in enumerate(rows):
+        length = len(placed_row.row.input_ids)
+        input_ids[number, :length] = placed_row.row.input_ids
         attention_mask[number, :length] = 1
     if not rows:  # one dummy row, so that this rank takes part in FSDP2's all-gathers
         attention_mask[:] = 1

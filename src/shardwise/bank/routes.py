@@ -26,7 +26,7 @@ from shardwise.bank.kernels import (
     stable_key,
 )
 from shardwise.core.errors import TrainingError
-from shardwise.fsdp.torch_private import sent
+from shardwise.fsdp.torch_private import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ def group_rows(
         keys: of each row, for dropout. None without a backward pass.
         device: to which the keys are sent, in one transfer.
     """
-    on_device = sent(torch.tensor([key or 0 for key in keys], dtype=torch.int64, device="cpu"), device)
-    members, start = [], 0
-    # Rows of one adapter with and without a backward pass are two members.
+    on_device = to_device(torch.tensor([key or 0 for key in keys], dtype=torch.int64, device="cpu"), device)
+    adapter_rows, start = [], 0
+    # Rows of one adapter with and without a backward pass are two entries.
     for (adapter, is_trained), group in groupby(zip(adapters, [key is not None for key in keys], strict=True)):
         stop = start + len(list(group))
         if adapter is not None:
             keys_of_rows = on_device[start:stop] if is_trained else None
-            members.append(AdapterRows(adapter, start, stop, keys_of_rows))
+            adapter_rows.append(AdapterRows(adapter, start, stop, keys_of_rows))
         start = stop
-    return tuple(members)
+    return tuple(adapter_rows)
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Route:
     Attributes:
         rows: number of rows.
         tokens: tokens of a row, with padding.
-        members: rows of each adapter, in order. Rows without an adapter come last.
+        adapter_rows: rows of each adapter, in order. Rows without an adapter come last.
         adapters: all of the call, on any rank. Layers that none of them targets compute as without a route.
         backend_choice: how adapters are computed.
         anchor: see [Note: Straight into the buffer] in ``bank/kernels.py``.
@@ -85,7 +85,7 @@ class Route:
 
     rows: int
     tokens: int
-    members: tuple[AdapterRows, ...]
+    adapter_rows: tuple[AdapterRows, ...]
     adapters: Collection[BankAdapter]
     backend_choice: BackendChoice
     anchor: torch.Tensor
@@ -104,13 +104,13 @@ class Route:
         Batch rows 2 and 3 of an adapter are rows 128 to 256 of a linear layer's input if rows have 64 tokens.
         """
         segments = []
-        for member in self.members:
-            pair = member.adapter.weights_by_site.get(site)
-            if pair is not None and member.stop > member.start:
-                start, stop, is_trained = member.start * step, member.stop * step, member.keys is not None
-                keys = member.keys if pair.dropout else None
+        for of_adapter in self.adapter_rows:
+            weights = of_adapter.adapter.weights_by_site.get(site)
+            if weights is not None and of_adapter.stop > of_adapter.start:
+                start, stop = of_adapter.start * step, of_adapter.stop * step
+                is_trained, keys = of_adapter.keys is not None, of_adapter.keys if weights.dropout else None
                 segments.append(
-                    RoutedSegment(pair, start, stop, keys, stable_key(site), member.positions, is_trained)
+                    RoutedSegment(weights, start, stop, keys, stable_key(site), of_adapter.positions, is_trained)
                 )
         return segments
 
@@ -118,21 +118,21 @@ class Route:
         """Return the route of a layer whose input is single positions of the rows, in order: (positions, 1, width).
 
         Args:
-            rows: the row of each position, on the CPU. Positions after the last of a member have no adapter.
+            rows: the row of each position, on the CPU. Positions after those of all adapters have none.
             positions: on the device.
         """
-        # Rows [0, 0, 1, 2, 2, 3] of positions, and members with the rows 0 to 2 and 2 to 3: the bounds [0, 2, 2, 3]
-        # are at [0, 3, 3, 5], so the members have positions 0 to 3 and 3 to 5. Position 5 is padding.
-        bounds = [bound for member in self.members for bound in (member.start, member.stop)]
+        # Rows [0, 0, 1, 2, 2, 3] of positions, and adapters with rows 0 to 2 and 2 to 3: the bounds [0, 2, 2, 3]
+        # are at [0, 3, 3, 5], so the adapters have positions 0 to 3 and 3 to 5. Position 5 is padding.
+        bounds = [bound for of_adapter in self.adapter_rows for bound in (of_adapter.start, of_adapter.stop)]
         # Even cuts are starts, odd ones stops.
         cuts = torch.searchsorted(rows, rows.new_tensor(bounds)).tolist()
-        members = []
-        for member, start, stop in zip(self.members, cuts[::2], cuts[1::2], strict=True):
-            keys = member.keys
+        adapter_rows = []
+        for of_adapter, start, stop in zip(self.adapter_rows, cuts[::2], cuts[1::2], strict=True):
+            keys = of_adapter.keys
             if keys is not None:  # of the row of each position
-                keys = keys[sent(rows[start:stop] - member.start, keys.device)]
-            members.append(AdapterRows(member.adapter, start, stop, keys, positions[start:stop]))
-        return replace(self, rows=len(rows), tokens=1, members=tuple(members), is_after_decoder=False)
+                keys = keys[to_device(rows[start:stop] - of_adapter.start, keys.device)]
+            adapter_rows.append(AdapterRows(of_adapter.adapter, start, stop, keys, positions[start:stop]))
+        return replace(self, rows=len(rows), tokens=1, adapter_rows=tuple(adapter_rows), is_after_decoder=False)
 
     def add_adapters(
         self, site: str, x: torch.Tensor, y: torch.Tensor, backend: SegmentLoop | None = None

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from shardwise.bank.losses import LOSSES
 from shardwise.core.errors import ConfigError, TrainingError
-from shardwise.fsdp.named_tensors import canonical
+from shardwise.core.formatting import canonical_name
 from shardwise.fsdp.torch_private import is_compiled_in_place, normalizes_over_rows, splitting_dim
 
 IGNORED: Final = -100
@@ -266,16 +266,16 @@ def _find_module_faults(model: PreTrainedModel) -> Iterator[str]:
     for name, module in model.named_modules():
         if is_compiled_in_place(module):
             # A compiled graph is not guarded on hooks, so it would not see adapters that are added later.
-            yield f"{canonical(name) or 'the model'} is compiled without adapters. Load it without compiling"
+            yield f"{canonical_name(name) or 'the model'} is compiled without adapters. Load it without compiling"
         if normalizes_over_rows(module):
-            yield f"{canonical(name)} is a {type(module).__name__}, which normalizes over all adapters' rows"
+            yield f"{canonical_name(name)} is a {type(module).__name__}, which normalizes over all adapters' rows"
         # None, a text, or a dict by layer type.
         kinds = getattr(module, "rope_type", None)
         names = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
         if coupling := sorted(names.intersection(_BY_LONGEST_ROW)):
             yield (
-                f"{canonical(name)} has {coupling[0]} rotary embeddings, which depend on the longest row of all "
-                "adapters. Set another rope_type in the config"
+                f"{canonical_name(name)} has {coupling[0]} rotary embeddings, which depend on the longest row of "
+                "all adapters. Set another rope_type in the config"
             )
 
 
@@ -301,8 +301,9 @@ def _find_sharding_faults(model: nn.Module, ranks: int) -> Iterator[str]:
             split = [placement for placement in parameter.placements if splitting_dim(placement) is not None]
             if len(split) > 1 or parameter.device_mesh.size() != ranks:
                 yield (
-                    f"{canonical(name)} is {parameter.placements} on a mesh of {parameter.device_mesh.size()} of "
-                    f"{ranks} ranks, and every rank must have its own rows. Shard over all of them by FSDP2 alone"
+                    f"{canonical_name(name)} is {parameter.placements} on a mesh of {parameter.device_mesh.size()} "
+                    f"of {ranks} ranks, and every rank must have its own rows. Shard over all of them by FSDP2 "
+                    "alone"
                 )
                 return
 

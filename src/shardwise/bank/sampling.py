@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.bank.adapter import BankAdapter
-from shardwise.bank.batch import collective_passes, describe_adapter, evaluating, get_usable_adapter, open_call
+from shardwise.bank.batch import collective_passes, describe_adapter, evaluating, get_usable_adapter, plan_call
 from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.passes import SharedBase
 from shardwise.bank.routes import Route, group_rows
 from shardwise.bank.rows import IGNORED, Request, RowTensors
 from shardwise.core.errors import ConfigError
-from shardwise.fsdp.torch_private import sent
+from shardwise.fsdp.torch_private import to_device
 
 _CHECKED_STEPS: Final = 16
 """After as many steps, ranks tell each other whether all sequences have ended."""
@@ -278,7 +278,7 @@ class _Sequences:
     def __init__(self, base: SharedBase, ids: torch.Tensor, mask: torch.Tensor) -> None:
         self._base = base
         self._cache: Any = None
-        self.ids, self._mask = sent(ids, base.device), sent(mask, base.device)
+        self.ids, self._mask = to_device(ids, base.device), to_device(mask, base.device)
         # Positions count from the first token of the prompt: of [pad, pad, a, b] they are [0, 0, 0, 1].
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         self._accepted = inspect.signature(base.model.forward).parameters
@@ -324,7 +324,7 @@ def _may_pad(base: SharedBase, lengths: Lengths) -> bool:
     widest = max(prompt for prompt, _ in pairs) + max(length for _, length in pairs)
     if widest > getattr(base.model.config.get_text_config(), "index_topk", widest):
         return False
-    if not base.padding_ignored:
+    if base.padding_ignored is None:
         prompts = torch.arange(40, device="cpu").view(8, 5) % base.vocab_size
         results = []
         for padding in (0, 7):
@@ -338,15 +338,15 @@ def _may_pad(base: SharedBase, lengths: Lengths) -> bool:
         is_possible = results[0] > -1e3  # tokens that the model does not rule out
         alone, padded = (each[is_possible] for each in results)
         distance = (padded - alone).norm() / (alone - alone.mean()).norm()
-        base.padding_ignored.append(base.world.all_reduce_object(float(distance) <= _LARGEST_ROUNDING, all))
-    return base.padding_ignored[0]
+        base.padding_ignored = base.world.all_reduce_object(float(distance) <= _LARGEST_ROUNDING, all)
+    return base.padding_ignored
 
 
 def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter], num_steps: int) -> None:
     """Sample this rank's sequences of a batch, token by token. Collective: as the base is."""
     # Adapters of one rank side by side, so that one product computes them. The base comes last.
     rows.sort(key=lambda row: (1, 0, "") if row.adapter is None else (0, row.adapter.rank, row.adapter.name))
-    members = group_rows([row.adapter for row in rows], [None] * len(rows), base.device)
+    adapter_rows = group_rows([row.adapter for row in rows], [None] * len(rows), base.device)
     num_rows, width = max(len(rows), 1), max((len(row.sample.prompt) for row in rows), default=1)
     # (rows, tokens), padded on the left. A rank without sequences has a dummy row.
     ids = torch.zeros((num_rows, width), dtype=torch.int64, device="cpu")
@@ -359,16 +359,16 @@ def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter
         ids[number, width - len(prompt) :] = prompt
         mask[number, width - len(prompt) :] = 1
         numbers[number, : row.sample.max_tokens] = row.numbers
-    numbers = sent(numbers, base.device)
+    numbers = to_device(numbers, base.device)
     # Of each row: temperature, top_k and top_p, as (3, rows, 1). A dummy row is greedy.
     most = base.vocab_size
     choices = [(row.sample.temperature, min(row.sample.top_k or most, most), row.sample.top_p) for row in rows]
     settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64, device="cpu")
-    settings = sent(settings.T.unsqueeze(2).contiguous(), base.device)
+    settings = to_device(settings.T.unsqueeze(2).contiguous(), base.device)
     anchor, sequences = torch.zeros((), device=base.device), _Sequences(base, ids, mask)
     for step in range(num_steps):
         width = sequences.ids.shape[1]
-        route = Route(num_rows, width, members, in_call, base.backend_choice, anchor)
+        route = Route(num_rows, width, adapter_rows, in_call, base.backend_choice, anchor)
         with base.active_route.on(route):
             logits = sequences.compute_logits()
         tokens, logprobs = _choose_tokens(logits, settings, numbers[:, step : step + 1])
@@ -437,7 +437,7 @@ def _score(
         requests.append(Request(name, rows))
     if not requests:
         return {}
-    call = open_call(base, requests, adapters, is_training=False, num_top=num_top)
+    call = plan_call(base, requests, adapters, is_training=False, num_top=num_top)
     sums = call.run()
     scores = {}
     for number, request, row in places:

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from shardwise.bank.adapter import BankAdapter, require_options
 from shardwise.checkpoints import base_identity as bases
 from shardwise.core.errors import ConfigError, FormatError
+from shardwise.core.formatting import canonical_name
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.urls import shown
-from shardwise.fsdp.named_tensors import canonical, collect_tensors
+from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.optimizer_states_by_name import class_name
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models.lora.adapted_layers import AdaptedSite, ExpertsSite
@@ -100,7 +101,7 @@ def identify_base(world: World, model: PreTrainedModel) -> dict[str, str]:
         # shards.
         exchange.reduce_fun = samples.identity
     identity = exchange.result
-    shapes = sorted((canonical(name), tuple(each.shape)) for name, each in model.named_parameters())
+    shapes = sorted((canonical_name(name), tuple(each.shape)) for name, each in model.named_parameters())
     return {
         "name": str(getattr(model, "name_or_path", "") or ""),
         "architecture": original_class(model).__name__,

@@ -31,7 +31,7 @@ from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.urls import shown
 from shardwise.fsdp.optimizer_states_by_name import list_differences, scheduler_mismatch, set_group
-from shardwise.fsdp.torch_private import in_memory
+from shardwise.fsdp.torch_private import from_torch_or_other
 from shardwise.transfer.matching import OnFault
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -111,7 +111,9 @@ def parse_state(adapter: BankAdapter, what: str, state: object) -> StoredTrainin
     # The shapes of the matrices are those of the tensors here, whatever the facts say.
     shapes = {key: tuple(values.shape) for key, values in state["adapter"].items()}
     facts = replace(validate_facts(state["facts"], what), matrices=shapes)
-    tensors = {key: (tuple(values.shape), in_memory(values.dtype)) for key, values in state["training"].items()}
+    tensors = {
+        key: (tuple(values.shape), from_torch_or_other(values.dtype)) for key, values in state["training"].items()
+    }
     return StoredTraining(what, facts, tensors)
 
 
@@ -197,7 +199,9 @@ def allocate_targets(
     if MATRICES in stored.tensors:
         targets[MATRICES] = adapter.flat.detach()
     # Names, shapes and dtypes must be equal, since the tensors are read in place.
-    here = {key: f"{tuple(values.shape)} {in_memory(values.dtype).label}" for key, values in targets.items()}
+    here = {
+        key: f"{tuple(values.shape)} {from_torch_or_other(values.dtype).label}" for key, values in targets.items()
+    }
     there = {shown(key): f"{shape} {dtype.label}" for key, (shape, dtype) in stored.tensors.items()}
     if faults := _list_differing(there, here, "here"):
         raise _state_error(stored.what, adapter, faults)

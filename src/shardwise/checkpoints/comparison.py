@@ -19,7 +19,7 @@ from shardwise.core.consents import Consent, allows, describe_faults
 from shardwise.core.errors import FormatError, KeyMismatchError
 from shardwise.files.join_entries import KeyPath
 from shardwise.fsdp.optimizer_states_by_name import by_parameter, list_differences, scheduler_mismatch
-from shardwise.fsdp.torch_private import in_memory
+from shardwise.fsdp.torch_private import from_torch_or_other
 from shardwise.models.selection import Selection
 from shardwise.transfer.matching import STATE_REMEDIES
 from shardwise.transfer.memory import gc_disabled
@@ -159,7 +159,8 @@ def _compare_model(opened: OpenCheckpoint, collected: CollectedState, comparison
         if not names:
             comparison.add("missing", fqn)
             continue
-        tensor, shape, dtype = stored[keys[names[0]]], tuple(item.tensor.shape), in_memory(item.tensor.dtype)
+        tensor, shape = stored[keys[names[0]]], tuple(item.tensor.shape)
+        dtype = from_torch_or_other(item.tensor.dtype)
         if tensor.shape != shape or tensor.dtype is not dtype:
             sentence = f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {shape} {dtype.label}"
             comparison.add("mismatched", fqn, sentence)

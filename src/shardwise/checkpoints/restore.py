@@ -33,7 +33,7 @@ from shardwise.files.storage import StorageReader
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, read
 from shardwise.fsdp.rebind import Key, rebuild_state_tensor
-from shardwise.fsdp.torch_private import in_memory
+from shardwise.fsdp.torch_private import from_torch_or_other
 from shardwise.loading.load import execute_load
 from shardwise.loading.prepare import LoadOptions, LoadRequest, prepare_load
 from shardwise.loading.source import OpenSource
@@ -295,7 +295,7 @@ def _match_optimizers(
     stored: dict[str, SourceTensor] = {}
     for name, tensor in parsed.tensors.items():
         shape = tuple(tensor.shape)
-        stored[name] = SourceTensor(shape, in_memory(tensor.dtype), (Box.whole(shape),))
+        stored[name] = SourceTensor(shape, from_torch_or_other(tensor.dtype), (Box.whole(shape),))
     # Every rank can read all of it, which is described as if the first one had it.
     return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), consent)
 

@@ -43,10 +43,10 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
 
 
 def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any, libraries: str | None) -> list[Any]:
-    """Call ``function(*args)`` on every rank of the launcher, or on new ranks, which get the first signal.
+    """Call ``function(*args)`` on every rank of the launcher, or on new ranks.
 
-    Return the values by rank, in all processes of a launcher. Say that these ``libraries`` are imported, or nothing
-    if they have been.
+    A first stop signal is passed on to new ranks. Return the values by rank, in all processes of a launcher. Say
+    that these ``libraries`` are imported, or nothing if they have been.
 
     Raises:
         ConfigError: as :func:`read_launch`.

@@ -46,8 +46,8 @@ WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_w
 OF_DDP: Final = "module."
 
 
-def without_wrapper_parts(name: str) -> str:
-    """Return a name without :data:`WRAPPERS`."""
+def canonical_name(name: str) -> str:
+    """Return a name of a tensor or module without :data:`WRAPPERS` (compile, activation checkpointing, FSDP1)."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -58,7 +58,7 @@ def join_names(prefix: str, name: str) -> str:
 
 def plain_key(key: str) -> str:
     """Return a key without what wrappers add to it: :data:`WRAPPERS`, and ``module.`` in front (DDP, DeepSpeed)."""
-    return without_wrapper_parts(key).removeprefix(OF_DDP)
+    return canonical_name(key).removeprefix(OF_DDP)
 
 
 def collapse(names: Iterable[str]) -> list[tuple[str, int]]:

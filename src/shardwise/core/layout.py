@@ -18,12 +18,12 @@ class TensorKind(enum.Enum):
 
     PARAMETER = "parameter"
     PERSISTENT_BUFFER = "persistent buffer"
-    BUFFER = "non-persistent buffer"
+    NON_PERSISTENT_BUFFER = "non-persistent buffer"
 
     @property
     def is_saved(self) -> bool:
         """True if the tensor belongs to a state dict, so that a checkpoint is expected to hold it."""
-        return self is not TensorKind.BUFFER
+        return self is not TensorKind.NON_PERSISTENT_BUFFER
 
 
 class Origin(enum.Enum):
@@ -120,7 +120,7 @@ class ModelLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class LoraFactors:
     """FQNs of the LoRA matrices of one adapted weight: ``weight + scaling * (lora_B @ lora_A)``.
 
     Attributes:
@@ -241,7 +241,7 @@ class WorldLayout:
     """
 
     mesh: MeshShape
-    first: ModelLayout
+    rank0: ModelLayout
     spreads: Mapping[str, Spread]
     groups: tuple[GroupLayout, ...]
     whole: Mapping[str, str]
@@ -250,5 +250,5 @@ class WorldLayout:
         """Return the layout of one rank."""
         position = self.mesh.position(rank)
         return ModelLayout(
-            tuple(replace(item, boxes=self.spreads[item.fqn].boxes[position]) for item in self.first.tensors)
+            tuple(replace(item, boxes=self.spreads[item.fqn].boxes[position]) for item in self.rank0.tensors)
         )

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 from shardwise.core.errors import ConfigError, FormatError, StorageError
-from shardwise.core.formatting import OF_DDP, plain_key, without_wrapper_parts
+from shardwise.core.formatting import OF_DDP, canonical_name, plain_key
 from shardwise.core.tensors import ByteRange, DType, Strided, coalesce, numel
 from shardwise.files.storage import StorageReader
 from shardwise.files.urls import shown
@@ -423,7 +423,7 @@ def without_wrappers(index: CheckpointIndex) -> tuple[CheckpointIndex, list[str]
     """
     # `module.` is left out only if all keys have it: a model may have a module of this name.
     tensors = index.tensors()
-    keys = {tensor.key: without_wrapper_parts(tensor.key) for tensor in tensors}
+    keys = {tensor.key: canonical_name(tensor.key) for tensor in tensors}
     if all(key.startswith(OF_DDP) for key in keys.values()):
         keys = {tensor.key: plain_key(tensor.key) for tensor in tensors}
     wrapped = [key for key, plain in keys.items() if key != plain]

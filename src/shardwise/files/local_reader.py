@@ -61,7 +61,7 @@ class LocalReader(StorageReader):
         self._root = os.path.abspath(os.fspath(root))
         if not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: no such directory. Check the path")
-        self._policy = policy or (NETWORK_FILE_SYSTEM if is_network(type_at(self._root)) else LOCAL)
+        self._policy = policy or (NETWORK_FILE_SYSTEM if is_network(get_file_system_type(self._root)) else LOCAL)
         self._max_open_files = max(1, max_open_files)
         self._open_files: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class LocalReader(StorageReader):
         for folder, subfolders, files in os.walk(self._root, onerror=refuse):
             subfolders[:] = [name for name in subfolders if not name.startswith(".")]
             paths = (Path(folder, name) for name in files)
-            # os.path's is False for a file in a folder that may be listed but not entered.
+            # Not Path.is_file(), which raises for a file in a folder that may be listed but not entered.
             names += [path.relative_to(self._root).as_posix() for path in paths if os.path.isfile(path)]
         return sorted(names)
 
@@ -127,7 +127,7 @@ class LocalReader(StorageReader):
         # A call may read less than was asked for, and takes a limited number of buffers.
         while first < len(pending):
             try:
-                count = os.preadv(opened.descriptor, one_call(pending, first), position)
+                count = os.preadv(opened.descriptor, slice_for_one_call(pending, first), position)
             except OSError as error:
                 raise to_storage_error(self._root, file, f"reading at byte {position}", error) from error
             with self._lock:
@@ -215,7 +215,7 @@ CALL_BUFFERS = 1024
 """The most buffers one preadv or pwritev call takes on Linux (``IOV_MAX``)."""
 
 
-def one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
+def slice_for_one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
     """Return the buffers from ``first`` on that fit in one system call, the last one possibly cut."""
     batch: list[memoryview] = []
     # Buffers are cut, not copied: the rest of the last one goes into the next call.
@@ -346,22 +346,24 @@ _NETWORK = re.compile(
     "9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs4?|orangefs|panfs|pvfs2|smb3|smbfs|virtiofs|wekafs"
     r"|fuse\.(?!(bindfs|fuse-overlayfs|lxcfs|mergerfs|ntfs-3g|snapfuse|squashfuse)$).*"
 )
+"""Types of file systems whose files come from another machine. Of FUSE all, but for those over local folders."""
 
 _TABLE = "/proc/self/mountinfo"
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
+"""Spaces and other characters, as the mount table escapes them."""
 
 
-def type_at(path: str) -> str | None:
+def get_file_system_type(path: str) -> str | None:
     """Return the type of the file system of a path, which need not exist, or None if it cannot be determined."""
     try:
         with open(_TABLE, encoding="utf-8", errors="surrogateescape") as table:
-            return file_system_type(os.path.realpath(path), table.read())
+            return find_type_in_mountinfo(os.path.realpath(path), table.read())
     except OSError:  # not Linux, or no /proc
         return None
 
 
-def file_system_type(path: str, mountinfo: str) -> str | None:
+def find_type_in_mountinfo(path: str, mountinfo: str) -> str | None:
     """Return the type ("ext4", "nfs4", "fuse.gcsfuse") of the file system that contains ``path``, or None.
 
     ``path`` is absolute and free of links. ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)).

@@ -23,7 +23,7 @@ from shardwise.files.direct_io import (
     new_buffer,
     open_direct,
 )
-from shardwise.files.local_reader import advance, is_network, one_call, type_at
+from shardwise.files.local_reader import advance, get_file_system_type, is_network, slice_for_one_call
 from shardwise.files.urls import get_scheme, is_url, require_file_name, shown, to_storage_error, without_secrets
 
 _MODE = 0o666
@@ -95,7 +95,7 @@ class LocalWriter(storage.StorageWriter):
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: is a file. Pass a folder to write to")
-        self._policy = policy or _get_policy(type_at(self._root))
+        self._policy = policy or _get_policy(get_file_system_type(self._root))
         self._is_direct = self._policy.is_direct
         self._is_nested = folders is not None
         self._folders = {""}
@@ -350,7 +350,7 @@ class LocalWriter(storage.StorageWriter):
         first = 0
         while first < len(pending):
             with self._failures(file, f"writing at byte {position}"):
-                count = os.pwritev(opened.descriptor, one_call(pending, first), position)
+                count = os.pwritev(opened.descriptor, slice_for_one_call(pending, first), position)
                 if count == 0:
                     raise OSError(errno.EIO, "the file system writes nothing")
             position += count

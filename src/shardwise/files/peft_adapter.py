@@ -243,3 +243,22 @@ def find_training_file(reader: StorageReader, adapter: str) -> str | None:
             "the matrices alone (into a bank: load(..., training_state=False))"
         )
     return name
+
+
+def adapter_prefix(name: str) -> str:
+    """Return the prefix of an adapter's files and keys if they are stored with those of its base."""
+    return f"(adapter {name})"
+
+
+def find_adapter_weights(folder: Path) -> str:
+    """Return the name of the file of tensors in the folder of an adapter.
+
+    Raises:
+        FormatError: it is not there, or no config is.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise FormatError(f"{folder}: has no {ADAPTER_CONFIG}. Pass the folder of an adapter that PEFT saved")
+    file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise FormatError(f"{folder}: has neither {' nor '.join(ADAPTER_WEIGHTS)}. Save the adapter again")
+    return file

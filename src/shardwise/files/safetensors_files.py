@@ -43,7 +43,7 @@ _CHUNKS = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 
 
-def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
+def parse_chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     """Return the offsets of the file's chunk of each tensor, or an empty mapping for a file of full tensors.
 
     Raises :class:`FormatError` if they contradict the file's tensors.
@@ -80,7 +80,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
     return offsets_by_key
 
 
-def from_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> FoundTensor:
+def join_chunks(key: str, chunks: list[tuple[tuple[int, ...], TensorEntry]]) -> FoundTensor:
     """Return the tensor of these chunks, each with its offsets.
 
     Raises :class:`FormatError` if chunks differ in dtype or number of dimensions.
@@ -191,7 +191,7 @@ def _add_headers(headers: Iterable[FileHeader], index: IndexSoFar, faults: Forma
         metadata = {name: text for name, text in header.metadata.items() if name != _CHUNKS}
         index.metadata = {**metadata, **index.metadata}
         try:
-            offsets = chunk_offsets(header)
+            offsets = parse_chunk_offsets(header)
         except FormatError as error:
             faults.add_error("damaged files", error)
             continue
@@ -218,7 +218,7 @@ def _add_headers(headers: Iterable[FileHeader], index: IndexSoFar, faults: Forma
             )
             continue
         try:
-            join_entries.add_tensor(key, from_chunks(key, pieces), index, faults)
+            join_entries.add_tensor(key, join_chunks(key, pieces), index, faults)
         except FormatError as error:
             faults.add_error("damaged files", error)
 
@@ -274,8 +274,8 @@ def parse_header(file: str, file_nbytes: int, header: bytes) -> FileHeader:
     fields = checkpoint_index.parse_object(header, what=f"{shown(file)}: header")
     data_start = _LENGTH_BYTES + len(header)
     try:
-        metadata = _metadata(fields.pop("__metadata__", None))
-        entries = [_entry(file, key, field, data_start, file_nbytes) for key, field in fields.items()]
+        metadata = _parse_metadata(fields.pop("__metadata__", None))
+        entries = [_parse_entry(file, key, field, data_start, file_nbytes) for key, field in fields.items()]
         entries.sort(key=attrgetter("start", "stop"))
         _check_tiling(entries, data_start, file_nbytes)
     except ValueError as error:
@@ -293,7 +293,7 @@ def _check_header_length(file: str, file_nbytes: int, header_nbytes: int) -> Non
         )
 
 
-def _metadata(value: object) -> dict[str, str]:
+def _parse_metadata(value: object) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -304,7 +304,7 @@ def _metadata(value: object) -> dict[str, str]:
     return value
 
 
-def _entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> TensorEntry:
+def _parse_entry(file: str, key: str, field: object, data_start: int, file_nbytes: int) -> TensorEntry:
     """Return the tensor that a field of the header describes. Raises ValueError if the field is invalid."""
     name = f"tensor {shown(key)}"
     if not isinstance(field, dict):

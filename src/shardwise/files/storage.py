@@ -4,9 +4,9 @@ A *storage* is a folder of files in any location. A *reader* reads byte ranges o
 ranges. A *policy* describes the access pattern that suits a storage. Plans size their requests by the policy and do
 not depend on the kind of storage. A *request* is one range of one file. For a reader it is one call of
 :meth:`StorageReader.read_vectored` with the destination buffers
-(:class:`shardwise.transfer.read_items.FileRequest`), and for a writer one call of :meth:`StorageWriter.write` with
-the source buffers. For a custom storage, subclass one of them and pass it to a verb. ``tests/support`` contains
-tests for such classes.
+(:class:`shardwise.transfer.file_requests.FileRequest`), and for a writer one call of :meth:`StorageWriter.write`
+with the source buffers. For a custom storage, subclass one of them and pass it to a verb. ``tests/support``
+contains tests for such classes.
 """
 
 from collections.abc import Sequence

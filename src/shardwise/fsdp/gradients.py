@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.core.errors import ConfigError, private, require_private
+from shardwise.core.formatting import canonical_name
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.named_tensors import abbreviate, canonical, local_tensor
-from shardwise.fsdp.torch_private import param_groups
+from shardwise.fsdp.named_tensors import abbreviate, local_tensor
+from shardwise.fsdp.torch_private import iter_fsdp_param_groups
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
@@ -97,7 +98,7 @@ class Averaging:
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
         self.mesh = mesh
         self.model = model
-        self._group = next(param_groups(model), None)
+        self._group = next(iter_fsdp_param_groups(model), None)
         if self._group is not None:
             require_private(
                 "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
@@ -114,7 +115,7 @@ class Averaging:
     def __call__(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None or not self.is_synchronizing():
             return
-        number = torch_private.backward_pass()
+        number = torch_private.backward_pass_id()
         if number not in self._passes:
             self._passes.add(number)
             torch_private.after_backward(partial(self._average, number))
@@ -194,9 +195,9 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
             continue
         if not isinstance(parameter, DTensor):
             if not is_averaged(parameter):
-                alone.append(canonical(name))
+                alone.append(canonical_name(name))
         elif parameter.device_mesh.size() < ranks:
-            on_smaller_mesh.append(canonical(name))
+            on_smaller_mesh.append(canonical_name(name))
     if alone:
         raise ConfigError(
             f"{abbreviate(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so each rank "
@@ -234,7 +235,7 @@ def reset_fsdp_state(root: Any) -> None:
     for each in state._state_ctx.all_states:
         each._modules_to_run_forward.clear()
         each._training_state = idle
-    for group in param_groups(root):
+    for group in iter_fsdp_param_groups(root):
         group.finalize_backward()
         group._partial_reduce_output = None
         group._training_state = idle  # otherwise reshard() keeps parameters for the backward pass

@@ -13,18 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwise.core.errors import ShardingError
-from shardwise.core.formatting import few_names, join_names, without_wrapper_parts
+from shardwise.core.formatting import canonical_name, few_names, join_names
 from shardwise.core.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.core.tensors import Box, Strided, contiguous_strides
 from shardwise.fsdp import torch_private
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: registries, hooks, ``training``."""
-
-
-def canonical(fqn: str) -> str:
-    """Return a name of a tensor or module without wrapper prefixes (compile, activation checkpointing, FSDP1)."""
-    return without_wrapper_parts(fqn)
 
 
 def without_compile(model: nn.Module) -> nn.Module:
@@ -157,9 +152,9 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
     for name, module in modules:
         if torch_private.is_under_replicate(module):
             raise ShardingError(
-                f"{canonical(name) or 'the model'} is under torch's replicate(), which keeps every parameter whole "
-                "on every rank. Build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
-                "dimension to replicate over"
+                f"{canonical_name(name) or 'the model'} is under torch's replicate(), which keeps every parameter "
+                "whole on every rank. Build it without, and apply fully_shard, or shardwise.shard, on a mesh that "
+                "has a dimension to replicate over"
             )
     reshard(model)  # before the registries are read: gathered groups have unsharded parameters in them
     refs: dict[int, TensorRef] = {}  # by id: two slots are one tensor only if they have the same object
@@ -167,7 +162,7 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
         item = refs.get(id(tensor))
         if item is None:
             item = refs[id(tensor)] = TensorRef(tensor, kind)
-        item.slots.append(Slot(module, name, canonical(join_names(prefix, name))))
+        item.slots.append(Slot(module, name, canonical_name(join_names(prefix, name))))
     return list(refs.values())
 
 
@@ -197,7 +192,7 @@ def _iter_registered(
             if name not in temporary:
                 yield module, buffer, name, TensorKind.PERSISTENT_BUFFER, prefix
         for name in temporary:
-            yield module, buffers[name], name, TensorKind.BUFFER, prefix
+            yield module, buffers[name], name, TensorKind.NON_PERSISTENT_BUFFER, prefix
 
 
 def build_layout(
@@ -218,7 +213,7 @@ def tensor_layout(item: TensorRef, origin: Origin, boxes: tuple[LocalBox, ...], 
     if item.kind.is_saved:
         dtype = torch_private.from_torch(tensor.dtype, item.fqn)
     else:
-        dtype = torch_private.in_memory(tensor.dtype)
+        dtype = torch_private.from_torch_or_other(tensor.dtype)
     return TensorLayout(
         names=item.names,
         kind=item.kind,
@@ -338,7 +333,7 @@ def attributes_on_meta(model: nn.Module) -> list[Slot]:
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and any(map(_is_on_meta, torch_private.tree_leaves(value))):
-                slots.append(Slot(module, name, canonical(join_names(prefix, name))))
+                slots.append(Slot(module, name, canonical_name(join_names(prefix, name))))
     return slots
 
 
@@ -355,7 +350,7 @@ def is_sharded(model: nn.Module, tensors: Sequence[TensorRef]) -> bool:
         ShardingError: only some modules are sharded, or parameters are distributed, but not by ``fully_shard``.
             The message names them.
     """
-    groups = [canonical(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    groups = [canonical_name(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     parameters = [item for item in tensors if item.kind is TensorKind.PARAMETER]
     distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
     outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]

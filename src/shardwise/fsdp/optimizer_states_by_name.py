@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.core.errors import ConfigError
-from shardwise.fsdp.named_tensors import abbreviate, are_bitwise_equal, canonical
+from shardwise.core.formatting import canonical_name
+from shardwise.fsdp.named_tensors import abbreviate, are_bitwise_equal
 from shardwise.fsdp.rebind import Bound, Key, Scalar, label
 
 
@@ -40,7 +41,7 @@ def build_param_groups(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
         for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
             settings = {name: copy_value(value) for name, value in group.items() if name != "params"}
             if "param_names" in settings:
-                settings["param_names"] = [canonical(name) for name in settings["param_names"]]
+                settings["param_names"] = [canonical_name(name) for name in settings["param_names"]]
             groups.append({"params": list(names), **settings})
     return groups
 
@@ -95,11 +96,11 @@ def read(
                 "the state of optimizers has indices in place of parameter names, as from optimizer.state_dict(). "
                 "Pass that of get_optimizer_state_dict(model, optimizer)"
             )
-        parsed.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
+        parsed.groups.append([first_names.get(canonical_name(name), canonical_name(name)) for name in names])
         parsed.settings.append({key: copy_value(value) for key, value in group.items() if key not in _NAMES})
     seen: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for name, entries in state_dict.get("state", {}).items():
-        plain = first_names.get(canonical(name), canonical(name))
+        plain = first_names.get(canonical_name(name), canonical_name(name))
         before, others = seen.setdefault(plain, (name, entries))
         if not all(_is_same(entries[entry], others[entry]) for entry in entries.keys() & others.keys()):
             raise ConfigError(
@@ -129,7 +130,7 @@ def names_by_index(state: Mapping[str, Any]) -> dict[str | int, str]:
                 "its values could be set to the wrong parameters. Create optimizers from model.named_parameters(), "
                 "or save get_optimizer_state_dict(model, optimizer)"
             )
-        names |= {index: canonical(str(name)) for index, name in zip(indices, group_names, strict=True)}
+        names |= {index: canonical_name(str(name)) for index, name in zip(indices, group_names, strict=True)}
     return names
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.fsdp.named_tensors import TensorRef, local_tensor
-from shardwise.fsdp.torch_private import sent, splitting_dim
+from shardwise.fsdp.torch_private import splitting_dim, to_device
 
 _log = logging.getLogger(__name__)
 
@@ -226,9 +226,9 @@ class _Binder:
 def _to_device(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
     """Move a single number as torch does: steps to the host unless a kernel reads them, others to the parameter."""
     if key.entry == "step":
-        return sent(value, parameter.device) if is_read_by_kernels else value
+        return to_device(value, parameter.device) if is_read_by_kernels else value
     if parameter.ndim == 0 and value.is_floating_point():
-        return sent(value.to(parameter.dtype), parameter.device)
+        return to_device(value.to(parameter.dtype), parameter.device)
     return value
 
 

@@ -102,7 +102,7 @@ def to_torch(dtype: DType) -> torch.dtype:
     return _TO_TORCH[dtype]
 
 
-def in_memory(dtype: torch.dtype) -> DType:
+def from_torch_or_other(dtype: torch.dtype) -> DType:
     """Return the dtype of a tensor that is not saved, ``OTHER`` if safetensors has none for it."""
     return _FROM_TORCH.get(dtype, DType.OTHER)
 
@@ -158,7 +158,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         private("torch:_foreach_copy_")(targets, sources, non_blocking=True)
 
 
-def backward_pass() -> int:
+def backward_pass_id() -> int:
     """Return the unique number of the current backward pass."""
     return int(private("torch._C:_current_graph_task_id")())
 
@@ -173,7 +173,7 @@ def add_all(targets: list[torch.Tensor], stacked: torch.Tensor) -> None:
     private("torch:_foreach_add_")(targets, list(stacked.to(targets[0].dtype)))
 
 
-def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on a device. Values of the host go there through pinned memory, so that it does not wait."""
     if device.type == "cpu" or values.device.type != "cpu":
         return values.to(device)
@@ -205,7 +205,7 @@ def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     return private("torch.utils._pytree:tree_map_only")(kind, function, tree)
 
 
-def dispatch_mode() -> Any:
+def dispatch_mode_class() -> Any:
     """Return the class of modes that see every operation."""
     return private("torch.utils._python_dispatch:TorchDispatchMode")
 
@@ -320,7 +320,7 @@ def keep_forever(group: Any) -> None:
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
     """Return the ``FSDPParam`` of each sharded parameter."""
     by_parameter: dict[nn.Parameter, Any] = {}
-    for group in param_groups(model):
+    for group in iter_fsdp_param_groups(model):
         for param in group.fsdp_params:
             require_private(
                 "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
@@ -332,7 +332,7 @@ def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
     return by_parameter
 
 
-def param_groups(model: nn.Module) -> Iterator[Any]:
+def iter_fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = private("torch.distributed.fsdp:FSDPModule._get_fsdp_state", module)()

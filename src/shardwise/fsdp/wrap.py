@@ -33,9 +33,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.core.formatting import comparable_text, first_line
+from shardwise.core.formatting import canonical_name, comparable_text, first_line
 from shardwise.core.layout import TensorKind
-from shardwise.fsdp.named_tensors import TensorRef, abbreviate, axis_names, canonical
+from shardwise.fsdp.named_tensors import TensorRef, abbreviate, axis_names
 from shardwise.fsdp.policies import (
     Classes,
     Grouping,
@@ -231,7 +231,7 @@ def wrap(
     if hasattr(model, "generate"):  # it calls encoders without the model's forward
         register_fsdp_forward_method(model, "generate")
     mark_sharded(model, mesh)
-    return tuple(canonical(name) for group in grouping.blocks for name in group.modules)
+    return tuple(canonical_name(name) for group in grouping.blocks for name in group.modules)
 
 
 def _save_gathered(
@@ -285,7 +285,7 @@ def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
     for index, name in enumerate(blocks_to_prepare(model, sharding)):
         block = model.get_submodule(name)
         if every and index % every == 0:
-            block.forward = Recomputed(block, block.forward, canonical(name))
+            block.forward = Recomputed(block, block.forward, canonical_name(name))
         # After the recomputation, which is compiled with the block, and before fully_shard, whose hooks are not. In
         # place, so that names of parameters do not change. The first call compiles.
         if sharding.compile is not False:
@@ -316,10 +316,10 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
         return names
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
-            raise ConfigError(_double_checkpointing_message(canonical(name) or type(model).__name__))
+            raise ConfigError(_double_checkpointing_message(canonical_name(name) or type(model).__name__))
     for name in names:
         if isinstance(vars(model.get_submodule(name)).get("forward"), Recomputed):
-            raise ConfigError(f"{canonical(name)} is recomputed already. Prepare a model's blocks once")
+            raise ConfigError(f"{canonical_name(name)} is recomputed already. Prepare a model's blocks once")
     return names
 
 
@@ -359,7 +359,7 @@ def require_contiguous(model: nn.Module, grouping: Grouping) -> None:
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise ShardingError(
-                f"{canonical(name)}: has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
+                f"{canonical_name(name)}: has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
                 "fully_shard takes contiguous parameters only. Make it contiguous in the model's class"
             )
 
@@ -371,9 +371,9 @@ def _require_shardable_dtypes(model: nn.Module, grouping: Grouping) -> None:
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not (parameter.is_floating_point() or parameter.is_complex()):
             raise ConfigError(
-                f"torch {torch.__version__}: FSDP2 shards floating-point parameters only, and {canonical(name)} is "
-                f"{parameter.dtype}. Packed weights on several ranks need torch 2.13 or newer. "
-                "Run pip install -U torch"
+                f"torch {torch.__version__}: FSDP2 shards floating-point parameters only, and "
+                f"{canonical_name(name)} is {parameter.dtype}. Packed weights on several ranks need torch 2.13 "
+                "or newer. Run pip install -U torch"
             )
 
 

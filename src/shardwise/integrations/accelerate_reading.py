@@ -12,19 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.consents import Consent, Ignore, OnMissing
+from shardwise.core.formatting import canonical_name
 from shardwise.core.reports import StateReport
 from shardwise.files import accelerate_saves
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.stored_tensors import stored_tensors
-from shardwise.fsdp.named_tensors import canonical, collect_tensors, without_compile
+from shardwise.fsdp.named_tensors import collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, names_by_index, read
 from shardwise.fsdp.rebind import label
 from shardwise.integrations.accelerate_writing import agree_on_call, untrained_names
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
-from shardwise.saving.rename_journal import journal_folder, link_as_renamed, read_rename_lists
+from shardwise.saving.rename_journal import journal_folder, link_as_renamed, read_journals
 from shardwise.saving.saved_trees import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.saving.torch_saves import Levels, read_rank_file
 from shardwise.state import state_values
@@ -243,7 +244,7 @@ def _find_save(
     folder = journal_folder(path)
     with world.broadcast("look for a rename in progress") as exchange:
         if world.rank == 0:
-            exchange.local = read_rename_lists(folder)
+            exchange.local = read_journals(folder)
     if exchange.result:
         # Each rank makes links in a temporary folder of its own, so each finds the save under another path.
         with world.collective("find saved files"):
@@ -282,6 +283,6 @@ def _parse(state: Any, targets: OptimizerTargets) -> tuple[ParsedState, dict[str
             index = int(key)
         name = str(named.get(index, key))
         values[name] = entries
-        fqn = targets.first_names.get(canonical(name), canonical(name))
+        fqn = targets.first_names.get(canonical_name(name), canonical_name(name))
         paths |= {label(fqn, str(entry)): ("state", key, entry) for entry in entries}
     return read({"state": values, "param_groups": groups}, targets.first_names, targets.shapes), paths

@@ -110,13 +110,14 @@ class ShardwiseTrainer(_Trainer):
         compat.require_before_trainer(cls, ShardwiseTrainer)
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        # Constructors of such trainers have no ref_model, so it is taken out before the arguments are passed on.
+        # Trainers that load their reference by the model's name (GRPO, RLOO) take no ref_model. It is taken out
+        # here, and handed to them below in place of what they would load.
         reference: Any = None
         if compat.loads_reference(type(self)):
             reference = keywords.pop("ref_model", None)
         names = inspect.signature(super().__init__).parameters
         kwargs = {**dict(zip(names, positional, strict=False)), **keywords}
-        if reference is not None:
+        if reference is not None:  # for the check alone
             kwargs = {**kwargs, "ref_model": reference}
         with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
             require_trainable(type(self), kwargs, world)
@@ -262,15 +263,15 @@ class ShardwiseTrainer(_Trainer):
         These are the same on every rank. Other errors of one rank, in its data loader or its loss, are raised
         there. The others raise a RankLostError with its message, or exit if they are stuck in a collective.
         """
-        run, requested = self._run, _requested_checkpoint(resume_from_checkpoint)
+        run, requested = self._output_dir, _requested_checkpoint(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
             # The first rank alone looks for checkpoints, so that all ranks resume from the same one.
             with world.broadcast("find the checkpoint to resume") as exchange:
                 if world.rank == 0:
-                    folder, has_left = trainer_checkpoints.resume_source(run, requested)
+                    folder, has_leftovers = trainer_checkpoints.resume_source(run, requested)
                     resumed = (None, None, None) if folder is None else trainer_checkpoints.read_checkpoint(folder)
-                    exchange.local = (folder, has_left, resumed)
+                    exchange.local = (folder, has_leftovers, resumed)
             # None without a checkpoint: what an earlier call of train() resumed from must not apply to this one.
             source, has_incomplete, (header, self._events.best, self._position) = exchange.result
             if source is not None:
@@ -281,16 +282,16 @@ class ShardwiseTrainer(_Trainer):
             if has_incomplete:
                 with world.broadcast("remove what a stopped save left"):
                     if world.rank == 0:
-                        trainer_checkpoints.remove_left(run)
+                        trainer_checkpoints.remove_incomplete_checkpoints(run)
         self._saved_step, self._on_other_base, self.is_stop_requested = None, on_other_base, False
         # Not entered: it lasts as long as the training.
-        steps = World.current(call="the Trainer's steps")
+        step_world = World.current(call="the Trainer's steps")
         # translate_collective_errors needs ranks that have met over the control channel.
-        if steps.size > 1:
-            steps.all_gather_object(None)
+        if step_world.size > 1:
+            step_world.all_gather_object(None)
         try:
-            translated = translate_collective_errors(steps, self._where, _end_stuck)
-            with translated, self._synchronized(steps):
+            translated = translate_collective_errors(step_world, self._where, _end_stuck)
+            with translated, self._synchronized(step_world):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
             # An error leaves it set, and AgreedEvents would go on to wait for the other ranks.
@@ -364,7 +365,7 @@ class ShardwiseTrainer(_Trainer):
         return int(getattr(self, compat.TOKENS, 0) or self.state.num_input_tokens_seen)
 
     @property
-    def _run(self) -> Path:
+    def _output_dir(self) -> Path:
         assert self.args.output_dir is not None, "the Trainer's arguments have a default"
         return Path(self.args.output_dir)
 

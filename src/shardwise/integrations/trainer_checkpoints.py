@@ -105,7 +105,7 @@ class FolderKind(Enum):
     """Content of a folder ``checkpoint-N``."""
 
     COMPLETE = "a complete checkpoint"
-    LEFT = "an incomplete checkpoint"
+    INCOMPLETE = "an incomplete checkpoint"
     FOREIGN = "files of others"
 
 
@@ -179,7 +179,7 @@ def get_folder_kind(folder: Path) -> FolderKind:
         return FolderKind.FOREIGN
     # An empty folder is left by a save that is killed before it writes the marker.
     is_incomplete = (folder / BEGUN_FILE).is_file() or not any(folder.iterdir())
-    return FolderKind.LEFT if is_incomplete else FolderKind.FOREIGN
+    return FolderKind.INCOMPLETE if is_incomplete else FolderKind.FOREIGN
 
 
 def read_header(folder: Path) -> TrainerHeader:
@@ -263,7 +263,7 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
             f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "
             f"or remove. Pass {resume}another output_dir, or remove them"
         )
-    return source, FolderKind.LEFT in kinds.values()
+    return source, FolderKind.INCOMPLETE in kinds.values()
 
 
 def _names(steps: Sequence[int]) -> str:
@@ -304,7 +304,8 @@ def locked_for(world: World, run: Path, step: int) -> Iterator[Saving]:
 
 
 def _begin(run: Path, step: int, save_id: str) -> None:
-    _remove_left(run)  # before the folder is examined; see [Note: Checked twice] in ``saving/commit.py``
+    # Before the folder is examined, see [Note: Checked twice] in ``saving/commit.py``.
+    _remove_incomplete_checkpoints(run)
     folder = checkpoint_folder(run, step)
     if folder.is_dir():
         raise StorageError(
@@ -438,19 +439,19 @@ def remove_others(run: Path, step: int) -> None:
         remove_under(saving.locked, run, [one for one in complete if one != step])
 
 
-def remove_left(run: Path) -> None:
+def remove_incomplete_checkpoints(run: Path) -> None:
     """Remove incomplete checkpoints.
 
     Raises:
         StorageError: another save is in progress there.
     """
     with lock_here(run):
-        _remove_left(run)
+        _remove_incomplete_checkpoints(run)
 
 
-def _remove_left(run: Path) -> None:
+def _remove_incomplete_checkpoints(run: Path) -> None:
     for step, kind in checkpoints_in(run).items():
-        if kind is FolderKind.LEFT:
+        if kind is FolderKind.INCOMPLETE:
             try:
                 _remove_incomplete(checkpoint_folder(run, step))
             except StorageError as error:  # it is not taken for a checkpoint

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
 
 from shardwise.core import machine
 from shardwise.core.errors import RankMismatchError
@@ -17,8 +16,22 @@ from shardwise.loading.plan import LoadPlan
 from shardwise.ranks.call_arguments import comparing_arguments, find_differences
 from shardwise.ranks.world import MismatchedRanks, World, repr_digest
 
-RankPlan: TypeAlias = tuple[tuple[str, bytes], str, RankEstimate, Available]
-"""Digests of a rank's plan and config, its container, its estimate, and the free memory of its container."""
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank tells the others of its plan.
+
+    Attributes:
+        digests: of the plan and of the config.
+        container: equal on ranks whose memory one control group limits.
+        estimate: memory that the rank needs.
+        available: free memory of its device and of its container.
+    """
+
+    digests: tuple[str, bytes]
+    container: str
+    estimate: RankEstimate
+    available: Available
 
 
 def compare_plans(
@@ -40,7 +53,7 @@ def compare_plans(
     """
     # The same text on ranks that one control group limits. The namespace has the machine's boot ID in it.
     container = machine.namespace_id("cgroup") + machine.read_text(machine.OWN_GROUP)
-    local = (plan.digest, repr_digest(settings)), container, estimate, available
+    local = RankPlan((plan.digest, repr_digest(settings)), container, estimate, available)
     result = world.all_reduce_object(local, partial(_check_plans, world, check_memory=check_memory))
     if isinstance(result, int):
         return result
@@ -55,19 +68,19 @@ def compare_plans(
     )
 
 
-def _check_plans(world: World, ranks: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
+def _check_plans(world: World, plans: Sequence[RankPlan], *, check_memory: bool) -> MismatchedRanks | int:
     """Compare plans, and require enough memory. The ranks of a container share its free memory."""
-    if mismatched := world.find_mismatched([digests for digests, *_ in ranks]):
+    if mismatched := world.find_mismatched([plan.digests for plan in plans]):
         return mismatched
     # Host memory is added up by container: each rank alone might fit, and all of them together might not.
-    sharers = Counter(container for _, container, *_ in ranks)
+    sharers = Counter(plan.container for plan in plans)
     needed: Counter[str] = Counter()
-    for _, container, estimate, _ in ranks:
-        needed[container] += estimate.host_bytes
+    for plan in plans:
+        needed[plan.container] += plan.estimate.host_bytes
     if check_memory:
-        for _, container, estimate, available in ranks:
+        for plan in plans:
             # Each rank needs its device for itself, but all ranks of its container allocate from one host memory.
-            rank = world.global_ranks[estimate.rank]
-            needs = replace(estimate, rank=rank, host_bytes=needed[container])
-            require_fits(needs, available, sharers[container])
+            rank = world.global_ranks[plan.estimate.rank]
+            needs = replace(plan.estimate, rank=rank, host_bytes=needed[plan.container])
+            require_fits(needs, plan.available, sharers[plan.container])
     return max(sharers.values())

@@ -55,7 +55,7 @@ def require_equal_buffers(world: World, refs: Sequence[TensorRef]) -> None:
     """
     if world.size == 1:
         return
-    buffers = {item.fqn: item.local for item in refs if item.kind is TensorKind.BUFFER}
+    buffers = {item.fqn: item.local for item in refs if item.kind is TensorKind.NON_PERSISTENT_BUFFER}
     values = checksums(list(buffers.values()))
     sums: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
     for (name, tensor), value in zip(buffers.items(), values, strict=True):

@@ -137,7 +137,7 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
     # Sizes of groups, of ranks during the load, and of a training step if one is described.
     groups = estimate_arithmetic.estimate_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
     ranks = estimate_arithmetic.estimate_ranks(plan, world, placement)
-    trained = [tensor for tensor in world.first.tensors if estimate_arithmetic.is_trained(tensor)]
+    trained = [tensor for tensor in world.rank0.tensors if estimate_arithmetic.is_trained(tensor)]
     training = None
     if "tuning" in options:
         training = _training(tuned, world, groups, placement, options)
@@ -149,10 +149,10 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
         checkpoint=index.root,
         model_class=type(built.model).__name__,
         dtype=str(opened.config.dtype).removeprefix("torch."),
-        parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
+        parameters=sum(tensor.numel for tensor in world.rank0.tensors if tensor.kind is TensorKind.PARAMETER),
         checkpoint_bytes=index.nbytes,
         checkpoint_tensors=len(index.tensors()),
-        bytes_per_dtype=_bytes_per_dtype(world.first),
+        bytes_per_dtype=_bytes_per_dtype(world.rank0),
         whole=world.whole,
         **describe_plan(plan),
         device=placement.device,
@@ -302,7 +302,7 @@ def _plan(
     world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.kept_whole)
     rules = get_rules(tuned.base)
     consent = meta_model.get_consent(options)
-    plan = plan_load(index, world.first, tuned.bindings, rules, consent, additions.base_names)
+    plan = plan_load(index, world.rank0, tuned.bindings, rules, consent, additions.base_names)
     # Only for its errors: a load would raise them, too.
     plan_initial_values(initializers, plan, LoadOptions(budget_bytes=budget_bytes))
     return world, plan

@@ -22,7 +22,7 @@ from shardwise.loading.plan import LoadPlan
 
 def estimate_ranks(plan: LoadPlan, world: WorldLayout, placement: MemoryPlacement) -> tuple[RankEstimate, ...]:
     """Forecast the load of ``plan`` on every rank of the mesh, if each rank reads its own bytes."""
-    sizes = LoadSizes(plan, world.first.tensors, world.spreads)
+    sizes = LoadSizes(plan, world.rank0.tensors, world.spreads)
     # Replicas are alike: one estimate for each position on the shard axis.
     at = [sizes.at(position, position, placement) for position in range(world.mesh.shard_size)]
     return tuple(replace(at[world.mesh.position(rank)], rank=rank) for rank in range(world.mesh.ranks))
@@ -47,7 +47,7 @@ def estimate_groups(
     """
     estimates: list[GroupEstimate] = []
     for group in world.groups:
-        tensors = [world.first.by_name[name] for name in group.parameters]
+        tensors = [world.rank0.by_name[name] for name in group.parameters]
         gathered = gradients = reduced = 0
         for tensor in tensors:
             # A (10, 4) weight on 4 ranks: shards of 3 rows, the last one padded, gathered as 12 rows.
@@ -88,7 +88,7 @@ def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
     if optim.endswith("_8bit") and optim not in _STATES:
         moments, more = (0, 1 + 4 / 256) if optim.startswith(("lion", "paged_lion")) else (0, 2 + 8 / 256)
     rates: dict[Spread, float] = {}
-    for tensor in filter(is_trained, world.first.tensors):
+    for tensor in filter(is_trained, world.rank0.tensors):
         spread = world.spreads[tensor.fqn]
         if optim == "adafactor":
             # A row and a column of second moments: 4 * (4096 + 1024) bytes for a weight of shape (4096, 1024).
@@ -219,9 +219,9 @@ def estimate_training(
         memory_bytes: memory of a rank, for which the largest batch is computed. None to compute none.
     """
     padded: dict[str, int] = {}  # bytes by FQN
-    for tensor in world.first.tensors:
+    for tensor in world.rank0.tensors:
         padded[tensor.fqn] = world.spreads[tensor.fqn].padded_numel * tensor.dtype.bits // 8
-    trained = [tensor for tensor in world.first.tensors if is_trained(tensor)]
+    trained = [tensor for tensor in world.rank0.tensors if is_trained(tensor)]
     states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
     gradients = [padded[tensor.fqn] for tensor in trained]

@@ -69,7 +69,7 @@ def predict_layout(
         groups.append(GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters)))
     return WorldLayout(
         mesh=mesh,
-        first=ModelLayout(tuple(tensors)),
+        rank0=ModelLayout(tuple(tensors)),
         spreads=spreads,
         groups=tuple(groups),
         whole={fqns[parameter]: reason for parameter, reason in grouping.whole.items()},

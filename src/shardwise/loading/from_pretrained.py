@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.core.errors import ConfigError, FormatError, RankMismatchError
+from shardwise.core.errors import ConfigError, RankMismatchError
 from shardwise.core.machine import namespace_id
 from shardwise.core.reports import LoadReport
 from shardwise.files.checkpoint_index import CheckpointIndex, is_there, without_wrappers
 from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
-from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
+from shardwise.files.peft_adapter import adapter_prefix, find_adapter_weights
 from shardwise.files.storage import read_limited
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
@@ -27,18 +27,18 @@ from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.wrap import Sharding
 from shardwise.loading import double_quantization, meta_model
 from shardwise.loading.load import execute_load, unite_sorted
-from shardwise.loading.prepare import Load, LoadOptions, LoadRequest, get_comparable_settings, prepare_load
+from shardwise.loading.prepare import LoadOptions, LoadRequest, PreparedLoad, get_comparable_settings, prepare_load
 from shardwise.loading.source import OpenSource, open_everywhere, read_index, resolve_everywhere
 from shardwise.models import kernels, pretrained
 from shardwise.models.lora import peft_private
-from shardwise.models.lora.inject import Adapter, Tuned
+from shardwise.models.lora.inject import StoredAdapter, Tuned
 from shardwise.models.tunings import Full
 from shardwise.ranks import call_arguments
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.read import ReadExecutor
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    pass
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
@@ -117,12 +117,14 @@ def build_and_load(
                 )
                 if keywords.get("use_kernels", False):
                     kernels.require_whole_experts(tuned.base)
-            with world.collective("wrap blocks"):
-                wrap_blocks(tuned, sharding)
+            with world.collective("wrap and shard"):
+                wrap.prepare_blocks(tuned.base, sharding)
+                if sharding.mesh is not None:
+                    wrap.wrap(tuned.base, sharding, tuned.kept_whole)
         if keywords.get("load_weights", True):
             with clock.phase("plan"), world.collective("plan the load"):
-                load = prepare_tuned(world, opened.source, tuned, keywords, already_read_bytes)
-            report = execute_load(world, tuned.model, opened.source, load, clock)
+                prepared = prepare_tuned(world, opened.source, tuned, keywords, already_read_bytes)
+            report = execute_load(world, tuned.model, opened.source, prepared, clock)
             if keywords.get("use_kernels", False):
                 with world.collective("load kernels of the hub"):
                     tuned.base.set_use_kernels(True)
@@ -136,23 +138,16 @@ def build_and_load(
     return cast(PreTrainedModel, tuned.model), report  # PEFT's model forwards attributes to it
 
 
-def wrap_blocks(tuned: Tuned, sharding: Sharding) -> None:
-    """Prepare the blocks of a model on meta, and shard them."""
-    wrap.prepare_blocks(tuned.base, sharding)
-    if sharding.mesh is not None:
-        wrap.wrap(tuned.base, sharding, tuned.kept_whole)
-
-
 def prepare_tuned(
     world: World,
     source: OpenSource,
     tuned: Tuned,
     keywords: meta_model.PretrainedOptions,
     already_read_bytes: int,
-) -> Load:
+) -> PreparedLoad:
     """Plan the load of a model that has been wrapped, on this rank."""
     request = LoadRequest(
-        bindings=double_quantization.allocate_staging(tuned.model, tuned.bindings),
+        bindings=double_quantization.add_scale_parameters(tuned.model, tuned.bindings),
         consent=meta_model.get_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
@@ -169,7 +164,7 @@ class OpenModel:
     """Config and headers of a model that is to be loaded.
 
     Attributes:
-        directory: the folder of the small files.
+        directory: the folder of the small files, or a file in it.
         config: config of the model.
         index: headers of the model's own files.
         source: reader of the model's files, and of the files of adapters to train.
@@ -180,7 +175,7 @@ class OpenModel:
     config: PreTrainedConfig
     index: CheckpointIndex
     source: OpenSource
-    adapters: Mapping[str, Adapter]
+    adapters: Mapping[str, StoredAdapter]
 
 
 def open_model(
@@ -220,7 +215,7 @@ def open_model(
     weights_name = getattr(config, "transformers_weights", None)
     source = read_index(world, storage, weights_name=weights_name, extra=extra)
     # The adapters of the tuning join the index and the reader one by one. Names of their files have a prefix.
-    adapters: dict[str, Adapter] = {}
+    adapters: dict[str, StoredAdapter] = {}
     joined = source
     for adapter, folder in keywords.get("tuning", Full()).folders().items():
         joined, adapters[adapter] = _join_adapter(world, joined, adapter, folder, keywords, stack)
@@ -234,7 +229,7 @@ def _join_adapter(
     name_or_path: str | os.PathLike[str],
     keywords: meta_model.PretrainedOptions,
     stack: ExitStack,
-) -> tuple[OpenSource, Adapter]:
+) -> tuple[OpenSource, StoredAdapter]:
     """Join a checkpoint and the adapter that the tuning starts from. Collective: yes.
 
     Raises:
@@ -245,13 +240,14 @@ def _join_adapter(
     hub = replace(keywords.get("hub", HubOptions()), revision=None, subfolder="")
     folder = resolve_everywhere(world, name_or_path, hub, AdapterFiles())
     with world.collective("open the adapter"):
-        file, config = find_adapter_weights(folder), read_lora_config(folder)
+        file, config = find_adapter_weights(folder), peft_private.read_lora_config(folder)
         reader = stack.enter_context(LocalReader(folder))
-    opened, prefix = read_index(world, OpenStorage(reader, file)), adapter_prefix(name)
-    index, notes = without_wrappers(opened.index)
+    adapter_source = read_index(world, OpenStorage(reader, file))
+    prefix = adapter_prefix(name)
+    index, notes = without_wrappers(adapter_source.index)
     # One index and one reader for both, so that a load plans and reads them together. The prefix keeps their names
     # apart: both may have a model.safetensors.
-    identities = {f"{prefix}/{file}": identity for file, identity in opened.identities.items()}
+    identities = {f"{prefix}/{file}": identity for file, identity in adapter_source.identities.items()}
     joined = replace(
         source,
         index=merge_indexes(source.index, index, prefix),
@@ -262,7 +258,7 @@ def _join_adapter(
     # The adapter's tensors as leaves of the joined index, under the keys of its own file.
     stored = stored_tensors(joined.index).items()
     tensors = {key.removeprefix(f"{prefix}/"): item for key, item in stored if key.startswith(f"{prefix}/")}
-    return joined, Adapter(str(folder), config, tensors)
+    return joined, StoredAdapter(str(folder), config, tensors)
 
 
 @contextmanager
@@ -308,9 +304,9 @@ def decide_ties(
     source: OpenSource,
     options: LoadOptions,
 ) -> tuple[set[str], int]:
-    """Return the declared ties that stay untied because their stored values differ, and the bytes read.
+    """Compare declared ties that are stored under both names. Return those that stay untied, and the bytes read.
 
-    Collective: yes.
+    The equal ones are set as ``built.equal_ties``. Collective: yes.
     """
     if not pairs:
         return set(), 0
@@ -377,33 +373,3 @@ def from_pretrained(
         with torch.inference_mode(False):
             model, report = build_and_load(world, name_or_path, keywords, clock)
     return (model, report) if output_loading_info and report is not None else model
-
-
-def read_lora_config(folder: Path) -> "LoraConfig":
-    """Return the config of the adapter in a folder, with the version of PEFT that the file has.
-
-    Raises:
-        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
-    """
-    config = peft_private.config_in(str(folder))
-    config.peft_version = read_peft_version(folder / ADAPTER_CONFIG)
-    return config
-
-
-def adapter_prefix(name: str) -> str:
-    """Return the prefix of an adapter's files and keys if they are stored with those of its base."""
-    return f"(adapter {name})"
-
-
-def find_adapter_weights(folder: Path) -> str:
-    """Return the name of the file of tensors in the folder of an adapter.
-
-    Raises:
-        FormatError: it is not there, or no config is.
-    """
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise FormatError(f"{folder}: has no {ADAPTER_CONFIG}. Pass the folder of an adapter that PEFT saved")
-    file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
-    if file is None:
-        raise FormatError(f"{folder}: has neither {' nor '.join(ADAPTER_WEIGHTS)}. Save the adapter again")
-    return file

@@ -24,7 +24,7 @@ from shardwise.loading import double_quantization, prepare
 from shardwise.loading.agreement import compare_plans
 from shardwise.loading.audit import audit, find_unequal_tied, require_equal_buffers
 from shardwise.loading.plan import FromCheckpoint, Init, Keep, LoadPlan
-from shardwise.loading.prepare import Load, LoadRequest
+from shardwise.loading.prepare import LoadRequest, PreparedLoad
 from shardwise.loading.source import OpenSource, Source, open_source
 from shardwise.models import pretrained
 from shardwise.models.four_bit.base import quantize_bindings
@@ -136,19 +136,19 @@ def load_checkpoint(
     with source.closing():
         try:
             with clock.phase("plan"), world.collective("plan the load"):
-                load = prepare_checkpoint(world, model, source, request, key_mapping)
-            report = execute_load(world, model, source, load, clock)
+                prepared = prepare_checkpoint(world, model, source, request, key_mapping)
+            report = execute_load(world, model, source, prepared, clock)
         finally:
             # Even after a failure: parameters for staging must not stay on the caller's model.
-            double_quantization.rollback(model)
+            double_quantization.remove_scale_parameters(model)
     is_distributed = source.index.is_distributed
-    pretrained.record_conversions(model, load.request.transforms, is_distributed=is_distributed)
+    pretrained.record_conversions(model, prepared.request.transforms, is_distributed=is_distributed)
     return report
 
 
 def prepare_checkpoint(
     world: World, model: nn.Module, source: OpenSource, request: LoadRequest, key_mapping: Mapping[str, str] | None
-) -> Load:
+) -> PreparedLoad:
     """Bind a checkpoint's keys to a model by its own conversions, and plan its load on this rank.
 
     The ``request`` has no bindings yet.
@@ -159,23 +159,30 @@ def prepare_checkpoint(
     bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
     # Ties depend on the stored keys. They are made before the tensors are collected again for the plan.
     prepare.tie_declared(model, tensors, bindings)
-    bindings = double_quantization.allocate_staging(model, quantize_bindings(model, bindings))
+    bindings = double_quantization.add_scale_parameters(model, quantize_bindings(model, bindings))
     # After quantize_bindings(), which decides the layers whose scales are computed after the read.
     additions = Additions(nested=double_quantization.deferred_names(model))
     request = replace(request, bindings=bindings, transforms=transforms, additions=additions)
     return prepare.prepare_load(world, model, source, request)
 
 
-def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load, clock: Clock) -> LoadReport:
+def execute_load(
+    world: World, model: nn.Module, source: OpenSource, prepared: PreparedLoad, clock: Clock
+) -> LoadReport:
     """Agree on the plan, materialize, read, fill and audit: the same steps for every model and every world size.
 
     Collective: yes.
     """
-    plan, options = load.plan, load.request.options
+    plan, options = prepared.plan, prepared.request.options
     with clock.phase("plan"):
         # Before any tensor gets memory. The ranks of a container share its CPUs.
         ranks_per_container = compare_plans(
-            world, plan, load.config_fields, load.estimate, load.available, check_memory=options.check_memory
+            world,
+            plan,
+            prepared.config_fields,
+            prepared.estimate,
+            prepared.available,
+            check_memory=options.check_memory,
         )
     shows_progress = options.progress and world.rank == 0
     with progress_bar("Loading weights", plan.layout.local_nbytes, enabled=shows_progress) as bar:
@@ -192,29 +199,30 @@ def execute_load(world: World, model: nn.Module, source: OpenSource, load: Load,
             # Before tensors get memory: if this raises, none of them has been changed.
             require_equal_tied(world, plan, executor)
             with world.collective("read weights"):
-                materialize_and_read(load, executor, clock)
+                materialize_and_read(prepared, executor, clock)
         # After the read: each rank has its share, and the replicas exchange them.
-        if load.shared:
+        if prepared.shared:
             from shardwise.loading.shared_reads import exchange_shared
 
             with clock.phase("share"):
-                exchange_shared(world, load.shared, {item.fqn: item for item in load.tensors}, load.items, executor)
+                tensors = {item.fqn: item for item in prepared.tensors}
+                exchange_shared(world, prepared.shared, tensors, prepared.items, executor)
     with clock.phase("fill"):
         # Needs all scales, and counts what it writes for the audit below.
-        completed = double_quantization.complete(world, model, budget_bytes=options.budget_bytes)
+        completed = double_quantization.quantize_scales(world, model, budget_bytes=options.budget_bytes)
     with world.collective("set up the loaded model"):
-        attributes = fill_and_audit(model, load, {**executor.written, **completed}, clock)
+        attributes = fill_and_audit(model, prepared, {**executor.written, **completed}, clock)
     with clock.phase("audit"):
         # After fill_and_audit(), which fills the buffers.
-        require_equal_buffers(world, load.tensors)
-    return make_report(world, model, source, load, executor, attributes, clock)
+        require_equal_buffers(world, prepared.tensors)
+    return make_report(world, model, source, prepared, executor, attributes, clock)
 
 
-def materialize_and_read(load: Load, executor: ReadExecutor, clock: Clock) -> None:
+def materialize_and_read(prepared: PreparedLoad, executor: ReadExecutor, clock: Clock) -> None:
     """Give this rank's tensors memory, and read their values."""
     with clock.phase("materialize"), gc_disabled():
-        local = materialize(load.tensors, load.fsdp_params, load.device)
-    executor.read_into(load.read_plan, [local[item.fqn] for item in load.read_plan.items])
+        local = materialize(prepared.tensors, prepared.fsdp_params, prepared.device)
+    executor.read_into(prepared.read_plan, [local[item.fqn] for item in prepared.read_plan.items])
 
 
 def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> None:
@@ -239,13 +247,13 @@ def make_report(
     world: World,
     model: nn.Module,
     source: OpenSource,
-    load: Load,
+    prepared: PreparedLoad,
     executor: ReadExecutor,
     attributes: tuple[str, ...],
     clock: Clock,
 ) -> LoadReport:
     """Return the report of a load that has ended. ``attributes`` are the names of recomputed attributes."""
-    plan, index, request = load.plan, source.index, load.request
+    plan, index, request = prepared.plan, source.index, prepared.request
     fields = prepare.describe_plan(plan)
     fields["recomputed"] += attributes
     reads = plan.reads()
@@ -273,8 +281,8 @@ def make_report(
         reads=getattr(source.reader, "reads", 0),
         seconds={phase: clock.seconds[phase] for phase in phases if phase in clock.seconds},
         loaded=len(reads),
-        estimate=load.estimate,
-        read_once=tuple(load.shared),
+        estimate=prepared.estimate,
+        read_once=tuple(prepared.shared),
         files=tuple(index.files),
         kept=plan.names(Keep),
         **fields,
@@ -296,51 +304,56 @@ _NORM_BLOCK_NUMEL = 1 << 22
 
 
 @gc_disabled()
-def fill_and_audit(model: nn.Module, load: Load, read: Mapping[str, int], clock: Clock) -> tuple[str, ...]:
+def fill_and_audit(
+    model: nn.Module, prepared: PreparedLoad, read: Mapping[str, int], clock: Clock
+) -> tuple[str, ...]:
     """Fill tensors that no checkpoint has, and check that all are complete. Return names of recomputed attributes.
 
     ``read`` has the number of elements that have been written, by FQN.
     """
-    written = dict(read)  # fill() adds its own elements, so that audit() sees both
+    written = dict(read)  # fill_unread() adds its own elements, so that audit() sees both
     with clock.phase("fill"):
-        fill(load, written, upload_buffer(load.device, load.request.options.budget_bytes))
-        attributes = load.initializers.compute_attributes(load.device)
+        fill_unread(prepared, written, upload_buffer(prepared.device, prepared.request.options.budget_bytes))
+        attributes = prepared.initializers.compute_attributes(prepared.device)
     with clock.phase("audit"):
-        audit(load.plan, written, named_tensors.meta_leftovers(model))
-        mark_loaded(model, (item.tensor for item in load.tensors))
+        audit(prepared.plan, written, named_tensors.meta_leftovers(model))
+        mark_loaded(model, (item.tensor for item in prepared.tensors))
     return attributes
 
 
-def fill(load: Load, written: dict[str, int], staging: StagingBuffer) -> None:
+def fill_unread(prepared: PreparedLoad, written: dict[str, int], staging: StagingBuffer) -> None:
     """Fill tensors that come from no checkpoint: initialized ones and recomputed buffers.
 
     ``written`` counts elements by FQN. The elements that are filled here are added to it.
     """
-    layout, additions, seed = load.plan.layout, load.request.additions, load.request.options.seed
+    layout, additions, seed = prepared.plan.layout, prepared.request.additions, prepared.request.options.seed
     # Tensors that were read need nothing here, except for new rows of a resized one.
-    by_name = {name: item for item in load.tensors for name in item.names}
-    for item in load.tensors:
+    by_name = {name: item for item in prepared.tensors for name in item.names}
+    for item in prepared.tensors:
         tensor = layout.by_name[item.fqn]
-        if item.fqn in load.programs:
+        if item.fqn in prepared.programs:
             from shardwise.models.initial_programs import copy_program, values_from_program
 
-            program = load.programs[item.fqn]
+            program = prepared.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy gets the values of its original
             if not program.is_elementwise:
                 # An orthogonal matrix, for example: its shards cannot be initialized one by one. Every rank
                 # initializes the full tensor, one at a time, and copies its own part.
-                whole = load.initializers.initialize_whole(first, seed=seed)
+                whole = prepared.initializers.initialize_whole(first, seed=seed)
                 program = copy_program(whole)
-            boxes = boxes_to_fill(load.plan, item.fqn)
+            boxes = boxes_to_fill(prepared.plan, item.fqn)
             for target, values in values_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn):
                 staging.copy(values, target)
             written[item.fqn] = written.get(item.fqn, 0) + sum(piece.box.numel for piece in boxes)
-        elif item.fqn in additions.norms and isinstance(load.plan.fills[item.fqn], Init):
+        elif item.fqn in additions.norms and isinstance(prepared.plan.fills[item.fqn], Init):
             # Computed from the matrix, which has been read before.
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
             written[item.fqn] = tensor.local_numel
-        elif item.kind is TensorKind.BUFFER and (value := load.computed[item.fqn].value) is not None:
+        elif (
+            item.kind is TensorKind.NON_PERSISTENT_BUFFER
+            and (value := prepared.computed[item.fqn].value) is not None
+        ):
             set_value(item, value, staging)
 
 

@@ -15,7 +15,7 @@ from shardwise.core.reports import Available, RankEstimate
 from shardwise.core.tensors import numel
 from shardwise.files.storage import ReadPolicy
 from shardwise.loading.plan import LoadPlan
-from shardwise.transfer.read_items import plan_staging
+from shardwise.transfer.file_requests import plan_staging
 
 # Loading
 

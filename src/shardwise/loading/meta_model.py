@@ -31,7 +31,7 @@ from shardwise.models.build import find_vocabulary_tensors, resize_vocabulary, s
 from shardwise.models.four_bit.base import convert_base_to_four_bits
 from shardwise.models.four_bit.config import Fp4, Mxfp4, Nf4, Quantization, from_transformers, is_mxfp4
 from shardwise.models.initialize import BufferRules
-from shardwise.models.lora.inject import Adapter, Tuned
+from shardwise.models.lora.inject import StoredAdapter, Tuned
 from shardwise.models.pretrained import bind
 from shardwise.models.tunings import ExistingLora, Freeze, Full, Lora, Tuning, tune
 from shardwise.ranks.call_arguments import check_options, get_hints, require_known
@@ -39,6 +39,7 @@ from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.read import ReadExecutor
 
 _SMALL_BUFFERS_BYTES = 1 << 30
+"""Buffers of this size are accepted, however small the checkpoint is."""
 
 
 class ModelOptions(TypedDict, total=False):
@@ -139,10 +140,10 @@ class PretrainedOptions(FilledOptions, total=False):
     options: LoadOptions
 
 
-Options = TypeVar("Options", bound=ModelOptions)
+OptionsT = TypeVar("OptionsT", bound=ModelOptions)
 
 
-def normalize_keywords(options: Options) -> Options:
+def normalize_keywords(options: OptionsT) -> OptionsT:
     """Return options with transformers' keywords moved to ``dtype``, ``quantization`` and ``hub``.
 
     Raises:
@@ -177,10 +178,10 @@ def normalize_keywords(options: Options) -> Options:
             if getattr(hub, name) not in (getattr(HubOptions(), name), value):
                 raise ConfigError(f"{name}: is given twice, as a keyword and in hub=HubOptions(...). Pass one")
             hub = replace(hub, **{name: value})
-    return cast(Options, {**kwargs, "hub": hub})
+    return cast(OptionsT, {**kwargs, "hub": hub})
 
 
-def check_keywords(call: str, options: Options, kind: type) -> Options:
+def check_keywords(call: str, options: OptionsT, kind: type) -> OptionsT:
     """Check the keyword arguments of a call. Return them as :func:`normalize_keywords` does.
 
     ``kind`` declares the keywords that the call has.
@@ -381,8 +382,9 @@ def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
     return [entry.dtype for entry in entries if entry.key not in index.extra]
 
 
-def _folder(directory: Path) -> Path:
-    return directory if directory.is_dir() else directory.parent
+def _folder(path: Path) -> Path:
+    """Return the folder of a checkpoint, of which ``path`` may name a file."""
+    return path if path.is_dir() else path.parent
 
 
 def resolve_trained_dtype(options: FilledOptions) -> TrainedDtype:
@@ -393,7 +395,7 @@ def resolve_trained_dtype(options: FilledOptions) -> TrainedDtype:
     return dtype
 
 
-def comparable_tuning(options: FilledOptions, adapters: Mapping[str, Adapter]) -> str:
+def comparable_tuning(options: FilledOptions, adapters: Mapping[str, StoredAdapter]) -> str:
     """Return the tuning options that must be equal on all ranks, as text."""
     tuning = options.get("tuning", Full())
     return repr((tuning.comparable_text(adapters), resolve_trained_dtype(options), options.get("resize_vocab")))
@@ -405,7 +407,7 @@ def prepare_for_training(
     untied: set[str],
     options: FilledOptions,
     *,
-    adapters: Mapping[str, Adapter],
+    adapters: Mapping[str, StoredAdapter],
     casts_to: torch.dtype | None,
 ) -> Tuned:
     """Tie a model, and make it ready to be trained: on meta, before it is sharded.

@@ -191,13 +191,14 @@ class _LoadPlanner:
         for sentence in self.bindings.errors:
             self.fault("conversion", sentence)
         for tensor in self.layout.tensors:
-            if tensor.kind is TensorKind.BUFFER:
+            if tensor.kind is TensorKind.NON_PERSISTENT_BUFFER:
                 self.fills[tensor.fqn] = self.recompute(tensor)
             else:
                 self.fills[tensor.fqn] = self.fill(tensor)
             for alias in tensor.names[1:]:
                 self.fills[alias] = Tie(tensor.fqn)
-        # After the fills: keys of scales are no faults of their own where a fill has named its codes.
+        # After the fills: once a fill has reported codes without scales, the keys of the scales are not reported
+        # again.
         self.check_unexpected()
         # In the order of REMEDIES, whatever the order in which they were found.
         if self.faults:
@@ -325,7 +326,7 @@ class _LoadPlanner:
             elif allows(self.consent.unexpected, key):
                 self.unexpected.append(key)
                 self.ignored.append(key)
-            # Beside codes without a quantization config, each key of a scale would be a further line.
+            # The keys of scales would repeat a fault that names their codes.
             elif "quantized" not in self.faults or not is_quantization_key(name):
                 renamed = f" (renamed to {name})" if name != key else ""
                 if name.endswith("_extra_state"):

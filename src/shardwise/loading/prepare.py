@@ -97,7 +97,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class Load:
+class PreparedLoad:
     """Decisions of this rank about a load, before anything is read.
 
     Attributes:
@@ -146,7 +146,7 @@ def get_comparable_settings(
 
 
 @memory.gc_disabled()
-def prepare_load(world: World, model: nn.Module, source: OpenSource, request: LoadRequest) -> Load:
+def prepare_load(world: World, model: nn.Module, source: OpenSource, request: LoadRequest) -> PreparedLoad:
     """Decide how a model is filled, on this rank alone, before anything is read."""
     options, additions, policy = request.options, request.additions, source.reader.policy
     # Again, after the keys were bound: ties and staging parameters may have changed the model's tensors.
@@ -163,15 +163,15 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     programs = plan_initial_values(initializers, plan, options)
     device, fsdp_params = memory.get_model_device(tensors, options.device), torch_private.fsdp_params(model)
     by_name = {item.fqn: item for item in tensors}
-    items = read_targets(plan, by_name, memory.target_devices(tensors, fsdp_params, device))
+    items = build_read_items(plan, by_name, memory.target_devices(tensors, fsdp_params, device))
     # Replicas read a share each, and exchange them in execute_load.
     shared: Mapping[str, tuple[Boxes, ...]] = {}
-    targets, mode = items, options.shared_reads
+    items_to_read, mode = items, options.shared_reads
     if world.size > 1 and (mode == "always" or (mode == "auto" and policy.is_remote)):
         from shardwise.loading.shared_reads import keep_local_shares, select_shared
 
         shared = select_shared(world, by_name, items)
-        targets = keep_local_shares(world, shared, items)
+        items_to_read = keep_local_shares(world, shared, items)
     placement = MemoryPlacement.from_plan(
         plan,
         policy,
@@ -181,7 +181,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     )
     # A load into live tensors allocates nothing, so free memory is not compared.
     needs_memory = any(item.tensor.is_meta for item in tensors)
-    return Load(
+    return PreparedLoad(
         request=request,
         tensors=tensors,
         initializers=initializers,
@@ -192,7 +192,7 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
         fsdp_params=fsdp_params,
         items=items,
         shared=shared,
-        read_plan=plan_reads(targets, source.index, policy, options.budget_bytes, world.rank / world.size),
+        read_plan=plan_reads(items_to_read, source.index, policy, options.budget_bytes, world.rank / world.size),
         estimate=estimate_rank(plan, world.rank, placement, padded_numels(tensors, fsdp_params)),
         available=memory.available_memory(device) if needs_memory else Available(),
         config_fields=pretrained.get_settings(additions.base or model),
@@ -203,7 +203,11 @@ def find_origin(
     initializers: initialize.Initializers, computed: Mapping[str, initialize.ComputedBuffer], item: TensorRef
 ) -> Origin:
     """Return what gives a tensor its value if no checkpoint does."""
-    return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initializers.find_origin(item)
+    return (
+        computed[item.fqn].origin
+        if item.kind is TensorKind.NON_PERSISTENT_BUFFER
+        else initializers.find_origin(item)
+    )
 
 
 def require_within_budget(plan: LoadPlan, budget_bytes: int) -> None:
@@ -243,10 +247,10 @@ def plan_initial_values(
     return programs
 
 
-def read_targets(
+def build_read_items(
     plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
 ) -> list[ReadItem]:
-    """Return the targets of all reads."""
+    """Return an item for each tensor that is read from the checkpoint."""
     items: list[ReadItem] = []
     for name, read in plan.reads().items():
         boxes, dtype = plan.layout.by_name[name].boxes, by_name[name].tensor.dtype

@@ -51,13 +51,13 @@ def keep_local_shares(
 ) -> list[ReadItem]:
     """Return the read items, those of shared tensors with only this rank's share of the boxes."""
     shares = _divide_into_shares(shared, items)
-    targets: list[ReadItem] = []
+    items_to_read: list[ReadItem] = []
     for item in items:
         if item.fqn in shares:
             share = shares[item.fqn][world.rank]
             item = replace(item, boxes=tuple(LocalBox(box, locate_box(box, item.boxes)) for box in share))
-        targets.append(item)
-    return targets
+        items_to_read.append(item)
+    return items_to_read
 
 
 def _divide_into_shares(

@@ -52,12 +52,12 @@ def open_source(world: World, checkpoint: Source, hub: HubOptions, extra: tuple[
     is_own = not isinstance(checkpoint, StorageReader)
     if isinstance(checkpoint, StorageReader):
         # The caller has opened this reader on every rank.
-        opened = OpenStorage(checkpoint, None)
+        storage = OpenStorage(checkpoint, None)
     else:
         wanted = ModelFiles(extra=extra)
         place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub, wanted)
-        opened = open_everywhere(world, place, hub)
-    return read_index(world, opened, extra=extra, is_own=is_own)
+        storage = open_everywhere(world, place, hub)
+    return read_index(world, storage, extra=extra, is_own=is_own)
 
 
 def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
@@ -65,16 +65,16 @@ def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions
     with ExitStack() as stack:
         # If opening fails on another rank, the stack closes this rank's reader, too.
         with world.collective("open the folder"):
-            opened = open_storage(place, hub) if is_url(place) else open_storage(place)
-            stack.enter_context(opened.reader)
+            storage = open_storage(place, hub) if is_url(place) else open_storage(place)
+            stack.enter_context(storage.reader)
         # Nothing failed on any rank: from here on the caller closes the reader.
         stack.pop_all()
-        return opened
+        return storage
 
 
 def read_index(
     world: World,
-    opened: OpenStorage,
+    storage: OpenStorage,
     *,
     weights_name: str | None = None,
     extra: Sequence[str] = (),
@@ -86,14 +86,14 @@ def read_index(
     ``loading/one_checkpoint.py``.
     After an error the reader is closed, unless it is the caller's (``is_own`` False).
     """
-    reader = opened.reader
+    reader = storage.reader
     with ExitStack() as stack:
         if is_own:
             stack.enter_context(reader)
         # One rank reads the headers of all files, so that a storage is not asked for them by every rank.
         with world.broadcast("read headers") as exchange:
             if world.rank == 0:
-                exchange.local = _read_headers(reader, opened.file or weights_name, extra)
+                exchange.local = _read_headers(reader, storage.file or weights_name, extra)
         index, remote_identities = exchange.result
         identities, notes = require_one_checkpoint(world, reader, index)
         # Nothing failed on any rank: from here on the caller closes the reader.

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.core.layout import Activations, TensorKind
 from shardwise.fsdp.named_tensors import collect_tensors
-from shardwise.fsdp.torch_private import dispatch_mode, fake_mode, storage_key, tree_leaves, tree_map_only
+from shardwise.fsdp.torch_private import dispatch_mode_class, fake_mode, storage_key, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -91,7 +91,7 @@ def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
         item.replace(fake)
 
 
-class _LiveBytes(dispatch_mode()):  # type: ignore[misc]
+class _LiveBytes(dispatch_mode_class()):  # type: ignore[misc]
     """Counts the bytes of live storages that operations create. Reading a value (``.item()``) returns 1."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:

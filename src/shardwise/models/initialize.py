@@ -27,7 +27,7 @@ from shardwise.core.errors import KeyMismatchError
 from shardwise.core.formatting import join_names
 from shardwise.core.layout import Origin, TensorKind
 from shardwise.fsdp.named_tensors import TensorRef, attributes_on_meta, raw_bytes
-from shardwise.fsdp.torch_private import get_buffers, get_version, sent, tree_leaves, tree_map_only
+from shardwise.fsdp.torch_private import get_buffers, get_version, to_device, tree_leaves, tree_map_only
 from shardwise.models import pretrained
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Initializers:
         Initializers of a transformers model write its buffers, as in ``from_pretrained``. Real buffers of other
         modules are kept, and ``reset_parameters`` computes those on meta.
         """
-        buffers = [item for item in self.tensors if item.kind is TensorKind.BUFFER]
+        buffers = [item for item in self.tensors if item.kind is TensorKind.NON_PERSISTENT_BUFFER]
         # The source of each buffer: a rule of the caller, otherwise the initializers, or its present value.
         outcome = {
             item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, self._transformers_modules))
@@ -213,7 +213,7 @@ class Initializers:
                 value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
                 if any(isinstance(item, torch.Tensor) and item.is_meta for item in tree_leaves(value)):
                     continue  # the constructor does not compute it: an error of the audit
-                value = tree_map_only(torch.Tensor, partial(sent, device=device), value)
+                value = tree_map_only(torch.Tensor, partial(to_device, device=device), value)
                 setattr(slot.module, slot.name, value)
                 names.append(join_names(prefix, slot.fqn))
         return tuple(names)

@@ -10,10 +10,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.core.layout import Factors, ModelLayout
-from shardwise.fsdp.named_tensors import TensorRef, canonical, map_saved_names
+from shardwise.core.formatting import canonical_name
+from shardwise.core.layout import LoraFactors, ModelLayout
+from shardwise.fsdp.named_tensors import TensorRef, map_saved_names
 from shardwise.fsdp.torch_private import get_parameters
-from shardwise.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,8 @@ def names_outside(model: nn.Module, tensors: Sequence[TensorRef], selection: Sel
     """
     inside = map_saved_names(model, tensors)
     if selection is None:
-        return _to_canonical_keys({name: canonical(name) for name in inside})
+        return _to_canonical_keys({name: canonical_name(name) for name in inside})
     return _names_in_peft(model, inside, selection.adapter)
-
-
-def broadcast_names_outside(
-    world: World, model: nn.Module, tensors: Sequence[TensorRef], selection: Selection
-) -> dict[str, str]:
-    """Return :func:`names_outside` of the first rank on all ranks. Collective: yes."""
-    with world.broadcast("find tensors outside of the model") as exchange:
-        if world.rank == 0:  # PEFT may query the hub, which may answer other ranks otherwise, or not at all
-            exchange.local = names_outside(model, tensors, selection)
-    names: dict[str, str] = exchange.result
-    return names
 
 
 def _names_in_peft(model: nn.Module, inside: Mapping[str, TensorRef], adapter: str) -> dict[str, str]:
@@ -69,7 +58,7 @@ def _names_in_peft(model: nn.Module, inside: Mapping[str, TensorRef], adapter: s
         for name, item in inside.items()
     }
     # PEFT puts the tensors that it selects into its result as they are. It has computed any other object.
-    known = {id(stand_in): canonical(name) for name, stand_in in stand_ins.items()}
+    known = {id(stand_in): canonical_name(name) for name, stand_in in stand_ins.items()}
     chosen = _peft_state_dict(model, stand_ins, adapter)
     changed = [name for name, tensor in chosen.items() if id(tensor) not in known]
     if changed:
@@ -90,7 +79,7 @@ def _to_canonical_keys(names: Mapping[str, str]) -> dict[str, str]:
     """
     fqns: dict[str, str] = {}
     for name, fqn in names.items():
-        plain = canonical(name)
+        plain = canonical_name(name)
         if plain in fqns:
             raise ShardingError(
                 f"{name}: another tensor is named {plain} without wrapper prefixes, too. Rename one of the modules"
@@ -134,7 +123,7 @@ class Adapted:
 
     base: nn.Module
     inside: dict[str, str]
-    factors: dict[str, Factors]
+    factors: dict[str, LoraFactors]
 
     def layout(self, layout: ModelLayout) -> ModelLayout:
         """Return the layout of the base under its own names."""
@@ -163,7 +152,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
         raise ConfigError(f"{type(model).__name__} has no adapter {adapter!r} of PEFT's")
     # The base, by its place in PEFT's model, and the modules that own each parameter: a tied one has several.
     base = model.get_base_model()
-    modules = {canonical(name): module for name, module in model.named_modules()}
+    modules = {canonical_name(name): module for name, module in model.named_modules()}
     prefix = next(f"{name}." for name, module in modules.items() if module is base)
     layers: dict[str, Any] = {}
     owners: dict[int, list[str]] = {}
@@ -198,7 +187,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
         elif name.startswith(f"{owner}.base_layer."):
             inside[name.replace(".base_layer", "").removeprefix(prefix)] = name
     # For each adapted weight, by its name in the base, the names of its matrices in PEFT's model.
-    factors: dict[str, Factors] = {}
+    factors: dict[str, LoraFactors] = {}
     for name, layer in layers.items():
         if adapter in layer.lora_A:
             lora_A, lora_B = (f"{name}.{half}.{adapter}.weight" for half in ("lora_A", "lora_B"))
@@ -207,7 +196,7 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
             experts = count if (count := getattr(layer, "num_experts", 0)) > 1 else 0
             is_transposed = experts > 0 and getattr(base_layer, "is_transposed", False) is True
             owner = name.replace(".base_layer", "").removeprefix(prefix)
-            factors[f"{owner}.{parameter}"] = Factors(
+            factors[f"{owner}.{parameter}"] = LoraFactors(
                 lora_A, lora_B, layer.scaling[adapter], experts, is_transposed
             )
     return Adapted(base, inside, factors)
@@ -240,7 +229,7 @@ def parameters_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
     names: dict[str, tuple[str, ...]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         parameters = get_parameters(module).items()
-        names[canonical(prefix)] = tuple(name for name, parameter in parameters if parameter is not None)
+        names[canonical_name(prefix)] = tuple(name for name, parameter in parameters if parameter is not None)
     return names
 
 
@@ -249,5 +238,5 @@ def find_transposed_modules(model: nn.Module) -> frozenset[str]:
     names: set[str] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Conv1D) or getattr(module, "is_transposed", False) is True:
-            names.add(canonical(prefix))
+            names.add(canonical_name(prefix))
     return frozenset(names)

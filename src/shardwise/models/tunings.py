@@ -20,7 +20,7 @@ from shardwise.fsdp.wrap import TrainedDtype, get_trained_dtype
 from shardwise.models import pretrained
 from shardwise.models.lora import inject, peft_private
 from shardwise.models.lora.former_adapters import rename_adapter
-from shardwise.models.lora.inject import Adapter, Tuned, matches, near
+from shardwise.models.lora.inject import StoredAdapter, Tuned, matches, near
 from shardwise.models.selection import AdapterOnly, Selection
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class Tuning:
         """Return the part of the trained model that is saved."""
         return None
 
-    def comparable_text(self, adapters: Mapping[str, Adapter]) -> str:  # noqa: ARG002
+    def comparable_text(self, adapters: Mapping[str, StoredAdapter]) -> str:  # noqa: ARG002
         """Return the settings that must be equal on all ranks, such as the scaling of a LoRA, as text.
 
         By default ``repr``, or the name of the class if its ``repr`` has an address.
         """
         return type(self).__qualname__ if type(self).__repr__ is object.__repr__ else repr(self)
 
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:  # noqa: ARG002
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, StoredAdapter]) -> Tuned:  # noqa: ARG002
         """Add modules, and set ``requires_grad`` of exactly the trained parameters.
 
         Args:
@@ -104,7 +104,7 @@ class Freeze(Tuning):
         if not self.trainable_layers and not self.extra_modules:
             raise ConfigError("Freeze() trains nothing. Pass trainable_layers=n (the last n), or extra_modules")
 
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:  # noqa: ARG002
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, StoredAdapter]) -> Tuned:  # noqa: ARG002
         freeze(base, self)
         return Tuned(base, base, bindings)
 
@@ -138,10 +138,10 @@ class _LoraTuning(Tuning):
     def saves(self) -> Selection:
         return AdapterOnly(self.adapter)
 
-    def comparable_text(self, adapters: Mapping[str, Adapter]) -> str:
+    def comparable_text(self, adapters: Mapping[str, StoredAdapter]) -> str:
         return repr((peft_private.comparable_text(self._config(adapters)), self.adapter, self.placement))
 
-    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, StoredAdapter]) -> Tuned:
         stored, config = adapters.get(self.adapter), self._config(adapters)
         if stored is not None:
             stored = rename_adapter(base, stored)
@@ -152,7 +152,7 @@ class _LoraTuning(Tuning):
             base, bindings, config, self.adapter, stored, is_new=is_new, is_replicated=is_replicated
         )
 
-    def _config(self, adapters: Mapping[str, Adapter]) -> LoraConfig:
+    def _config(self, adapters: Mapping[str, StoredAdapter]) -> LoraConfig:
         return adapters[self.adapter].config
 
 
@@ -170,7 +170,7 @@ class Lora(_LoraTuning):
     adapter: str = "default"
     placement: AdapterPlacement = "sharded"
 
-    def _config(self, adapters: Mapping[str, Adapter]) -> LoraConfig:  # noqa: ARG002
+    def _config(self, adapters: Mapping[str, StoredAdapter]) -> LoraConfig:  # noqa: ARG002
         return self.config
 
 
@@ -294,7 +294,7 @@ def tune(
     tuning: Tuning,
     trained_dtype: TrainedDtype,
     *,
-    adapters: Mapping[str, Adapter],
+    adapters: Mapping[str, StoredAdapter],
     casts_to: torch.dtype | None,
 ) -> Tuned:
     """Prepare a model on meta, which is tied and not yet sharded, for training according to ``tuning``.

@@ -51,16 +51,17 @@ class Exchange:
         reduce_fun: reduces the values of all ranks, on the first. A block may set it, to one that needs what the
             block makes.
         result: what all ranks have, once the block has ended.
+        num_working: how many ranks, from the first on, do something in the block (1 in a broadcast).
     """
 
     def __init__(
-        self, world: World, what: str, reduce_fun: Callable[[list[Any]], object], num_attempts: int
+        self, world: World, what: str, reduce_fun: Callable[[list[Any]], object], num_working: int
     ) -> None:
         self.local: Any = None
         self.reduce_fun = reduce_fun
         self.result: Any = None
         self._world = world
-        self._num_attempts = num_attempts
+        self.num_working = num_working
         self._phase = phase(what)
 
     def __enter__(self) -> Self:
@@ -72,11 +73,11 @@ class Exchange:
     ) -> None:
         try:
             if error is None:
-                self.result = self._world._reduce(self.local, self.reduce_fun, self._num_attempts)
+                self.result = self._world._reduce(self.local, self.reduce_fun, self.num_working)
             # An error that an inner block has raised on all ranks ends this block on all ranks. A second meeting
             # would be one more than the others expect.
             elif isinstance(error, Exception) and not self._world._is_known_to_all(error):
-                self._world._reduce(Failure.from_error(error), self.reduce_fun, self._num_attempts)
+                self._world._reduce(Failure.from_error(error), self.reduce_fun, self.num_working)
         finally:
             # After the exchange: a rank that waits in it is still in this phase, for messages.
             self._phase.__exit__(None, None, None)
@@ -215,21 +216,21 @@ class World:
             RankLostError: a rank has been lost.
             RankMismatchError: ranks are in different calls.
         """
-        return Exchange(self, what, _reduce_to_nothing, num_attempts=self.size)
+        return Exchange(self, what, _reduce_to_nothing, num_working=self.size)
 
     def broadcast(self, what: str) -> Exchange:
         """Return a block in which the first rank works. ``result`` is its ``local`` on all ranks.
 
         Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
         """
-        return Exchange(self, what, itemgetter(0), num_attempts=1)
+        return Exchange(self, what, itemgetter(0), num_working=1)
 
     def all_gather(self, what: str) -> Exchange:
         """Return a block in which all ranks work. ``result`` is the list of every rank's ``local``, by rank.
 
         Collective: yes, at the end of the block. Errors: as of :meth:`collective`.
         """
-        return Exchange(self, what, list, num_attempts=self.size)
+        return Exchange(self, what, list, num_working=self.size)
 
     def all_reduce(self, what: str, reduce_fun: Callable[[list[Any]], object] = list) -> Exchange:
         """Return a block in which all ranks work. ``result`` is ``reduce_fun`` of every rank's ``local``.
@@ -239,9 +240,9 @@ class World:
 
         Collective: yes, at the end of the block. Errors: as of :meth:`collective`, also those of ``reduce_fun``.
         """
-        return Exchange(self, what, reduce_fun, num_attempts=self.size)
+        return Exchange(self, what, reduce_fun, num_working=self.size)
 
-    # Values that are there, so that nothing can fail
+    # Exchanges of values that exist already: there is no block that could fail on this rank
 
     def all_reduce_object(self, value: T, reduce_fun: Callable[[list[T]], R]) -> R:
         """Return on every rank the result of ``reduce_fun`` for all values (picklable). Collective: yes."""
@@ -315,10 +316,10 @@ class World:
             raise
         work.wait()  # raises its error, if it failed
 
-    def _reduce(self, local: T | Failure, reduce_fun: Callable[[list[T]], R], num_attempts: int | None = None) -> R:
+    def _reduce(self, local: T | Failure, reduce_fun: Callable[[list[T]], R], num_working: int | None = None) -> R:
         """Return on every rank the result of ``reduce_fun`` on the first rank, for the values of all.
 
-        ``num_attempts`` is the number of ranks that could have failed (default: all).
+        ``num_working``: as of :class:`Exchange` (default: all).
 
         Raises:
             CheckpointError: (or a subclass) the same on every rank, if ``local`` is a failure on any of them, or
@@ -341,7 +342,7 @@ class World:
                 # decoded counts as a failure of its rank, of which the others learn.
                 values = {message: attempt(decode, message) for message in set(reports)}
                 inputs = [local, *(values[message] for message in reports)]
-                failure = Failure.among(inputs, num_attempts or self.size, channel.global_ranks)
+                failure = Failure.among(inputs, num_working or self.size, channel.global_ranks)
                 outcome = failure or attempt(reduce_fun, cast(list[T], inputs))
                 message = encode(outcome)
                 channel.publish(message)

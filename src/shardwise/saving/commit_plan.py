@@ -11,7 +11,7 @@ file, which takes effect together with the adapter: see [Note: Named by the adap
 An older distributed checkpoint of transformers has several files and no index. It is removed right after the
 commit; until then a folder with both is an error of readers.
 
-[Note: A list of renames] Some files have fixed names, and no step renames several files at once. They are written
+[Note: Rename journals] Some files have fixed names, and no step renames several files at once. They are written
 under names unique to the save, and a small file that lists the renames commits all of them in one step. Before the
 list exists the older files are valid, and afterwards the new ones are. The next save to the folder carries out any
 renames that a killed process left undone. A load changes nothing: it reads each file by the name that the file has

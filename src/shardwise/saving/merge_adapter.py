@@ -25,13 +25,18 @@ from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, open_storage
 from shardwise.files.local_writer import LocalWriter
 from shardwise.files.open_checkpoint import open_checkpoint
-from shardwise.files.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
+from shardwise.files.peft_adapter import (
+    ADAPTER_CONFIG,
+    LoraConfig,
+    adapter_prefix,
+    find_adapter_weights,
+    parse_adapter_config,
+)
 from shardwise.files.remote import resolve
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import HubOptions, shown, unsafe_name_reason
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.loading.audit import are_equal
-from shardwise.loading.from_pretrained import adapter_prefix, find_adapter_weights
 from shardwise.loading.meta_model import MetaModel, ModelOptions, build_meta_model, check_keywords, load_config
 from shardwise.models import pretrained
 from shardwise.models.build import find_vocabulary_tensors

@@ -48,7 +48,7 @@ from shardwise.saving.merge_steps import (
 )
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
 from shardwise.saving.prepare import MAX_SHARD_SIZE
-from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_rename_lists
+from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_journals
 from shardwise.saving.saved_trees import read_objects
 from shardwise.saving.stream_out import TensorsToSave
 from shardwise.saving.torch_saves import Levels, load_plain, nest_values
@@ -199,7 +199,7 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     if not checkpoint.exists():
         raise StorageError(f"{checkpoint}: no such file or folder. Check the path")
     # Files that a journal lists still have temporary names, so the folder is a mix of two saves.
-    if read_rename_lists(folder := journal_folder(checkpoint)):
+    if read_journals(folder := journal_folder(checkpoint)):
         raise StorageError(
             f"{folder}: its last save was interrupted between its commit and its renames. Load it with "
             "load_state, load_accelerate_model or load_accelerate_optimizer, and save it again"

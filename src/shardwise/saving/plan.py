@@ -16,8 +16,8 @@ from shardwise.files.checkpoint_index import TensorEntry
 from shardwise.files.peft_adapter import TRAINING_KEY, training_file
 from shardwise.files.safetensors_files import NewFile, lay_out
 from shardwise.files.storage import ReadPolicy, WritePolicy
+from shardwise.transfer.file_requests import FileRequest, Segment, iter_segments, plan_requests
 from shardwise.transfer.move_plan import Move, full_on_ranks
-from shardwise.transfer.read_items import FileRequest, Segment, iter_segments, plan_requests
 
 MODEL = "model"
 ADAPTER = "adapter_model"

@@ -19,12 +19,13 @@ from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensor
 from shardwise.fsdp.torch_private import from_torch, saved_dtype
 from shardwise.models.four_bit import files as four_bit_files
 from shardwise.models.revert import Output, names_in_file, revert
-from shardwise.models.selection import AdapterOnly, broadcast_names_outside, has_adapters
+from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.ranks.world import World
 from shardwise.saving.plan import ADAPTER, MODEL, SavedTraining, SavePlan, TensorToSave, arrange_writes, plan_save
+from shardwise.state.model_states import broadcast_names_outside
 from shardwise.state.state_values import StateOptions
+from shardwise.transfer.file_requests import FileRequest, Staging, plan_staging
 from shardwise.transfer.memory import gc_disabled
-from shardwise.transfer.read_items import FileRequest, Staging, plan_staging
 from shardwise.transfer.replicas import Shares
 
 WrittenNames: TypeAlias = Literal["hub", "internal"]

@@ -1,7 +1,7 @@
 """Rename journals, by which several files are committed at once, and removal of remains of killed saves.
 
 Readers see a folder as its journal states and change nothing. The next save in the folder carries the journal out
-([Note: A list of renames] in ``saving/commit_plan.py``).
+([Note: Rename journals] in ``saving/commit_plan.py``).
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def clean_up(saving: Saving) -> None:
     """On the first rank, finish pending renames, and remove the remains of saves of accelerate's files.
 
     Raises:
-        FormatError: a list of renames is invalid.
+        FormatError: a rename journal is invalid.
         StorageError: a file cannot be renamed or removed.
     """
     root = saving.locked.writer.root
@@ -68,7 +68,7 @@ def clean_up(saving: Saving) -> None:
             remove_folder(entry.path)
 
 
-def undo_renames(locked: LockedFolder, also: Collection[str] = ()) -> None:
+def remove_unless_committed(locked: LockedFolder, also: Collection[str] = ()) -> None:
     """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
     # Once its list exists, a save is committed: its files are kept, and renamed by the next save.
     root = locked.writer.root
@@ -105,7 +105,7 @@ def lock_and_clean_up(world: World, folder: str | os.PathLike[str], also: Collec
         except BaseException:
             with contextlib.suppress(StorageError):
                 if saving.is_locked_here:
-                    undo_renames(saving.locked, also)
+                    remove_unless_committed(saving.locked, also)
             raise
 
 
@@ -147,7 +147,7 @@ def finish_renames(root: str, file: str, locked: LockedFolder) -> None:
     not exist under their temporary names any more. Before a name is removed that another save may have written, the
     lock is checked.
     """
-    renames = read_list(Path(root), file)
+    renames = read_journal(Path(root), file)
     if renames is None:
         return  # another save has finished it
     with LocalWriter(root, folders=()) as writer:
@@ -180,10 +180,10 @@ def finish_renames(root: str, file: str, locked: LockedFolder) -> None:
         writer.sync_names()
 
 
-_MAX_LIST_BYTES = 1 << 24
+_MAX_JOURNAL_BYTES = 1 << 24
 
 
-def read_list(folder: Path, file: str) -> Renames | None:
+def read_journal(folder: Path, file: str) -> Renames | None:
     """Return a rename journal, or None if it does not exist any more.
 
     Raises:
@@ -193,7 +193,8 @@ def read_list(folder: Path, file: str) -> Renames | None:
     with LocalReader(folder) as reader:
         try:
             nbytes = reader.size(file)
-            content = reader.read(file, 0, nbytes) if nbytes <= _MAX_LIST_BYTES else b""
+            # One that is too long is parsed as empty, which is invalid.
+            content = reader.read(file, 0, nbytes) if nbytes <= _MAX_JOURNAL_BYTES else b""
         except StorageError:
             if not os.path.lexists(folder / file):
                 return None  # finished by another save
@@ -215,22 +216,22 @@ def _existing_folders(folder: Path, renames: Renames) -> list[str]:
 
 
 def journal_folder(path: Path) -> Path:
-    """Return the folder whose lists concern a path: itself, or the parent of a file or of one model's folder."""
+    """Return the folder whose journals concern a path: itself, or the parent of a file or of one model's folder."""
     return path.parent if not path.is_dir() or is_distributed_folder(path.name) else path
 
 
-def read_rename_lists(folder: Path) -> list[Renames]:
-    """Return the lists of renames that interrupted saves have left in a folder.
+def read_journals(folder: Path) -> list[Renames]:
+    """Return the rename journals that interrupted saves have left in a folder.
 
     Raises:
-        FormatError, StorageError: as of :func:`read_list`.
+        FormatError, StorageError: as of :func:`read_journal`.
     """
     try:
         names = os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}. Check its permissions") from error
-    lists = [read_list(folder, file) for file in commit_plan.find_journals(names)]
-    return [renames for renames in lists if renames is not None]
+    journals = [read_journal(folder, file) for file in commit_plan.find_journals(names)]
+    return [renames for renames in journals if renames is not None]
 
 
 @contextmanager
@@ -249,7 +250,7 @@ def link_as_renamed(folder: Path) -> Iterator[Path]:
     with ExitStack() as stack:
         # A new view whenever a save has changed the folder meanwhile, until one is complete.
         view = folder
-        while pending := read_rename_lists(folder):
+        while pending := read_journals(folder):
             view = Path(stack.enter_context(TemporaryDirectory(prefix="shardwise-renamed-")))
             try:
                 gone = _link(folder.absolute(), pending, view)
@@ -257,7 +258,7 @@ def link_as_renamed(folder: Path) -> Iterator[Path]:
                 raise StorageError(f"{folder}: reading it failed, {error.strerror or error}") from error
             # A save may have carried the list out while the links were made. They are right only if it is still
             # there.
-            if read_rename_lists(folder) == pending:
+            if read_journals(folder) == pending:
                 if gone:
                     raise FormatError(
                         f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone. "

@@ -21,11 +21,11 @@ from shardwise.fsdp.named_tensors import raw_bytes, strided_view
 from shardwise.fsdp.torch_private import synchronize_streams, to_torch
 from shardwise.ranks.world import World
 from shardwise.saving.plan import assign_owners, plan_moves_to_owners
+from shardwise.transfer.file_requests import FileRequest, Staging, align
 from shardwise.transfer.fingerprints import MODULUS, fingerprint
 from shardwise.transfer.move import ShardExchange
 from shardwise.transfer.move_plan import plan_rounds
 from shardwise.transfer.read import storage_bytes
-from shardwise.transfer.read_items import FileRequest, Staging, align
 from shardwise.transfer.replicas import ShardSender
 from shardwise.transfer.staging import HostStaging, as_memoryview, as_stored, pinned_bytes
 from shardwise.transfer.workers import WorkerPool, in_background

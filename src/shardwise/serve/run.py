@@ -73,14 +73,14 @@ def serve(options: ServeOptions) -> None:
         stop = stack.enter_context(stopping_on_signals())
         world = stack.enter_context(World.current(call="serve"))
         with world.collective("open the server"):
-            server = _open(options, stack) if world.rank == 0 else None
+            server = _open_server(options, stack) if world.rank == 0 else None
         model = from_pretrained(options.model, dtype=options.dtype)
         bank = AdapterBank(model, max_tokens_per_pass=options.max_tokens_per_pass)
         engine = Engine(world, bank, model)
         if server is not None:
             if options.log_requests:
-                _write_log()
-            base = _describe(model, bank, options.max_tokens_per_pass)
+                _log_requests_to_stderr()
+            base = _describe_base(model, bank, options.max_tokens_per_pass)
             server.start(base, _load_tokenizer(options.model), stop)
             stack.callback(server.stop)
         run_turns(world, engine, server, stop)
@@ -195,8 +195,8 @@ class Server:
         """Raise StorageError if the save of a model at the end has failed."""
         if lost := self._service.lost_models:
             raise StorageError(
-                f"--state: {len(lost)} models could not be saved as shutdown, and the log has the reason. Resume "
-                "them from the last checkpoints of their users"
+                f"--state: models that could not be saved under the name shutdown: {len(lost)}. The log has the "
+                "reason. Resume them from the last checkpoints of their users"
             )
 
     def stop(self) -> None:
@@ -230,7 +230,7 @@ async def _tidy_regularly(service: Service) -> None:
         await service.tidy()
 
 
-def _open(options: ServeOptions, stack: ExitStack) -> Server:
+def _open_server(options: ServeOptions, stack: ExitStack) -> Server:
     """Check what the first rank needs before the base is loaded: keys, the folder, the port."""
     keys = None if options.keys is None else read_keys(options.keys)
     if keys is None and options.host not in _LOOPBACK:
@@ -258,14 +258,14 @@ def _open(options: ServeOptions, stack: ExitStack) -> Server:
     return Server(options, Service(options.settings, store), keys, listener)
 
 
-def _describe(model: nn.Module, bank: AdapterBank, max_tokens_per_pass: int) -> ServedBase:
+def _describe_base(model: nn.Module, bank: AdapterBank, max_tokens_per_pass: int) -> ServedBase:
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     # A row that is padded to a multiple still fits into a pass.
     longest_in_pass = max_tokens_per_pass // LENGTH_MULTIPLE * LENGTH_MULTIPLE
     return ServedBase(embedding.num_embeddings, min(bank.max_length, longest_in_pass), type(model).__name__)
 
 
-def _write_log() -> None:
+def _log_requests_to_stderr() -> None:
     """Write the log of requests to stderr, a JSON object a line."""
     log = logging.getLogger("shardwise.serve")
     log.addHandler(logging.StreamHandler())

@@ -1,6 +1,6 @@
 """Gets and sets the state of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.expert_factors import CURRENT_LAYOUT_VERSION
 from shardwise.core.expression import Expression, Stored
+from shardwise.core.formatting import canonical_name
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import StateReport
 from shardwise.files.checkpoint_index import without_wrappers
@@ -20,18 +21,12 @@ from shardwise.files.local_reader import LocalReader
 from shardwise.files.open_checkpoint import open_checkpoint
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
 from shardwise.files.stored_tensors import stored_tensors
-from shardwise.fsdp.named_tensors import (
-    TensorRef,
-    canonical,
-    collect_tensors,
-    require_plain_tensors,
-    without_compile,
-)
-from shardwise.fsdp.torch_private import from_torch, fsdp_params, in_memory
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, require_plain_tensors, without_compile
+from shardwise.fsdp.torch_private import from_torch, from_torch_or_other, fsdp_params
 from shardwise.loading.load import set_value
 from shardwise.models.initialize import Initializers
 from shardwise.models.lora.inject import swap_experts
-from shardwise.models.selection import Selection, broadcast_names_outside
+from shardwise.models.selection import Selection, names_outside
 from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.state import state_values
@@ -181,9 +176,21 @@ def set_model_values(
     )
 
 
+def broadcast_names_outside(
+    world: World, model: nn.Module, tensors: Sequence[TensorRef], selection: Selection
+) -> dict[str, str]:
+    """Return :func:`names_outside` of the first rank on all ranks. Collective: yes."""
+    with world.broadcast("find tensors outside of the model") as exchange:
+        if world.rank == 0:  # PEFT may query the hub, which may answer other ranks otherwise, or not at all
+            exchange.local = names_outside(model, tensors, selection)
+    names: dict[str, str] = exchange.result
+    return names
+
+
 def _compute_buffers(initializers: Initializers, only: Selection) -> list[tuple[TensorRef, torch.Tensor]]:
     """Return buffers on meta that no state has, with the values that the model's initializers compute."""
-    on_meta = [item for item in initializers.tensors if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
+    not_saved = [item for item in initializers.tensors if item.kind is TensorKind.NON_PERSISTENT_BUFFER]
+    on_meta = [item for item in not_saved if item.tensor.is_meta]
     if not on_meta or only is not None:
         return []
     buffers = initializers.buffers({}, seed=0)
@@ -220,7 +227,8 @@ def _target_slots(refs: list[TensorRef], names: Mapping[str, str]) -> list[tuple
         if names_in_state:
             # Tensors of an adapter may also have their names in the model.
             slot_names = tuple(dict.fromkeys([*names_in_state, *item.names]))
-            slots.append((StateSlot(slot_names, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
+            dtype = from_torch_or_other(item.tensor.dtype)
+            slots.append((StateSlot(slot_names, tuple(item.tensor.shape), dtype), item))
     return slots
 
 
@@ -404,7 +412,7 @@ def open_stored_values(
 def by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for key, expression in stored.items():
-        plain = canonical(key)
+        plain = canonical_name(key)
         if plain in named:
             raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
         named[plain] = expression

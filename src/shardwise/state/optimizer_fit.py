@@ -22,7 +22,7 @@ from shardwise.fsdp.optimizer_states_by_name import (
     set_group,
 )
 from shardwise.fsdp.rebind import Bound, Key, state_like
-from shardwise.fsdp.torch_private import in_memory, to_torch
+from shardwise.fsdp.torch_private import from_torch_or_other, to_torch
 from shardwise.ranks.world import World
 from shardwise.transfer import matching
 
@@ -151,7 +151,7 @@ def _shape_and_dtype(
 ) -> tuple[tuple[int, ...], DType]:
     present = targets.tensor(name)
     if present is not None:
-        return tuple(present.shape), in_memory(present.dtype)
+        return tuple(present.shape), from_torch_or_other(present.dtype)
     local = targets.parameters[parameter]
     shape = tuple(local.shape)
     # Counts and quantized state keep their dtype. Floating-point state is at least as wide as its parameter.
@@ -160,7 +160,7 @@ def _shape_and_dtype(
     wider = torch.promote_types(to_torch(item.dtype), local.dtype)
     if not wider.is_floating_point:
         return shape, item.dtype
-    return shape, in_memory(wider)
+    return shape, from_torch_or_other(wider)
 
 
 @dataclass(frozen=True, slots=True)

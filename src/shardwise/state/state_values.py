@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError, StorageError
 from shardwise.core.expression import Expression
-from shardwise.core.formatting import few_names
+from shardwise.core.formatting import canonical_name, few_names
 from shardwise.core.tensors import Box
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.storage import StorageReader
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.named_tensors import are_bitwise_equal, canonical, local_boxes, local_tensor
+from shardwise.fsdp.named_tensors import are_bitwise_equal, local_boxes, local_tensor
 from shardwise.loading.audit import are_equal
 from shardwise.loading.one_checkpoint import require_one_checkpoint
 from shardwise.ranks.call_arguments import check_options, get_hints
@@ -82,9 +82,9 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
     by_name: dict[str, Any] = {}
     # "layer.weight" and "_orig_mod.layer.weight" are one name. The same tensor may be under both.
     for name, value in tensors.items():
-        if by_name.setdefault(canonical(name), value) is not value:
+        if by_name.setdefault(canonical_name(name), value) is not value:
             raise ConfigError(
-                f"{what}: has {canonical(name)} twice, with and without the names of wrappers. Leave out one"
+                f"{what}: has {canonical_name(name)} twice, with and without the names of wrappers. Leave out one"
             )
     return by_name
 
@@ -102,7 +102,7 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.SourceTen
     require_values(tensors, "the given state")
     provided: dict[str, matching.SourceTensor] = {}
     for name, tensor in tensors.items():
-        dtype = torch_private.in_memory(tensor.dtype)
+        dtype = torch_private.from_torch_or_other(tensor.dtype)
         provided[name] = matching.SourceTensor(tuple(tensor.shape), dtype, tensor_metadata.get_boxes(tensor, name))
     return provided
 

@@ -79,7 +79,7 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
         raise ConfigError(f"{source}: {explanation}")
     values = expand_home(values)
     # The method decides which keys exist, so it is needed before keys are translated and checked.
-    named: Any = values.get("loss") or values.get("method", "sft")  # many LoRAs are of several methods
+    named: Any = values.get("loss") or values.get("method", "sft")  # loss: is the default method of many LoRAs.
     valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
     translation = translate(values, get_keys(valid_method))
     faults = list(translation.faults)
@@ -169,7 +169,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Parse a value of the command line. Of keys that take text it is the text, and YAML of others."""
+    """Parse a value of the command line: as it is for keys that take only text, as YAML for all others."""
     types = get_types(RENAMED.get(key, key))
     if key in NESTED and NESTED[key][0] == "env":
         types = ("null", "str")

@@ -97,7 +97,7 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
     configs = read_adapters(config) if config.own.has_adapters else {SINGLE: config}
     with World.current(call="train") as world:
         with world.collective("parse the configuration"):
-            parsed = {name: trl_objects.parse(one) for name, one in configs.items()}
+            parsed = {name: trl_objects.parse(adapter_config) for name, adapter_config in configs.items()}
         # Ranks of a launcher read files and environments of their own.
         with comparing_arguments(world, "the configuration") as exchange:
             settings: dict[str, str] = {}
@@ -105,9 +105,13 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
                 for key, value in effective_settings(arguments).items():
                     settings[f"{name}.{key}" if name else key] = value
             exchange.local = settings
-    # Keys of the base are the same for all. Those of the tokenizer are among those of supervised training.
-    first = min(parsed.values(), key=lambda one: one.own.method != "sft")
-    output = Path(first.training.output_dir)
+    # Any of them has the keys of the base. Keys of the tokenizer are keys of SFT, so one of SFT is preferred.
+    shared = next(iter(parsed.values()))
+    for arguments in parsed.values():
+        if arguments.own.method == "sft":
+            shared = arguments
+            break
+    output = Path(shared.training.output_dir)
     # The keys that a training run keeps when it resumes. Those of an adapter are NAME.KEY.
     identity = get_identity(config, config.method)
     weights = ["*.safetensors"]
@@ -115,14 +119,14 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
         output = output.parent  # each adapter has a folder in it
         weights = ["*/*.safetensors", "*/checkpoint-*/*.safetensors"]
         identity = get_identity(config, "adapters", _IDENTITY_OF_BASE)
-        for name, one in configs.items():
-            adapter = get_identity(one, one.method, _IDENTITY_OF_ADAPTER)
+        for name, adapter_config in configs.items():
+            adapter = get_identity(adapter_config, adapter_config.method, _IDENTITY_OF_ADAPTER)
             identity |= {f"{name}.{key}": value for key, value in adapter.items()}
     # Locked before rows are tokenized, which may take long: a second training in the folder is refused at once.
     with stopping_on_signals() as request, lock_output(output, identity, weights) as record:
-        honor_timeout(config, first)
+        honor_timeout(config, shared)
         with World.current(call="train") as world, world.collective("load the tokenizer"):
-            processor = trl_objects.load_processor(first)
+            processor = trl_objects.load_processor(shared)
         data: dict[str, tuple[AnyDataset, AnyDataset | None]] = {}
         for name, arguments in parsed.items():
             with name_adapter(name):
@@ -172,7 +176,7 @@ def lock_output(output: Path, identity: Mapping[str, Any], weights: Sequence[str
         StorageError: another training runs there.
         ConfigError: the folder has another training. The message has the key that differs.
     """
-    # Not the output folder itself is locked, because each save of a checkpoint locks that.
+    # The output folder itself is not locked: each save of a checkpoint locks it.
     folder = output / RUN_FOLDER
     with World.current(call="train") as world:
         with world.broadcast("create the folder"):
@@ -181,9 +185,9 @@ def lock_output(output: Path, identity: Mapping[str, Any], weights: Sequence[str
         with lock_on_first_rank(world, folder) as saving:
             with world.broadcast("record the run"):
                 if world.rank == 0:
-                    _record(output, identity, weights)
+                    _check_and_record(output, identity, weights)
             yield TrainingRecord(folder / _RUN_FILE)
-            # If the block raises, lock_on_first_rank() releases the lock, which would keep the next attempt out.
+            # lock_on_first_rank() releases the lock only if the block raises.
             if world.rank == 0:
                 saving.locked.release()
 
@@ -213,12 +217,15 @@ class TrainingRecord:
             )
 
 
-def _record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
+def _check_and_record(output: Path, identity: Mapping[str, Any], weights: Sequence[str]) -> None:
     """Write the record of a training run, unless the folder has another training."""
     file = output / RUN_FOLDER / _RUN_FILE
     # Without weights a record may be replaced: its training has saved nothing that could be mixed up.
-    # Of a single model the names of its files, of adapters those of their folders.
-    saved = {file.relative_to(output).parts[0] for pattern in weights for file in output.glob(pattern)}
+    # What has been saved: files of a single model, or folders of adapters.
+    saved: set[str] = set()
+    for pattern in weights:
+        for path in output.glob(pattern):
+            saved.add(path.relative_to(output).parts[0])
     has_weights = bool(checkpoints_in(output) or saved)
     if has_weights and not file.is_file():
         raise ConfigError(

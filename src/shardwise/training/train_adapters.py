@@ -129,7 +129,7 @@ def _add_adapters(inputs: RunInputs, config: RunConfig, world: World) -> list[Ad
 
 
 def train_together(
-    adapters: Sequence[AdapterTraining], request: StopRequest
+    adapters: Sequence[AdapterTraining], stop_request: StopRequest
 ) -> tuple[bool, dict[str, str], list[dict[str, Any]]]:
     """Train adapters until they are done or a signal requests a stop. Collective: yes.
 
@@ -171,7 +171,7 @@ def train_together(
                 num_logged = _num_logged(adapters)
                 memory.append({"step": _total_steps(adapters), **gather_memory(world)})
             # A signal may have reached one rank only.
-            has_stopped = world.all_reduce_object(request.is_made, any)
+            has_stopped = world.all_reduce_object(stop_request.is_made, any)
             if has_stopped or not waiting:
                 break
             in_step, bank = waiting, waiting[0].bank

@@ -91,8 +91,8 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
-        tokens = trainer.num_tokens - callback.first_token
-        summary = summary_lines(state, callback.first_step, result.metrics["train_runtime"], tokens)
+        tokens = trainer.num_tokens - callback.resumed_tokens
+        summary = summary_lines(state, callback.resumed_steps, result.metrics["train_runtime"], tokens)
         trainer.end()
     return TrlOutcome(
         output_dir=str(output),
@@ -184,9 +184,9 @@ class RunCallback(TrainerCallback):
     """
 
     def __init__(self, request: StopRequest, record: TrainingRecord, trainer: ShardwiseTrainer) -> None:
-        self.first_step = 0
+        self.resumed_steps = 0
         """Steps of the checkpoint that is resumed."""
-        self.first_token = 0
+        self.resumed_tokens = 0
         """Tokens that the checkpoint has counted."""
         self._request = request
         self._record = record
@@ -196,7 +196,7 @@ class RunCallback(TrainerCallback):
     def on_train_begin(self, *positional: Any, **_: Any) -> None:
         """Note where the training begins."""
         state: TrainerState = positional[1]
-        self.first_step, self.first_token = state.global_step, self._trainer.num_tokens
+        self.resumed_steps, self.resumed_tokens = state.global_step, self._trainer.num_tokens
 
     def on_step_end(self, *positional: Any, **_: Any) -> TrainerControl:
         """Request a checkpoint and the end after a signal."""

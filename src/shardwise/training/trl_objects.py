@@ -194,7 +194,7 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
-    """Load the models that a training run compares with or asks, sharded. Collective: yes.
+    """Load the reference, teacher and reward models of a method, sharded and frozen. Collective: yes.
 
     Return them and the reward functions as arguments of the trainer, which would load each whole on every rank. The
     reference of a LoRA is the model without it.
@@ -207,15 +207,15 @@ def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
     frozen: dict[str, Any] = {}
     # The reference is the model as it is before the training, so it is loaded in the same way.
     if has_reference(method, training) and not arguments.model.use_peft:
-        frozen["ref_model"] = _load_other(arguments.model.model_name_or_path, model_options(arguments))
+        frozen["ref_model"] = _load_frozen(arguments.model.model_name_or_path, model_options(arguments))
     if method == "distillation":
-        options = _other_options(arguments, training.teacher_model_revision)
+        options = _frozen_options(arguments, training.teacher_model_revision)
         settings = dict(training.teacher_model_init_kwargs or {})
         training.teacher_model_init_kwargs = None  # TRL refuses them beside a model
         if unknown := settings.keys() - {"dtype", "attn_implementation", "revision", "trust_remote_code"}:
             raise ConfigError(f"teacher_model_init_kwargs: {min(unknown)} cannot be passed on. Remove it")
         options |= settings  # type: ignore[typeddict-item]
-        frozen["teacher_model"] = _load_other(training.teacher_model_name_or_path, options)
+        frozen["teacher_model"] = _load_frozen(training.teacher_model_name_or_path, options)
     if method in REWARDED:
         frozen["reward_funcs"] = _load_rewards(arguments)
     return frozen
@@ -233,11 +233,11 @@ def _load_rewards(arguments: TrlArguments) -> list[Any]:
         sys.path.insert(0, os.getcwd())  # as TRL's own command does
         rewards = {name: _import_reward_function(name) for name in names if name not in models}
     # After the functions, so that an import error is found before these models are loaded.
-    options = _other_options(arguments, None) | {"model_class": transformers.AutoModelForSequenceClassification}
+    options = _frozen_options(arguments, None) | {"model_class": transformers.AutoModelForSequenceClassification}
     options["config_overrides"] = {"num_labels": 1}
     for name in names:
         if name in models:
-            rewards[name] = _load_other(name, options)
+            rewards[name] = _load_frozen(name, options)
     return [rewards[name] for name in names]
 
 
@@ -245,14 +245,17 @@ def has_reference(method: TrainMethod, training: Any) -> bool:
     return method in ("dpo", "kto") or (method in REWARDED and training.beta != 0)
 
 
-def _load_other(name: str, options: PretrainedOptions) -> PreTrainedModel:
+def _load_frozen(name: str, options: PretrainedOptions) -> PreTrainedModel:
     model = for_trainer(_without_secrets(from_pretrained(name, **options)))
     model.requires_grad_(False)
     return model
 
 
-def _other_options(arguments: TrlArguments, revision: str | None) -> PretrainedOptions:
-    """Return the options of a model that is not the one that is trained, nor a copy of it."""
+def _frozen_options(arguments: TrlArguments, revision: str | None) -> PretrainedOptions:
+    """Return the options of a teacher or reward model.
+
+    They are those of the trained one, without its quantization, overrides and revision.
+    """
     options = model_options(arguments)
     options.pop("quantization", None)
     options.pop("config_overrides", None)
@@ -530,8 +533,8 @@ def make_trainer(
             on every rank.
     """
     method, training = arguments.own.method, arguments.training
-    # Done already, by from_pretrained. The Trainer would do both once more, to the whole sharded model. Without a
-    # backend accelerate would take that of its environment.
+    # from_pretrained has applied Liger's kernels and compiled the blocks. The Trainer would do both again, to the
+    # whole sharded model. "no", because accelerate reads None from its environment.
     training.use_liger_kernel = training.torch_compile = False
     training.torch_compile_backend, training.torch_compile_mode = "no", None
     base = trl_class(method, "Trainer")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.fsdp.named_tensors import raw_bytes
-from shardwise.fsdp.torch_private import sent, synchronize_streams
+from shardwise.fsdp.torch_private import synchronize_streams, to_device
 from shardwise.transfer.fingerprints import (
     BLOCK_BYTES,
     BLOCK_WORDS,
@@ -70,14 +70,14 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
         # The block's weight is applied to the sum of its words. torch lacks arithmetic of uint64, and products
         # of int64 have the same bits.
         weights = [_to_signed(block_weight(first + number)) for number in range(len(words))]
-        total += ((words * weights_in_block).sum(1) * sent(torch.tensor(weights), words.device)).sum()
+        total += ((words * weights_in_block).sum(1) * to_device(torch.tensor(weights), words.device)).sum()
         start += run.numel()
     return total
 
 
 @cache
 def _word_weights(device: torch.device) -> torch.Tensor:
-    weights = sent(torch.from_numpy(word_weights().view("<i8")), device)
+    weights = to_device(torch.from_numpy(word_weights().view("<i8")), device)
     synchronize_streams([weights])  # other streams use it
     return weights
 

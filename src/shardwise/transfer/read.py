@@ -25,7 +25,7 @@ from shardwise.fsdp.named_tensors import strided_view
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.ranks.world import World
 from shardwise.transfer.device_computing import matches_cpu_bitwise
-from shardwise.transfer.read_items import (
+from shardwise.transfer.file_requests import (
     SEGMENT_ALIGNMENT,
     ComputingShare,
     FileRequest,
@@ -121,8 +121,8 @@ def plan_reads(
         requests = plan_requests(segments, policy, staging_bytes=nbytes, start_at=start)
         batches.append((device, tuple(requests)))
     # Blocks of computed values are cut so small that all workers can compute at once within the budget.
-    most_bytes = ComputingShare.from_budget(budget_bytes, policy.concurrency).most_bytes
-    return ReadPlan(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
+    max_block_bytes = ComputingShare.from_budget(budget_bytes, policy.concurrency).max_block_bytes
+    return ReadPlan(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, max_block_bytes)))
 
 
 @dataclass
@@ -167,11 +167,12 @@ class ReadExecutor:
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
-        # Before the read, against the identities at the time of the headers. After it, against those before it.
+        # Two comparisons: with the files whose headers were read, and after the read with those that were there
+        # before it.
         before = read_identities(self.reader, plan.files, self.world.check)
         self._require_unchanged(self.identities, before)
         try:
-            self._fill(plan, tensors, self.budget_bytes)
+            self._execute(plan, tensors, self.budget_bytes)
         finally:
             self._last_block = None  # frees the memory of the last block
         self._require_unchanged(before, read_identities(self.reader, plan.files, self.world.check))
@@ -185,7 +186,7 @@ class ReadExecutor:
                 "again when no process writes to it"
             )
 
-    def _fill(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
+    def _execute(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], budget_bytes: int) -> None:
         targets = TargetTensors(tensors, [item.fqn for item in plan.items])
         # The outputs of the last block are freed before the reads, unless this plan uses them.
         if self._last_block is not None and all(task.key != self._last_block[0] for task in plan.computed):
@@ -203,8 +204,8 @@ class ReadExecutor:
         budget_bytes: int,
     ) -> None:
         # Large enough for each request: plan_reads cut them for the same budget, concurrency and kind of device.
-        most_bytes = max_staged_bytes(requests)
-        buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, most_bytes)
+        max_request_bytes = max_staged_bytes(requests)
+        buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, max_request_bytes)
         try:
             # Each thread calls self._read_and_count(targets, request, its buffer).
             WorkerPool(partial(self._read_and_count, targets), buffers, self.world.check).run(requests)
@@ -217,7 +218,7 @@ class ReadExecutor:
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         # The boxes are new tensors without names, which no audit looks at.
         plan, values = self._plan_values(boxes, budget)
-        self._fill(plan, values, budget)
+        self._execute(plan, values, budget)
         return values
 
     def _plan_values(
@@ -298,10 +299,10 @@ class ReadExecutor:
         device = targets.device
         # On an accelerator the outputs need staging, too.
         staging_bytes = share.staging_bytes if device.type == "cpu" else share.staging_bytes // 2
-        most_bytes = max(task.block.nbytes for task in tasks)
-        outputs = staging_buffers(staging_bytes, policy.concurrency, device, most_bytes)
-        small = [task for task in tasks if task.block.nbytes <= share.most_bytes]
-        alone = [task for task in tasks if task.block.nbytes > share.most_bytes]
+        max_output_bytes = max(task.block.nbytes for task in tasks)
+        outputs = staging_buffers(staging_bytes, policy.concurrency, device, max_output_bytes)
+        small = [task for task in tasks if task.block.nbytes <= share.max_block_bytes]
+        alone = [task for task in tasks if task.block.nbytes > share.max_block_bytes]
         try:
             # Small blocks first, each on one worker. Then large ones, each read by all workers.
             if len(small) > 1:
@@ -336,7 +337,8 @@ class ReadExecutor:
         buffers: tuple[StagingBuffer, StagingBuffer],
     ) -> None:
         """Compute one block on a worker thread. ``budget_bytes`` bounds the inputs of all workers together."""
-        plan, values = self._plan_values(get_inputs(task), budget_bytes)
+        # Requests fit into the buffer, also those of a block within a block, whose budget may suggest larger ones.
+        plan, values = self._plan_values(get_inputs(task), budget_bytes, _CPU, buffers[0].nbytes)
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in plan.batches:
             for request in requests:
@@ -366,7 +368,7 @@ class ReadExecutor:
         on_host: list[ComputeTask] = []
         for task in tasks:
             is_target = all(targets.tensors[move.target].device == device for move in task.moves)
-            if task.fits_devices and is_target and task.block.nbytes <= share.most_bytes:
+            if task.fits_devices and is_target and task.block.nbytes <= share.max_block_bytes:
                 on_device.append(task)
             else:
                 on_host.append(task)
@@ -376,8 +378,8 @@ class ReadExecutor:
         # at the end.
         is_bad = torch.zeros(len(on_device), dtype=torch.bool, device=device)
         input_bytes = [sum(box.numel * dtype.itemsize for _, box, dtype in get_inputs(task)) for task in on_device]
-        most_bytes = max(SEGMENT_ALIGNMENT, *input_bytes)
-        buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, most_bytes)
+        max_input_bytes = max(SEGMENT_ALIGNMENT, *input_bytes)
+        buffers = staging_buffers(share.staging_bytes, self.reader.policy.concurrency, device, max_input_bytes)
         try:
             compute = partial(self._compute_block_on_device, targets, share, is_bad)
             WorkerPool(compute, buffers, self.world.check).run(list(enumerate(on_device)))
@@ -424,7 +426,7 @@ class ReadExecutor:
         # Inputs that are themselves computed come first, on the same stream.
         inner_bad = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
         operation = cast(DeviceOperation, task.operation)
-        outputs, is_bad = operation.evaluate_on_device(task.block, values, share.most_bytes)
+        outputs, is_bad = operation.evaluate_on_device(task.block, values, share.max_block_bytes)
         for move in task.moves:
             computed = strided_view(outputs[move.output].contiguous(), move.source)
             strided_view(targets.tensors[move.target], move.place).copy_(computed)

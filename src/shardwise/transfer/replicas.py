@@ -17,7 +17,7 @@ import torch
 
 from shardwise.core.errors import RankMismatchError, ShardingError
 from shardwise.core.formatting import few_names, format_ranks
-from shardwise.core.layout import Factors, TensorKind, locate_box
+from shardwise.core.layout import LoraFactors, TensorKind, locate_box
 from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import TensorRef, local_boxes, local_tensor, strided_view
 from shardwise.fsdp.rebind import Bound
@@ -387,7 +387,7 @@ class MergingShardSender(ShardSender):
     Memory: ``matrices`` and twice the largest share, in float32 for adapted weights.
     """
 
-    factors: Mapping[str, Factors]
+    factors: Mapping[str, LoraFactors]
     matrices: Mapping[str, torch.Tensor]
     packed: Mapping[str, PackedRows]
 

@@ -12,11 +12,14 @@ import torch
 from shardwise.core.tensors import Strided, row_blocks
 from shardwise.fsdp.named_tensors import strided_view
 from shardwise.fsdp.torch_private import accelerator_module, to_torch
-from shardwise.transfer.read_items import Segment, plan_staging
+from shardwise.transfer.file_requests import Segment, plan_staging
 
 
 class HostStaging:
     """Staging buffer of one worker in host memory, pinned for tensors of an accelerator.
+
+    For each request: :meth:`begin`, a read into the returned bytes, :meth:`put` for each staged segment,
+    :meth:`end`. :meth:`finish` after the last one.
 
     Memory: ``nbytes`` (a power of two if pinned, since torch rounds up to one), from the first use on.
     """
@@ -132,8 +135,8 @@ class DeviceStaging:
             target.copy_(values)
             return
         # Bytes in the buffer: to the device in the target's dtype, to the host in the dtype of the values.
-        # The copy between devices is of equal dtypes, so that it is a plain copy of bytes. The cast is on the
-        # host.
+        # The copy between host and device is of equal dtypes, and so a plain copy of bytes. The cast is on the
+        # host: before it on the way to the device, after it on the way back.
         staged = target if is_to_device else values
         for rows in row_slices(target.shape, self.nbytes // staged.element_size()):
             self.begin()
@@ -177,17 +180,19 @@ def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tens
 
 
 def staging_buffers(
-    budget_bytes: int, concurrency: int, device: torch.device, most_bytes: int | None = None
+    budget_bytes: int, concurrency: int, device: torch.device, max_request_bytes: int | None = None
 ) -> Sequence[StagingBuffer]:
     """Return at most ``concurrency`` staging buffers for tensors on a device, together within the budget.
 
-    On an accelerator they are no larger than ``most_bytes``, the most that one request stages, rounded up to a
-    power of two.
+    On an accelerator they are no larger than ``max_request_bytes``, the most that one request stages, rounded up to
+    a power of two.
     """
     staging = plan_staging(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
         return [HostStaging(staging.nbytes) for _ in range(staging.workers)]
-    nbytes = staging.nbytes if most_bytes is None else min(staging.nbytes, 1 << max(most_bytes - 1, 0).bit_length())
+    nbytes = staging.nbytes
+    if max_request_bytes is not None:
+        nbytes = min(nbytes, 1 << max(max_request_bytes - 1, 0).bit_length())
     return [DeviceStaging(nbytes, device) for _ in range(staging.workers)]
 
 

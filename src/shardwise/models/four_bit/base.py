@@ -302,7 +302,7 @@ def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
         matched |= {f"{prefix}{local}": tuple(tensors[local] for tensors in quantized) for local in quantized[0]}
         # Scales are nested by the mean of all of them, so only after all are read. Until then they are here.
         if module.is_nested and layers.SCALES not in quantized[0]:
-            module.whole_scales = matched.pop(f"{prefix}{layers.WHOLE_SCALES}")
+            module.full_scales = matched.pop(f"{prefix}{layers.FULL_SCALES}")
     # The keys of these scales matched nothing when they were bound, before the layers had parameters for them.
     from_leftover = stored_as_bytes.intersection(bindings.leftover)
     unmatched = {key: name for key, name in bindings.unmatched.items() if name not in from_leftover}
@@ -338,11 +338,11 @@ def _quantize_experts(
 def _quantize_weight(layer: Any, weight: Expression, name: str) -> dict[str, Expression]:
     """Return the expressions of a weight's codes and scales by local name.
 
-    Scales that are to be nested, and are not stored nested, are ``weight_whole_scales``.
+    Scales that are to be nested, and are not stored nested, are ``weight_full_scales``.
     """
     form, block = layer.packing.form, layer.packing.block_size
     if layer.is_nested and (stored := find_stored_nested(weight, form, block)) is not None:
         return dict(zip((layers.WEIGHT, layers.SCALES, layers.NESTED, layers.OFFSET), stored, strict=True))
     weight, scales = pack(weight, form, block, rounds_to=from_torch(layer.packing.dtype, name))
-    scales_name = layers.WHOLE_SCALES if layer.is_nested else layers.SCALES
+    scales_name = layers.FULL_SCALES if layer.is_nested else layers.SCALES
     return {layers.WEIGHT: weight, scales_name: scales}

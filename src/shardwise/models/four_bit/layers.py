@@ -8,7 +8,7 @@ which PEFT chooses its own 4-bit layers. That class's ``quant_state`` is not use
 
 Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block). Their own scales are unsharded
 buffers: ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one). While such a
-layer is loaded, it has its float32 scales as ``weight_whole_scales`` (``loading/double_quantization.py``).
+layer is loaded, it has its float32 scales as ``weight_full_scales`` (``loading/double_quantization.py``).
 
 [Note: Experts in four bits] The module keeps its name and its class's methods. A stack of weights (experts, out,
 in) is a uint8 parameter (experts, out, in / 2) of the same name. Its scales are the bytes of float32,
@@ -57,7 +57,7 @@ WEIGHT = "weight"
 SCALES = "weight_scales"
 NESTED = "weight_nested_scales"
 OFFSET = "weight_nested_offset"
-WHOLE_SCALES = "weight_whole_scales"
+FULL_SCALES = "weight_full_scales"
 
 
 class FourBitLinear:
@@ -66,7 +66,7 @@ class FourBitLinear:
     Attributes:
         packing: form of its weight.
         quantization: the requested form.
-        whole_scales: during a load, the expressions of the scales before they are nested.
+        full_scales: during a load, the expressions of the scales before they are nested.
     """
 
     weight: nn.Parameter
@@ -79,7 +79,7 @@ class FourBitLinear:
     packing: Packing
     quantization: KeptForm
     compute_dtype: torch.dtype | None
-    whole_scales: tuple[Expression, ...]
+    full_scales: tuple[Expression, ...]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the weight (out, in) of gathered parameters, by default in its original dtype."""
@@ -199,7 +199,7 @@ def convert_to_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
     layer.quantization = quantization
     layer.compute_dtype = quantization.compute_dtype
     layer.quant_state = None
-    layer.whole_scales = ()
+    layer.full_scales = ()
     layer.mark_for_peft()
     for parameter in layer.parameters(recurse=False):
         parameter.requires_grad_(False)

@@ -19,7 +19,7 @@ from shardwise.fsdp.named_tensors import build_layout, collect_tensors
 from shardwise.models import pretrained
 from shardwise.models.former_names import LowRankPair, fuse_experts, match_former_names
 from shardwise.models.lora import peft_private
-from shardwise.models.lora.inject import Adapter
+from shardwise.models.lora.inject import StoredAdapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -31,7 +31,7 @@ _SUFFIX = re.compile(r"(\.base_layer)*\.(lora_|base_layer\.|modules_to_save\.|or
 _ADAPTED_AS_MODULES = nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D
 
 
-def rename_adapter(base: PreTrainedModel, adapter: Adapter) -> Adapter:
+def rename_adapter(base: PreTrainedModel, adapter: StoredAdapter) -> StoredAdapter:
     """Return an adapter with the names of a model's modules today, and single experts fused as the model has them.
 
     Its config then names its modules in full. An adapter that has today's names is returned as it is.
@@ -96,7 +96,7 @@ def _local_names(config: LoraConfig) -> list[str]:
     return ["weight", *(name.rpartition(".")[2] for name in sorted(config.target_parameters or ()))]
 
 
-def _collect_single_experts(adapter: Adapter, modules: set[str]) -> dict[str, LowRankPair]:
+def _collect_single_experts(adapter: StoredAdapter, modules: set[str]) -> dict[str, LowRankPair]:
     """Return the matrices of single experts, by name of the weight."""
     # Both halves, or the product is unknown. ``modules`` are former names, as in the file.
     pairs: dict[str, LowRankPair] = {}

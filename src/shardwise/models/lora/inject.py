@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class StoredAdapter:
     """An adapter in a folder: its config, its tensors by the keys of its file, and notes for the report."""
 
     directory: str
@@ -37,7 +37,7 @@ class Adapter:
 
 
 def match_adapter(
-    model: nn.Module, refs: Sequence[TensorRef], name: str, adapter: Adapter, required: Collection[str]
+    model: nn.Module, refs: Sequence[TensorRef], name: str, adapter: StoredAdapter, required: Collection[str]
 ) -> dict[str, Expression]:
     """Return the stored tensors of an adapter by their names in the model.
 
@@ -129,7 +129,7 @@ def inject_lora(
     bindings: Bindings,
     config: LoraConfig,
     name: str,
-    adapter: Adapter | None,
+    adapter: StoredAdapter | None,
     *,
     is_new: bool,
     is_replicated: bool = False,
@@ -244,7 +244,7 @@ def _group_names(refs: Sequence[TensorRef]) -> dict[tuple[int, str], list[str]]:
     return names
 
 
-def _additions(model: Any, adapter: str, config: LoraConfig, refs: Mapping[int, TensorRef]) -> Additions:
+def _additions(model: Any, adapter_name: str, config: LoraConfig, refs: Mapping[int, TensorRef]) -> Additions:
     """Return what PEFT added to the model, and its initialization.
 
     Raises:
@@ -254,9 +254,9 @@ def _additions(model: Any, adapter: str, config: LoraConfig, refs: Mapping[int, 
     norms: dict[str, RowNorms] = {}
     lora_layers = list(peft_private.layers(model))
     for name, layer in lora_layers:
-        for module, local in peft_private.matrices(layer, adapter):
+        for module, local in peft_private.matrices(layer, adapter_name):
             initialized.add(refs[id(getattr(module, local))].fqn)
-        magnitude: Any = peft_private.magnitude(layer, adapter)
+        magnitude: Any = peft_private.magnitude(layer, adapter_name)
         if magnitude is not None:
             if not peft_private.has_row_norms(layer):
                 raise ConfigError(
@@ -269,7 +269,7 @@ def _additions(model: Any, adapter: str, config: LoraConfig, refs: Mapping[int, 
     def initialize() -> None:
         with torch.no_grad():
             for _, layer in lora_layers:
-                peft_private.initialize(layer, adapter, config.init_lora_weights)
+                peft_private.initialize(layer, adapter_name, config.init_lora_weights)
 
     return Additions(initialized=frozenset(initialized), initialize=initialize, norms=norms)
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import ConfigError, find_private, private, require_private
 from shardwise.core.untrusted import Pattern
-from shardwise.files.peft_adapter import CHANGES_THE_BASE
+from shardwise.files.peft_adapter import ADAPTER_CONFIG, CHANGES_THE_BASE, read_peft_version
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
@@ -58,6 +59,17 @@ def config_in(directory: str) -> LoraConfig:
         raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json, {error}") from error
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{directory}: is a {config.peft_type}. Only a LORA can be trained, pass one")
+    return config
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Return the config of the adapter in a folder, with the version of PEFT that the file has.
+
+    Raises:
+        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
+    """
+    config = config_in(str(folder))
+    config.peft_version = read_peft_version(folder / ADAPTER_CONFIG)
     return config
 
 

@@ -11,7 +11,7 @@ from shardwise.core.expression import Stored, permute
 from shardwise.core.tensors import Box, DType, Strided
 from shardwise.files.checkpoint_index import TensorEntry
 from shardwise.files.storage import ReadPolicy
-from shardwise.transfer.read_items import align, copies_by_run, iter_segments, plan_requests
+from shardwise.transfer.file_requests import align, copies_by_run, iter_segments, plan_requests
 
 
 def policy(gap: int = 0, request: int = 1 << 20) -> ReadPolicy:

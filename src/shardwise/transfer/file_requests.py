@@ -15,8 +15,8 @@ from shardwise.core.tensors import ByteRange, DType, Strided
 from shardwise.files.checkpoint_index import TensorEntry
 from shardwise.files.storage import ReadPolicy
 
-WASTE = 64
-"""At most one byte in this many of a request may be in gaps between segments."""
+_RANGE_PER_GAP = 64
+"""A request is at least this many times as long as the gaps in it."""
 
 SEGMENT_ALIGNMENT = 64
 """Segments begin at multiples of this in a staging buffer."""
@@ -142,7 +142,7 @@ def plan_requests(
             and 0 <= gap <= policy.max_gap_bytes
             and segment.bytes.stop - begin <= policy.request_bytes
             and used + more <= staging_bytes
-            and (gaps + gap) * WASTE <= segment.bytes.stop - begin
+            and (gaps + gap) * _RANGE_PER_GAP <= segment.bytes.stop - begin
         ):
             used, gaps = used + more, gaps + gap
             joined.append(segment)
@@ -206,12 +206,12 @@ def max_staged_bytes(requests: Iterable[FileRequest]) -> int:
 class ComputingShare:
     """The split of a memory budget for computed values: half for blocks, half for the staging of their inputs.
 
-    ``most_bytes`` is the maximum size of a block that workers compute concurrently. A block that cannot be cut so
-    small is computed alone.
+    ``max_block_bytes`` is the maximum size of a block that workers compute concurrently. A block that cannot be cut
+    so small is computed alone.
     """
 
     staging_bytes: int
-    most_bytes: int
+    max_block_bytes: int
 
     @classmethod
     def from_budget(cls, budget_bytes: int, concurrency: int) -> ComputingShare:
