@@ -478,7 +478,7 @@ class ShardwiseTrainer(_Trainer):
         push: Any = self.push_in_progress
         is_idle = push is None or push.is_done()  # an upload in progress reads the older shards
         if is_idle and self.args.hub_strategy != "end":  # with which no checkpoint is pushed
-            trainer_checkpoints.remove_older_shards(self._run, folder)
+            trainer_checkpoints.remove_older_shards(self._output_dir, folder)
         with trainer_checkpoints.replacing_uploads():
             super()._push_from_checkpoint(str(folder))
 
