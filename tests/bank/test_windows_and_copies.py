@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +58,9 @@ def test_settings_are_those_of_one_step(base):
     assert bank._adapters["ada"].settings == before["ada"]
     assert bank._adapters["cy"].settings["lr"] == pytest.approx(1e-2 / 2), "the schedule has gone on"
     assert bank._adapters["cy"].max_grad_norm == 1e-3
+    bank.forward_backward([("eve", rows_for("eve", ADA, 1))])
+    with mock.patch.object(torch.optim.AdamW, "__init__", side_effect=AssertionError("another optimizer")):
+        assert bank.optim_step("eve", max_grad_norm=1.0).is_taken
     for wrong in ({"ada": {"lrate": 1}}, {"ada": {}, "cy": {"lr": -1}}, {"ada": 5}, ["ada"], {"gone": {}}):
         with pytest.raises(ConfigError):
             bank.optim_step(wrong)

@@ -45,6 +45,7 @@ def models(folder: str) -> dict[str, str]:
         "several meshes": said(lambda: for_trainer(meshes)),
         "by transformers": said(lambda: for_trainer(theirs)),
         "by others": said(lambda: for_trainer(odd)),
+        "a name": said(lambda: for_trainer("gpt2")),
     }
 
 
@@ -161,21 +162,25 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         with mock.patch.object(Trainer, "push_to_hub", failing):
             found["upload"] = said(trainer.push_to_hub)
         # Calls of the first rank fail before the others save. Afterwards all are in the same call again.
-        refusing = mock.Mock(side_effect=OSError("no folder") if rank() == 0 else None)
+        refusing = mock.Mock(side_effect=OSError if rank() == 0 else None)
         kinds = ("OSError", "StorageError: push_to_hub") if rank() == 0 else ("RankMismatchError",) * 2
         with mock.patch("os.makedirs", refusing):
             assert said(trainer.save_model).startswith(kinds[0])
         with mock.patch.object(trainer, "init_hf_repo", refusing):
             assert said(trainer.push_to_hub).startswith(kinds[1])
+        trainer.hub_model_id = "me/mine"
+        with mock.patch("os.makedirs", refusing):
+            assert said(trainer.push_to_hub).startswith(kinds[0])
         found["afterwards"] = said(partial(for_trainer, model))
         tracker = type("WandbCallback", (TrainerCallback,), {"_log_model": mock.Mock(is_enabled=True)})
-        found["tracker"] = said(partial(made, callbacks=[tracker()]))
+        trainer.add_callback(type("Mine", (tracker,), {}))
+        found["tracker"] = said(trainer.train)
         found["jit"] = said(partial(made, args=TrainingArguments(**given, enable_jit_checkpoint=True)))
-        trainer = made(args=TrainingArguments(**given, metric_for_best_model="loss", greater_is_better=False))
-        trainer._determine_best_metric({"eval_loss": float(rank()), "eval_words": "of a judge"}, None)
-        found["best"] = str(trainer.state.best_metric)
+        trainer = made(args=TrainingArguments(**given))
         found["asked for"] = str(trainer.args.save_only_model)
         found["other folder"] = said(lambda: trainer.train(resume_from_checkpoint=f"{output}/{rank()}"))
+        with mock.patch.dict(os.environ, HOME=output):
+            found["home"] = said(lambda: trainer.train(resume_from_checkpoint="~/gone"))
     return found
 
 

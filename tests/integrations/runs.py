@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import unittest
@@ -366,6 +367,40 @@ def warned(run: Run) -> tuple[Outcome, list[str]]:
     """One training, on this rank, and the warnings of shardwise."""
     with unittest.TestCase().assertLogs("shardwise", "WARNING") as logs:
         return train(run), logs.output
+
+
+def train_by_metric(run: Run) -> tuple[int, float, list[float], list[bool]]:
+    """Train by a metric that rises on the first rank alone, with a callback that runs the model in evaluations.
+
+    Returns the steps, the best metric, the last learning rates, and whether all parameters were sharded before each
+    micro-batch.
+    """
+    from transformers import EarlyStoppingCallback, TrainerCallback
+
+    are_sharded: list[bool] = []
+    metrics = itertools.count(1) if rank() == 0 else itertools.repeat(0)
+
+    class RunsModel(TrainerCallback):
+        def on_evaluate(self, *_: Any, model: Any, **__: Any) -> None:
+            with torch.no_grad():
+                model(input_ids=torch.tensor([[5, 6, 7]]))
+
+    with launched():
+        trainer = made(run)
+        compute_loss = trainer.compute_loss
+
+        def compute(model: Any, *given: Any, **others: Any) -> Any:
+            if model.training:
+                are_sharded.append(all(isinstance(item, DTensor) for item in model.parameters()))
+            return compute_loss(model, *given, **others)
+
+        trainer.compute_loss = compute
+        trainer.compute_metrics = lambda _: {"score": next(metrics)}
+        trainer.add_callback(EarlyStoppingCallback(2))
+        trainer.add_callback(RunsModel())
+        trainer.train()
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        return trainer.state.global_step, trainer.state.best_metric, rates, are_sharded
 
 
 def compared(ours: Any, theirs: Any, run: Run, place: Path, by: str = "shardwise") -> Outcome:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.integrations import eight_bits
 from tests.integrations.requirements import require_patched_names
-from tests.integrations.runs import Outcome, Run, caught, require_same, train, warned
+from tests.integrations.runs import Outcome, Run, caught, require_same, train, train_by_metric, warned
 from tests.support.files import change_json
 from tests.support.local_ranks import LocalRanks, RankError
 from tests.truth import require_equal
@@ -200,6 +200,8 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     assert "was saved with 8 rows in a step, and this training has 12" in refused(rows)
     shorter = saving(folder, output, dataloader_drop_last=True).but(resume=True)
     assert "in the order of any ranks, and this training has that of dataloader_drop_last" in refused(shorter)
+    unordered = saving(folder, output, dataloader_in_order=False, dataloader_num_workers=2).but(resume=True)
+    assert "with dataloader_in_order=False rows come in any order" in refused(unordered)
     empty = saving(folder, tmp_path / "empty").but(resume=True)
     assert "has no complete checkpoint of ShardwiseTrainer" in refused(empty)
     assert "no such folder" in refused(saving(folder, tmp_path / "b").but(resume=str(tmp_path / "none")))
@@ -265,6 +267,18 @@ def test_a_request_of_one_rank_applies_to_all(two: LocalRanks, folder: Path, tmp
     run = saving(folder, tmp_path / "best", **best, eval_strategy="steps", eval_steps=1, max_steps=3)
     two.run(train, run.but(dies_at=3, on_rank=0, end="save"))
     assert kinds(tmp_path / "best") == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_schedules_and_early_stopping_go_by_the_metrics_of_the_first_rank(
+    two: LocalRanks, folder: Path, tmp_path: Path
+) -> None:
+    """They rise on the first rank alone. A callback that runs the model in an evaluation leaves it sharded."""
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "mode": "max"}}
+    best = {"metric_for_best_model": "score", "greater_is_better": True, "eval_strategy": "steps", "eval_steps": 1}
+    run = saving(folder, tmp_path, **plateau, **best, save_strategy="no", max_steps=4)
+    for steps, best_metric, rates, are_sharded in two.run(train_by_metric, run):
+        assert (steps, best_metric, set(rates)) == (4, 4.0, {1e-2})
+        assert are_sharded == [True] * 8, "before each micro-batch"
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_other_models_are_an_error_on_every_rank(worlds):
 
 
 def test_other_arguments_are_an_error_on_every_rank(worlds):
-    require_same_error(worlds(2).run(stating.other_arguments), "RankMismatchError", "arguments")
+    require_same_error(worlds(2).run(stating.other_arguments), "RankMismatchError", "form ('full_on_all")
 
 
 def test_unknown_choices_of_one_rank_are_an_error_on_every_rank(worlds):

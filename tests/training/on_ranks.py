@@ -380,9 +380,17 @@ def train_with_tracker(values: dict[str, Any]) -> tuple[TrlOutcome, list[dict[st
             sent.append({name: value for name, value in logs.items() if name.startswith("memory/")})
 
     sent: list[dict[str, float]] = []
+    estimated = Path(values["output_dir"], "estimated")
+
+    def estimate(*_: Any) -> None:
+        time.sleep(0.5)
+        estimated.touch()
+        raise ShardwiseError("none")
+
     device = mock.patch.object(train_model, "accelerator", return_value=torch.device("cuda"))
-    with device, mock.patch.object(train_model, "plan_run", side_effect=ShardwiseError("none")) as plan_run:
+    with device, mock.patch.object(train_model, "plan_run", side_effect=estimate) as plan_run:
         outcome = train_with(values, Tracker())
+        assert estimated.exists(), "each rank leaves after the estimate"
     return outcome, [metrics for metrics in sent if metrics], plan_run.call_count
 
 

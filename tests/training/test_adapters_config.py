@@ -202,6 +202,9 @@ def test_a_plan_has_the_memory_of_all_adapters(tmp_path: Path) -> None:
     }
     config = read(tmp_path, **common, adapters=adapters)
     one, many = (plan_run(each, 2, {"device": "cuda"}) for each in (read_adapters(config)["eve"], config))
+    half = read(tmp_path, **common, adapters=adapters, activation_checkpointing_kwargs={"every_n_layers": 2})
+    less_recomputed = plan_run(read_adapters(half)["eve"], 2, {"device": "cuda"})
+    assert less_recomputed.peak_bytes > one.peak_bytes
     assert one.training and many.training  # noqa: PT018
     # Two layers from width 32 to 32.
     elements = [2 * r * (32 + 32) for r in (2, 4, 4)]

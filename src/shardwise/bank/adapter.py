@@ -285,11 +285,11 @@ class BankAdapter:
             if not is_valid:
                 faults.append(f"{key}={value!r} is not a valid value")
         # All settings at once, since limits of some depend on others: SGD's nesterov needs a momentum.
-        if settings and not faults:
+        if settings.keys() - {"max_grad_norm"} and not faults:
             combined = {**self.settings, **settings}
             accepted = inspect.signature(kind).parameters
             try:  # the constructor knows the limits of each setting
-                kind([self.flat], **{key: value for key, value in combined.items() if key in accepted})
+                kind([self.flat.new_empty(0)], **{key: value for key, value in combined.items() if key in accepted})
             except (ValueError, TypeError, RuntimeError) as error:
                 faults.append(str(error))
         return faults

@@ -74,7 +74,7 @@ def load_state(
     if not accelerator.is_fsdp2 or (input_dir is None and not is_numbered):
         is_alone = accelerator.distributed_type == compat.DistributedType.NO
         # With the temporary names of a save that was killed: accelerate would read an older state beside it.
-        if is_alone and input_dir is not None and any(Path(input_dir).glob(f"*{MODEL.stem}*")):
+        if is_alone and input_dir is not None and any(Path(input_dir).expanduser().glob(f"*{MODEL.stem}*")):
             raise ConfigError(
                 f"{input_dir}: was saved under FSDP, and this accelerator runs one process without it. Call "
                 "load_accelerate_model and load_accelerate_optimizer"

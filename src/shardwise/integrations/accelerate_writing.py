@@ -87,7 +87,7 @@ def agree_on_call(
     with world.collective("check the number"):
         if type(number) is not int or number < 0:
             raise ConfigError(f"number={number!r}: is not an index. Pass the position in the folder, from 0")
-    agree_on_arguments(world, call, arguments, options, os.fspath(path), number)
+    agree_on_arguments(world, call, arguments, options, path=os.fspath(path), number=number)
 
 
 def save_accelerate_model(

@@ -1,6 +1,7 @@
 """Callbacks of a Trainer whose requests and exceptions apply to all ranks."""
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.trainer_callback import ExportableState
 from shardwise.core.errors import RankLostError, ShardwiseError
 from shardwise.core.phases import busy_with
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.named_tensors import reshard
 from shardwise.ranks.world import World
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -46,10 +48,12 @@ class AgreedEvents:
         if event == "on_train_begin":
             self._complete(args, state)
         if self._world.size == 1 or not self._trainer.is_in_train:
-            return self._call_event(event, args, state, control, **others)
+            return self._run(event, args, state, control, **others)
+        if event == "on_evaluate":  # before callbacks, and the schedule of a plateau, read the same dict
+            self._share_metrics(others["metrics"])
         try:
             with busy_with(f"the callbacks of {event}"):
-                control = self._call_event(event, args, state, control, **others)
+                control = self._run(event, args, state, control, **others)
         except Exception as error:
             # Not raised here: the other ranks would wait for this one in their next collective. The first failure
             # counts, because later ones may follow from it.
@@ -57,6 +61,19 @@ class AgreedEvents:
         if event in _MEETINGS:
             self._synchronize(control)
         return control
+
+    def _run(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
+        control = self._call_event(event, args, state, control, **others)
+        if event in _MEETINGS:  # a callback that runs the model leaves its root group gathered
+            reshard(self._trainer.model)
+        return control
+
+    def _share_metrics(self, metrics: dict[str, Any]) -> None:
+        """Set the numbers among the metrics to those of the first rank, as they may be random, or times."""
+        with self._world.broadcast("compare the metrics") as exchange:
+            if self._world.rank == 0:
+                exchange.local = {name: float(each) for name, each in metrics.items() if isinstance(each, Real)}
+        metrics.update(exchange.result)
 
     def _complete(self, args: Any, state: Any) -> None:
         """Give the state of a training run that resumes what its configuration and place are today."""

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,7 +64,7 @@ from shardwise.integrations.trainer_marks import (
 from shardwise.integrations.trainer_restoring import STATE_FOLDER, load_trainer_checkpoint
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
-from shardwise.ranks.collective_errors import translate_collective_errors, was_raised_together
+from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import MismatchedRanks, World
 from shardwise.saving.locked_folder import Saving
@@ -134,7 +133,6 @@ class ShardwiseTrainer(_Trainer):
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model
         compat.redirect_through_root(self)
-        require_trackers_that_save_nothing(self.callback_handler.callbacks)
         world = World.current(call="the Trainer's callbacks")
         self._events = AgreedEvents(self.callback_handler.call_event, world, self)
         # On the instance, over the handler's method: on_step_end and all others go through it.
@@ -252,8 +250,8 @@ class ShardwiseTrainer(_Trainer):
             **keywords: arguments of the Trainer's method.
 
         Raises:
-            ConfigError: there is no checkpoint, checkpoints of another run are in the folder, or the checkpoint is
-                of another number of rows per step, or order of rows.
+            ConfigError: there is no checkpoint, checkpoints of another run are in the folder, the checkpoint is of
+                another number of rows per step, or order of rows, or a tracker would save the model.
             KeyMismatchError: the checkpoint is of another tuning.
             FormatError: the checkpoint is damaged.
             StorageError: it cannot be read.
@@ -266,6 +264,8 @@ class ShardwiseTrainer(_Trainer):
         run, requested = self._output_dir, _requested_checkpoint(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
+            with world.collective("check the callbacks"):
+                require_trackers_that_save_nothing(self.callback_handler.callbacks)
             # The first rank alone looks for checkpoints, so that all ranks resume from the same one.
             with world.broadcast("find the checkpoint to resume") as exchange:
                 if world.rank == 0:
@@ -392,6 +392,12 @@ class ShardwiseTrainer(_Trainer):
                 f"{header.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
                 "of rows in a step, or pass ignore_data_skip=True"
             )
+        is_ordered = self.args.dataloader_num_workers <= 1 or getattr(self.args, "dataloader_in_order", True)
+        if not is_ordered and not self.args.ignore_data_skip:
+            raise ConfigError(
+                f"{what}: with dataloader_in_order=False rows come in any order, so that a position in the data "
+                "cannot be restored. Leave it out, or pass ignore_data_skip=True"
+            )
         order = self._describe_order(rows)
         if header.order not in (None, order) and not self.args.ignore_data_skip:
             raise ConfigError(
@@ -412,7 +418,9 @@ class ShardwiseTrainer(_Trainer):
                 settings.append("train_sampling_strategy=group_by_length")
         elif args.dataloader_num_workers > 1:  # each reads batches of its own files
             settings.append(f"dataloader_num_workers={args.dataloader_num_workers} with {batch}")
-        described = [f"{', '.join(settings)} on {args.world_size} ranks"] if settings else []
+        # With cp_size several ranks have the same rows.
+        ranks = rows_per_step // (args.train_batch_size * args.gradient_accumulation_steps)
+        described = [f"{', '.join(settings)} on {ranks} ranks"] if settings else []
         # TRL takes so many answers at once, and repeats their prompts. By default they are those of a step.
         num_answers = getattr(args, "generation_batch_size", None)
         if num_answers not in (None, rows_per_step):
@@ -501,8 +509,8 @@ class ShardwiseTrainer(_Trainer):
             with trainer_checkpoints.replacing_uploads():
                 pushed = super().push_to_hub(*positional, **keywords)
         except Exception as error:
-            if isinstance(error, ShardwiseError) or was_raised_together(error):  # of save_model, on all ranks
-                raise
+            if isinstance(error, ShardwiseError) or isinstance(error.__cause__, ShardwiseError):
+                raise  # raised on all ranks, by save_model
             reason = redact(f"{type(error).__name__}: {error}", "", {"token": self.args.hub_token})
             failure = StorageError(f"push_to_hub: failed, {reason}. Upload the folder {self.args.output_dir} again")
             failure.__cause__ = error
@@ -558,16 +566,7 @@ class ShardwiseTrainer(_Trainer):
         super()._maybe_log_save_evaluate(*positional, **keywords)
 
     def _determine_best_metric(self, *positional: Any, **keywords: Any) -> bool:
-        """Determine it like the Trainer, by the metrics of the first rank. Collective: yes.
-
-        With ``save_strategy="best"`` a save that a callback requested stays.
-        """
-        if self.args.metric_for_best_model is not None:  # a metric may be random, or a time
-            metrics: dict[str, Any] = keywords["metrics"] if "metrics" in keywords else positional[0]
-            with World.current(call="Trainer.evaluate") as world, world.broadcast("compare the metric") as exchange:
-                if world.rank == 0:
-                    exchange.local = {name: float(each) for name, each in metrics.items() if isinstance(each, Real)}
-            metrics.update(exchange.result)
+        """Determine it like the Trainer. With ``save_strategy="best"`` a save that a callback requested stays."""
         is_best = super()._determine_best_metric(*positional, **keywords)
         return bool(is_best or self.control.should_save)
 
@@ -721,7 +720,7 @@ class ShardwiseTrainer(_Trainer):
 def _requested_checkpoint(resume_from_checkpoint: Any) -> Path | Literal["newest"] | None:
     if resume_from_checkpoint is True:
         return "newest"
-    return Path(resume_from_checkpoint) if resume_from_checkpoint else None
+    return Path(os.path.expanduser(resume_from_checkpoint)) if resume_from_checkpoint else None
 
 
 def _end_stuck(lost: ShardwiseError) -> None:

@@ -225,13 +225,13 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
         ConfigError, ShardingError: the Trainer cannot train it.
     """
     compat.require_names()
-    reshard(model)  # before its parameters are read and marked
     if without_compile(model) is not model:
         raise ConfigError(
             "for_trainer: the model was returned by torch.compile. Pass the model itself, and call "
             "compile() on each of its blocks"
         )
     inner = _get_pretrained(model)
+    reshard(model)  # before its parameters are read and marked
     on_meta = [name for name, item in [*model.named_parameters(), *model.named_buffers()] if item.is_meta]
     if on_meta:
         raise ShardingError(
@@ -323,9 +323,10 @@ def require_trackers_that_save_nothing(callbacks: Iterable[object]) -> None:
         ConfigError: one does.
     """
     for callback in callbacks:
-        kind, logs_model = type(callback).__name__, getattr(callback, "_log_model", None)
-        is_wandb = kind == "WandbCallback" and getattr(logs_model, "is_enabled", False)
-        if is_wandb or (kind == "DVCLiveCallback" and logs_model is True):
+        kinds = [kind.__name__ for kind in type(callback).__mro__]
+        logs_model = getattr(callback, "_log_model", None)
+        is_wandb = "WandbCallback" in kinds and getattr(logs_model, "is_enabled", False)
+        if is_wandb or ("DVCLiveCallback" in kinds and logs_model is True):
             name = "WANDB_LOG_MODEL" if is_wandb else "HF_DVCLIVE_LOG_MODEL"
             raise ConfigError(
                 f"{name}: the tracker would save the model on the first rank alone. Unset it, and upload the "

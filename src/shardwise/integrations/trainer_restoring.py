@@ -80,7 +80,8 @@ def load_trainer_checkpoint(
     model = without_compile(model)
     with get_world(options, "load_trainer_checkpoint") as world:
         arguments = {"on_unexpected": on_unexpected}
-        agree_on_arguments(world, load_trainer_checkpoint, arguments, options, os.fspath(checkpoint), adapter)
+        compared = {"checkpoint": os.fspath(checkpoint), "adapter": adapter}
+        agree_on_arguments(world, load_trainer_checkpoint, arguments, options, **compared)
         with torch.device("cpu"):
             with world.broadcast("open the folder") as exchange:
                 if world.rank == 0:

@@ -54,7 +54,8 @@ class PlanOptions(meta_model.FilledOptions, total=False):
         per_device_train_batch_size, max_length: rows of a forward pass and tokens of a row. If both are given,
             activations are included.
         gradient_accumulation_steps: micro-batches of a step.
-        gradient_checkpointing: whether the blocks are recomputed, as the Trainer has it.
+        gradient_checkpointing: whether all blocks are recomputed (``sharding.activation_checkpointing``
+            for every n-th).
         mixed_precision: autocast of the Trainer, "no" (default), "bf16" or "fp16".
         memory_bytes: memory of each rank, for which ``training.largest_batch`` is computed.
         bank: adapters of an ``AdapterBank``, of which ``tuning`` is the largest. A pass has the rows above.

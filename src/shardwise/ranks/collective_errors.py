@@ -72,7 +72,7 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
             has_left.set()
             watching.join(timeout=_CHECK_S)  # its arguments may keep the model alive
     except Exception as error:
-        if channel is not None and was_raised_together(error):
+        if channel is not None and _was_raised_together(error):
             if is_out_of_memory(error):
                 raise TrainingError(f"{where()}: {_out_of_memory(error)}") from error
             raise
@@ -101,7 +101,7 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
         raise
 
 
-def was_raised_together(error: Exception) -> bool:
+def _was_raised_together(error: Exception) -> bool:
     """Return whether ranks have raised this error together at the end of a phase, or it names a lost rank.
 
     It then has a phase, or its cause has. The other ranks may still have files to remove, and must not take this

@@ -21,7 +21,7 @@ from shardwise.fsdp import torch_private
 from shardwise.fsdp.named_tensors import are_bitwise_equal, local_boxes, local_tensor
 from shardwise.loading.audit import are_equal
 from shardwise.loading.one_checkpoint import require_one_checkpoint
-from shardwise.ranks.call_arguments import check_options, get_hints
+from shardwise.ranks.call_arguments import check_options, comparing_arguments, get_hints
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.transfer import matching, move, tensor_metadata
@@ -52,7 +52,7 @@ class StateOptions:
 
 
 def agree_on_arguments(
-    world: World, call: object, arguments: Mapping[str, object], options: StateOptions, *others: object
+    world: World, call: object, arguments: Mapping[str, object], options: StateOptions, **others: object
 ) -> None:
     """Raise if arguments are not supported, or if ranks pass different ones. Collective: yes.
 
@@ -61,11 +61,12 @@ def agree_on_arguments(
 
     Raises:
         ConfigError: an argument has the wrong type.
-        RankMismatchError: naming the ranks.
+        RankMismatchError: naming the ranks and the arguments.
     """
-    with world.collective("check the arguments"):
+    with comparing_arguments(world) as exchange:
         check_options(get_hints(call), {**arguments, "options": options})
-    world.require_equal((repr((arguments, others)), options.budget_bytes), "the list of arguments (modes, budget)")
+        compared = {**others, **arguments, "budget_bytes": options.budget_bytes}
+        exchange.local = {name: repr(value) for name, value in compared.items()}
 
 
 def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from shardwise.training.trl_objects import (
     lora_config,
     model_options,
     parse,
+    recompute_blocks,
 )
 
 _NOT_PLANNED: Final = frozenset({"options", "revision", "use_kernels", "liger_kernel_config"})
@@ -59,9 +60,10 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
         "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
         "max_length": getattr(training, "max_length", None) or 0,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "gradient_checkpointing": training.gradient_checkpointing,
         "mixed_precision": "no",
     }
+    if training.gradient_checkpointing:
+        options["sharding"] = recompute_blocks(options["sharding"], arguments)
     if training.bf16 or training.fp16:
         options["mixed_precision"] = "bf16" if training.bf16 else "fp16"
     options |= placed

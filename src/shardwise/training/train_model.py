@@ -18,6 +18,7 @@ from shardwise.fsdp.torch_private import accelerator
 from shardwise.integrations.trainer import ShardwiseTrainer
 from shardwise.integrations.trainer_checkpoints import FolderKind, checkpoints_in
 from shardwise.ranks.stop_signals import StopRequest
+from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.training import trl_objects
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
@@ -84,9 +85,12 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
                 record.require_on_first_rank(world)
         if not has_stopped:
             trainer.save_model(str(output), _internal_call=True)  # which is not uploaded yet
-        if world.rank == 0:
-            estimated_bytes = _estimate_peak(config, world.size)
-            draw_curves(output, {SINGLE: state.log_history}, state.log_history, estimated_bytes)
+        # The other ranks wait here, without a limit: an estimate may take longer than ddp_timeout.
+        unlimited = Timeouts(join_timeout_s=math.inf)
+        with World.current(None, unlimited, call="train") as world, world.broadcast("draw the curves"):
+            if world.rank == 0:
+                estimated_bytes = _estimate_peak(config, world.size)
+                draw_curves(output, {SINGLE: state.log_history}, state.log_history, estimated_bytes)
         if not has_stopped:
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:

@@ -278,9 +278,14 @@ def base_options(arguments: TrlArguments) -> PretrainedOptions:
         options["dtype"] = "bfloat16"
     if arguments.training.gradient_checkpointing:
         # That of transformers needs training mode, in which a base may have dropout of its own.
-        every = (arguments.training.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
-        options["sharding"] = replace(options["sharding"], activation_checkpointing=every)
+        options["sharding"] = recompute_blocks(options["sharding"], arguments)
     return options
+
+
+def recompute_blocks(sharding: Sharding, arguments: TrlArguments) -> Sharding:
+    """Return a sharding that recomputes those blocks that ``gradient_checkpointing`` recomputes in the Trainer."""
+    every = (arguments.training.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
+    return replace(sharding, activation_checkpointing=every)
 
 
 _HEAD: Final = tuple(f"{wrapper}{name}.*" for wrapper in ("", "*.") for name in ("score", "classifier"))
@@ -337,8 +342,8 @@ def _sharding(arguments: TrlArguments) -> Sharding:
         sharding = Sharding.from_accelerate(trl_accelerate_config(own.accelerate_config))
         if sharding.mp_policy.param_dtype == torch.float16 and not arguments.training.fp16:
             raise ConfigError(
-                "accelerate_config: mixed_precision fp16 needs fp16: true, which scales the loss. Set it, or "
-                "mixed_precision: bf16"
+                "accelerate_config: mixed_precision fp16 needs fp16: true, which scales the loss (not with "
+                "adapters). Set mixed_precision: bf16, or fp16: true"
             )
         return sharding
     layers = own.transformer_layer_cls_to_wrap
