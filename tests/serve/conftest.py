@@ -112,6 +112,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "dee": {"is_operator": True},
         "eve": {"max_result_bytes": 6000},
         "fay": {"max_sessions": 2},
+        "gus": {"max_tokens": 100},
     }
     settings = Settings("base", "base-tokenizer", retrieval_s=0.5, max_rows=3, session_timeout_s=7200.0)
     with serving(make_base(), tmp_path_factory.mktemp("serve"), settings, users) as started:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,8 +108,23 @@ def test_names_stay_in_their_folder(served: Served, ada: User, name: str) -> Non
     ada.post("unload_model", model_id=model)
 
 
-@pytest.mark.parametrize("name", ["\t", "x" * 300, "line\nbreak", "nul\0", "\ud800"])
-def test_names_that_no_folder_can_have(ada: User, name: str) -> None:
+def test_each_checkpoint_is_deleted_by_its_path(ada: User) -> None:
+    model = ada.create()
+    left = {
+        ada.retrieve(ada.post("save_weights", model_id=model, seq_id=seq_id, path=name))["path"]
+        for seq_id, name in enumerate(("a%20b", "a b", "x/é"), 1)
+    }
+    for path in sorted(left, reverse=True):
+        name = path.split("/", 3)[3]
+        assert ada.http.delete(f"/api/v1/training_runs/{model}/checkpoints/{name}").status_code == 204, path
+        left.remove(path)
+        listed = ada.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"]
+        assert {each["tinker_path"] for each in listed} == left
+    ada.post("unload_model", model_id=model)
+
+
+@pytest.mark.parametrize("name", ["\t", "x" * 300, "line\nbreak", "nul\0", "\ud800", *service.OWN_NAMES])
+def test_names_that_a_save_cannot_have(ada: User, name: str) -> None:
     model = ada.create()
     body = {"model_id": model, "seq_id": 1, "path": name}
     assert ada.retrieve(ada.post("save_weights", **body))["category"] == "user"
@@ -125,6 +141,34 @@ def test_bodies_that_are_too_large_or_none(ada: User) -> None:
     assert ada.send(b"\xff\xff\xff").status_code == 400
     for body in (b"", b"[]", b"{", b"[" * 50_000, b"\xff"):
         assert ada.http.post("/api/v1/optim_step", content=body).status_code == 400
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(served: Served) -> None:
+    parts = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/api/v1/optim_step",
+        "headers": [(b"x-api-key", served.keys["ada"].encode())],
+    }
+    answers = []
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    asyncio.run(served.server._http.config.app(scope, receive, send))
+    assert answers[0]["status"] == 400
+
+
+def test_models_without_a_seed_begin_with_other_values(served: Served, ada: User) -> None:
+    models = [ada.create() for _ in range(2)]
+    first, second = (served.bank._adapters[model].flat for model in models)
+    assert not torch.equal(first, second)
+    for model in models:
+        ada.post("unload_model", model_id=model)
 
 
 def test_the_order_of_requests(ada: User) -> None:
@@ -243,6 +287,9 @@ def test_numbers_that_no_float_can_have(ada: User) -> None:
     assert isinstance(ada.retrieve(ada.post("asample", **body)), bytes)
     too_long = ada.post("asample", **{**body, "sampling_params": {"max_tokens": 127}})
     assert "sequences of 129 tokens with the prompt. They may have 128" in ada.retrieve(too_long)["error"]
+    for stop in ("", ["text", ""]):
+        refused = ada.post("asample", **{**body, "sampling_params": {"max_tokens": 2, "stop": stop}})
+        assert 'stop: "" is in every text' in ada.retrieve(refused)["error"]
     model = ada.create()
     step = ada.post("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": huge})
     assert ada.retrieve(step)["category"] == "user"
@@ -267,16 +314,16 @@ def test_a_snapshot_that_is_gone_fails_its_own_score_alone(ada: User) -> None:
     ada.post("unload_model", model_id=model)
 
 
-def test_limits_are_refused_before_their_place_counts(served: Served) -> None:
+def test_limits_of_models_and_of_early_requests(served: Served) -> None:
     user = User(served.url, served.keys["cy"])
     model = user.create()
     body = {"session_id": user.session, "model_seq_id": 7, "base_model": "base", "lora_config": {"rank": 2}}
     refused = user.call("create_model", **body)
     assert (refused.status_code, "max_models" in refused.text) == (429, True)
-    promises = [user.send(make_message(model, seq_id)) for seq_id in (2, 3, 4)]
-    assert [each.status_code for each in promises] == [200] * 3
-    refused = user.send(make_message(model, 5))
-    assert (refused.status_code, "max_requests" in refused.text) == (429, True)
+    *early, above = [user.send(make_message(model, seq_id)).json() for seq_id in (2, 3, 4, 5)]
+    assert "max_requests: the batch has more than 3 parts" in user.retrieve(above)["error"]
+    first = user.send(make_message(model, 1)).json()
+    assert all(isinstance(user.retrieve(promise), bytes) for promise in (first, *early))
     user.finish(served)
 
 
@@ -286,12 +333,17 @@ def test_limits_of_sessions_samplers_and_json(served: Served, monkeypatch: pytes
     body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
     refused = first.call("create_session", **body)
     assert (refused.status_code, "max_sessions" in refused.text) == (429, True)
-    second.post(f"sessions/{second.session}/finish")
+    for _ in range(2):  # again, as if the first answer was lost
+        second.post(f"sessions/{second.session}/finish")
     first.post("create_session", **body)
     body = {"session_id": first.session, "base_model": "base"}
-    samplers = [first.post("create_sampling_session", sampling_session_seq_id=n, **body) for n in range(5)]
-    statuses = [first.http.get(f"/api/v1/samplers/{each['sampling_session_id']}").status_code for each in samplers]
-    assert statuses == [404, 200, 200, 200, 200], "the oldest is forgotten, and not before"
+    paths = []
+    for number in range(5):
+        sampler = first.post("create_sampling_session", sampling_session_seq_id=number, **body)
+        paths.append(f"/api/v1/samplers/{sampler['sampling_session_id']}")
+        assert first.http.get(paths[0]).status_code == 200
+    statuses = [first.http.get(path).status_code for path in paths]
+    assert statuses == [200, 404, 200, 200, 200], "the one used longest ago is forgotten, and not before"
     assert first.call("session_heartbeat", session_id="x" * (1 << 16)).status_code == 413
     for user in (first, second):
         user.http.close()

@@ -11,6 +11,7 @@ import tinker
 import torch
 from peft import PeftModel
 from tests.serve.conftest import VOCAB_SIZE, Served, make_base
+from tests.support.local_ranks import LIMIT_S
 from tinker import types
 
 from shardwise import AdapterBank
@@ -274,6 +275,18 @@ def test_limits_of_a_key(clients: dict[str, Any]) -> None:
         clients["cy"].create_lora_training_client("base", rank=16).result()
     with pytest.raises(tinker.RequestFailedError, match="this server has 'base'"):
         clients["cy"].create_lora_training_client("other", rank=4).result()
+
+
+def test_a_batch_above_the_tokens_of_a_key_is_answered(clients: dict[str, Any]) -> None:
+    """Chunks have 60 tokens. The client sends the first one last, and the key may have 100 tokens that wait."""
+    model, other = (clients["gus"].create_lora_training_client("base", rank=2).result() for _ in range(2))
+    passed = model.forward_backward(to_data(make_rows(0, [20] * 6)), "cross_entropy")
+    assert len(passed.result(LIMIT_S).loss_fn_outputs) == 6
+    with pytest.raises(tinker.RequestFailedError, match="max_tokens: the batch has more than 100 tokens"):
+        model.forward_backward(to_data(make_rows(0, [20] * 9)), "cross_entropy").result(LIMIT_S)
+    assert other.forward_backward(to_data(make_rows(0, [50])), "cross_entropy").result(LIMIT_S).metrics
+    with pytest.raises(tinker.RequestFailedError, match="failed since the last step"):
+        model.optim_step(ADAM).result(LIMIT_S)
 
 
 def test_info_names_no_path_of_the_server(clients: dict[str, Any]) -> None:

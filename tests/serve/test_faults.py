@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -352,6 +353,34 @@ def test_saves_under_one_name_that_are_sent_at_once(served: Served, users: dict[
     for promise in promises:
         request = served.server._service.futures[promise["request_id"]]
         assert (request.operation, request.checkpoint, request.answer) == (None, None, {})
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read(
+    served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment. Nothing is replaced, and the server goes on."""
+    ada, state, read_text = users["ada"], served.server._service, Path.read_text
+    model = ada.create()
+    body = {"path": "one", "user_metadata": {"note": "first"}}
+    path = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=1, **body))["path"]
+
+    def fail(file: Path, *arguments: Any, **keywords: Any) -> str:
+        if file.name.endswith("meta.json"):
+            raise OSError(116, "Stale file handle", str(file))
+        return read_text(file, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fail)
+        state._expired_s = -1e9
+        saved = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=2, path="one"))
+        loaded = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True))
+        info = ada.call("weights_info", tinker_path=path)
+    assert (saved["category"], info.status_code) == ("server", 503)
+    for text in (saved["error"], loaded["error"], info.text):
+        assert "cannot be read, Stale file handle. Try again" in text
+        assert str(served.state) not in text
+    (listed,) = ada.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"]
+    assert listed["user_metadata"] == {"note": "first"}
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_saved_again(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import socket
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +18,34 @@ from tests.support.local_ranks import LIMIT_S
 
 from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.sampling import Sample, SampleOutput
-from shardwise.cli.serve import serve_command
+from shardwise.cli.serve import serve_command, serve_on_rank
 from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.serve.checkpoints import CheckpointStore
 from shardwise.serve.engine import deal_rows
-from shardwise.serve.keys import LOCAL, read_keys
-from shardwise.serve.operations import CreateModel, Generate, SampleAnswer, SaveModel, Turn
-from shardwise.serve.run import ServeOptions, Server
+from shardwise.serve.keys import LOCAL, UserKey, read_keys
+from shardwise.serve.messages import StatusError
+from shardwise.serve.operations import (
+    CreateModel,
+    ForgetModels,
+    Generate,
+    OptimStep,
+    Refusal,
+    SampleAnswer,
+    SaveModel,
+    Turn,
+)
+from shardwise.serve.run import ServeOptions, Server, _load_tokenizer
 from shardwise.serve.service import Model, Service, Settings, name_model
 
 
-async def run_turn(service: Service, duration_s: float = 0.0) -> Turn:
+async def run_turn(service: Service, duration_s: float = 0.0, outcome: object = None) -> Turn:
     turn, requests = await service.take_turn(LIMIT_S)
-    await service.finish_turn(requests, {each.request_id: None for each in turn.operations}, duration_s)
+    await service.finish_turn(requests, {each.request_id: outcome for each in turn.operations}, duration_s)
     return turn
 
 
-async def create(service: Service) -> Model:
-    session = service.open_session(LOCAL)
+async def create(service: Service, key: UserKey = LOCAL) -> Model:
+    session = service.open_session(key)
     with service.open_model(session, 1, 4, frozenset(("attn",)), None) as request:
         model_id = name_model(session, 1)
         request.operation = CreateModel(request.request_id, model_id, 4, 0, frozenset(("attn",)))
@@ -48,6 +60,7 @@ def test_a_session_that_is_closed_during_a_stop(tmp_path: Path, monkeypatch: pyt
     async def close() -> tuple[Service, list[Turn]]:
         service = Service(Settings("base", "base"), CheckpointStore(Path("checkpoints")))
         model = await create(service)
+        model.num_steps = 1
         await service.begin_stop()
         service.close_session(model.session, "finished")
         return service, [await run_turn(service) for _ in range(2)]
@@ -57,6 +70,93 @@ def test_a_session_that_is_closed_during_a_stop(tmp_path: Path, monkeypatch: pyt
     assert (folder.name, first.is_last, second.is_last) == ("finished", False, True)
     assert folder.is_relative_to(tmp_path / "checkpoints")
     assert service.lost_models == []
+
+
+def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path) -> None:
+    full = Refusal("no space is left", is_users=False)
+
+    def get_operations(turn: Turn, model: Model) -> list[type]:
+        """Saves of the model, and its removal."""
+        operations = [each for each in turn.operations if isinstance(each, SaveModel)]
+        removals = [each for each in turn.operations if isinstance(each, ForgetModels)]
+        return [
+            *(SaveModel for each in operations if each.model == model.model_id),
+            *(ForgetModels for each in removals if model.model_id in each.names),
+        ]
+
+    async def close(*, is_stopped: bool) -> tuple[list[list[type]], list[type], list[str]]:
+        service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
+        model, untrained = await create(service), await create(service)
+        model.num_steps = 1
+        service.close_session(model.session, "expired")
+        service.close_session(untrained.session, "expired")
+        turns = [await run_turn(service, outcome=full)]
+        await (service.begin_stop() if is_stopped else service.tidy())
+        turns += [await run_turn(service, outcome=full if is_stopped else None), await run_turn(service)]
+        operations = [get_operations(turn, model) for turn in turns]
+        return operations, get_operations(turns[0], untrained), service.lost_models
+
+    operations, of_untrained, lost = asyncio.run(close(is_stopped=False))
+    assert operations == [[SaveModel], [SaveModel], [ForgetModels]]
+    assert of_untrained == [ForgetModels], "it has nothing that its base does not have"
+    assert lost == []
+    operations, _, lost = asyncio.run(close(is_stopped=True))
+    assert (operations, len(lost)) == ([[SaveModel], [SaveModel], []], 1)
+
+
+def test_the_time_of_a_suspended_server_does_not_end_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("shardwise.serve.service.time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
+
+    async def wait() -> list[bool]:
+        service = Service(Settings("base", "base"), None)
+        session = service.open_session(LOCAL)
+        are_open = []
+        for seconds in (5, 4000, *[50] * 12, 5):  # it is suspended once; 605 seconds follow
+            now_s[0] += seconds
+            await service.tidy()
+            are_open.append(session.session_id in service.sessions)
+        return are_open
+
+    assert asyncio.run(wait()) == [True] * 14 + [False]
+
+
+def test_requests_that_wait_are_limited_and_steps_are_counted() -> None:
+    async def send() -> int:
+        service = Service(Settings("base", "base"), None)
+        model = await create(service, UserKey(name="ada", sha256="a" * 64, max_requests=2))
+        for seq_id in (1, 2):
+            with service.place(model, seq_id, b"step") as request:
+                request.operation = OptimStep(request.request_id, model.model_id, {})
+        with (
+            pytest.raises(StatusError, match=r"max_requests: 2 requests wait\. Send more once"),
+            service.place(model, 3, b"step"),
+        ):
+            pass
+        for skipped in (0.0, 1.0):
+            await run_turn(service, outcome={"skipped:max": skipped})
+        return model.num_steps
+
+    assert asyncio.run(send()) == 1
+
+
+def test_a_base_without_a_tokenizer(base: Path) -> None:
+    assert _load_tokenizer(str(base)) is None
+
+
+def test_a_server_may_open_all_files_that_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    monkeypatch.setattr("shardwise.ranks.processes.keep_freed_blocks", lambda _: None)
+    monkeypatch.setattr(
+        "shardwise.serve.run.serve", lambda _: limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        serve_on_rank(ServeOptions("base", Settings("base", "base")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limits == [(hard, hard)]
 
 
 def test_turns_do_not_wait_as_long_as_one_without_a_pass() -> None:
@@ -79,7 +179,7 @@ def test_samples_of_vllm_are_waited_for_at_a_stop() -> None:
             await self.may_go.wait()
             return SampleOutput([])
 
-    async def stop() -> tuple[list[bool], Any]:
+    async def stop() -> tuple[list[bool], Any, int]:
         service, vllm = Service(Settings("base", "base"), None), Vllm()
         service.vllm = vllm  # type: ignore[assignment]
         with service.admit(LOCAL, "samples") as request:
@@ -89,9 +189,11 @@ def test_samples_of_vllm_are_waited_for_at_a_stop() -> None:
         turns = [await run_turn(service) for _ in range(3)]
         vllm.may_go.set()
         result = (await service.retrieve(LOCAL, request.request_id)).result
-        return [*(turn.is_last for turn in turns), (await run_turn(service)).is_last], result
+        are_last = [*(turn.is_last for turn in turns), (await run_turn(service)).is_last]
+        return are_last, result, service.counters.tokens[LOCAL.name]
 
-    are_last, result = asyncio.run(stop())
+    are_last, result, num_tokens = asyncio.run(stop())
+    assert num_tokens == 2
     assert are_last == [False, False, False, True]
     assert isinstance(result, bytes)
 

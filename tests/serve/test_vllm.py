@@ -1,5 +1,6 @@
 """Samples by a stand-in of a vLLM server, which refuses fields that vLLM's requests do not have."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from tests.serve.conftest import Served
 from tests.support.local_ranks import LIMIT_S
 from tinker import types
 
+from shardwise.bank.sampling import Sample
+from shardwise.serve.operations import Generate
 from shardwise.serve.vllm import VllmClient
 
 # What vLLM takes from the base's generation config otherwise.
@@ -55,6 +58,8 @@ class StandIn(BaseHTTPRequestHandler):
             self.adapters.discard(body["lora_name"])
         elif body["max_tokens"] < 1:
             self.answer(400, {"error": "max_tokens must be at least 1"})
+        elif body["n"] > 1 and not body["temperature"]:
+            self.answer(400, {"error": "n must be 1 when using greedy sampling"})
         elif body["model"] not in {*self.adapters, "base"}:
             self.answer(404, {"error": "no such model"})
         else:
@@ -82,6 +87,7 @@ class StandIn(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 128)
     with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         StandIn.requests.clear()
@@ -115,6 +121,8 @@ def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> N
         latest = client.create_sampling_client(model.save_weights_for_sampler("latest").result().path).result()
         latest.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
     assert len({body["lora_name"] for path, body in vllm.requests if "lora_name" in body}) == 3
+    output = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=1, temperature=0.0)).result()
+    assert [list(each.tokens) for each in output.sequences] == [[6]] * 2
     base = client.create_sampling_client(base_model="base").result()
     base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
     assert vllm.requests[-1][1]["model"] == "base"
@@ -146,6 +154,40 @@ def test_adapters_are_loaded_again_when_a_server_was_started_again(
     sample(second, 1)
     assert len(vllm.adapters) == 1, "the first was unloaded"
     sample(first, 1)
+    both, post = threading.Barrier(2), StandIn.do_POST
+
+    def wait_for_both(request: StandIn) -> None:
+        if request.path == "/v1/load_lora_adapter":
+            both.wait(LIMIT_S)
+        post(request)
+
+    vllm.adapters.clear()
+    monkeypatch.setattr(served.server._service, "vllm", VllmClient(vllm.url, "base"))
+    with monkeypatch.context() as patch:
+        patch.setattr(StandIn, "do_POST", wait_for_both)
+        params = types.SamplingParams(max_tokens=1)
+        futures = [each.sample(types.ModelInput.from_ints([3]), 1, params) for each in (first, second)]
+        assert [len(future.result(LIMIT_S).sequences) for future in futures] == [1, 1]
+    third = client.create_sampling_client(model.save_weights_for_sampler("third").result().path).result()
+    sample(third, 1)
+    assert len(vllm.adapters) == 1, "those that were loaded at once were unloaded"
+
+
+def test_all_samples_are_sent_at_once(vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    all_samples, post = threading.Barrier(101), StandIn.do_POST
+
+    def wait_for_all(request: StandIn) -> None:
+        all_samples.wait(LIMIT_S)
+        post(request)
+
+    monkeypatch.setattr(StandIn, "do_POST", wait_for_all)
+
+    async def sample_all() -> int:
+        client = VllmClient(vllm.url, "base")
+        operations = [Generate(str(number), Sample(None, (1,), max_tokens=1)) for number in range(101)]
+        return len(await asyncio.gather(*(client.sample(operation) for operation in operations)))
+
+    assert asyncio.run(sample_all()) == 101
 
 
 def test_an_error_of_vllm_is_one_of_the_request(

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Final
+from urllib.parse import quote
 
 from packaging.version import InvalidVersion, Version
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.serve import messages
 from shardwise.serve.checkpoints import KINDS, Checkpoint
 from shardwise.serve.keys import UserKey, find_key
@@ -29,6 +31,7 @@ from shardwise.serve.messages import StatusError
 from shardwise.serve.operations import CopyModel, CreateModel, LoadModel, Refusal, SampleAnswer, SaveModel
 from shardwise.serve.requests import Body, ServedBase, parse, read_sample, read_step
 from shardwise.serve.service import (
+    OWN_NAMES,
     Model,
     QueuedRequest,
     Sampler,
@@ -99,7 +102,7 @@ class App:
             ("GET", "/api/v1/checkpoints", self._list_checkpoints),
             ("GET", run, self._get_run),
             ("GET", run + "/checkpoints", self._list_checkpoints),
-            ("DELETE", run + "/checkpoints/{kind}/{name}", self._delete_checkpoint),
+            ("DELETE", run + "/checkpoints/{kind}/{name:path}", self._delete_checkpoint),
             ("POST", "/api/v1/telemetry", self._telemetry),
             ("GET", "/metrics", self._metrics),
             ("GET", "/status", self._status),
@@ -119,8 +122,10 @@ class App:
                 if key is None:
                     raise StatusError(401, "X-API-Key: is not a key of this server")
                 response = await call(request, key)
-            except (StatusError, ConfigError) as error:
+            except (StatusError, ConfigError, StorageError) as error:
                 response = _answer_error(error)
+            except ClientDisconnect:  # in the middle of its body
+                response = Response(status_code=400)
             path = request.url.path
             if response.status_code != 408 and path not in _UNLOGGED:
                 entry = {
@@ -165,8 +170,13 @@ class App:
         return JSONAnswer({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: Request, key: UserKey) -> Response:
-        session = self._service.get_session(key, request.path_params["session_id"])
-        self._service.close_session(session, "finished")
+        try:
+            session = self._service.get_session(key, request.path_params["session_id"])
+        except StatusError as error:
+            if error.status != 410:
+                raise
+        else:
+            self._service.close_session(session, "finished")
         return JSONAnswer({})
 
     # Models
@@ -181,8 +191,9 @@ class App:
         with self._service.open_model(session, number, lora.rank, parts, body.user_metadata) as queued:
             if queued.is_new:
                 self._check_model(key, body.base_model, optimizer, lora.rank, parts)
+                model_id = name_model(session, number)
                 # Below 2**62, whatever number was sent: files of the model have it.
-                model_id, seed = name_model(session, number), (lora.seed or 0) % (1 << 62)
+                seed = secrets.randbits(62) if lora.seed is None else lora.seed % (1 << 62)
                 queued.operation = CreateModel(queued.request_id, model_id, lora.rank, seed, parts)
                 queued.answer = {"type": "create_model", "model_id": model_id}
         return _promise(queued.request_id)
@@ -264,7 +275,8 @@ class App:
                         load = parse(types.LoadWeightsRequest, values)
                         try:
                             checkpoint, folder = self._find_checkpoint(key, load.path)
-                        except StatusError as error:  # without its place, the next request would wait forever
+                        # Without its place, the next request would wait forever.
+                        except (StatusError, StorageError) as error:
                             raise ConfigError(str(error)) from error
                         _set_load(queued, model_id, checkpoint, folder, load)
                     case _:
@@ -317,6 +329,8 @@ class App:
         """Set the operation of a request to the save of a model."""
         if body.ttl_seconds is not None and body.ttl_seconds not in _TTL_S:
             raise ConfigError(f"ttl_seconds={body.ttl_seconds}: is not {_TTL_S.start} to {_TTL_S.stop - 1}")
+        if kind == "weights" and name in OWN_NAMES:
+            raise ConfigError(f"path {name!r}: is a name of the server's own saves. Use another")
         checkpoint = Checkpoint(
             model.model_id,
             kind,
@@ -401,8 +415,8 @@ class App:
         return JSONAnswer({"checkpoints": listed[begin:end], "cursor": cursor})
 
     async def _delete_checkpoint(self, request: Request, key: UserKey) -> Response:
-        place = request.path_params
-        path = f"tinker://{place['model_id']}/{place['kind']}/{place['name']}"
+        place = request.path_params  # decoded
+        path = f"tinker://{place['model_id']}/{place['kind']}/{quote(place['name'], safe='')}"
         checkpoint, _ = self._find_checkpoint(key, path)
         await self._service.delete_checkpoint(key, checkpoint)
         return Response(status_code=204)
@@ -567,6 +581,6 @@ def _require_client(text: str) -> None:
 
 
 def _answer_error(error: Exception) -> Response:
-    status = error.status if isinstance(error, StatusError) else 400
+    status = 503 if isinstance(error, StorageError) else getattr(error, "status", 400)
     headers = {"retry-after": "1"} if status in (429, 503) else None
     return JSONAnswer({"error": str(error)}, status_code=status, headers=headers)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.formatting import folder_name
 from shardwise.files.local_writer import LocalWriter
 
@@ -47,7 +47,10 @@ class Checkpoint:
 
 
 def parse_path(path: str) -> Checkpoint:
-    """Return the checkpoint that a path of the protocol names. Raise ConfigError if it names none."""
+    """Return the checkpoint that a path of the protocol names. Raise ConfigError if it names none.
+
+    Its name is percent-encoded: pass no path that HTTP has decoded.
+    """
     model, kind, name = (*path.removeprefix(_SCHEME).split("/"), "", "", "")[:3]
     is_whole = path.startswith(_SCHEME) and path.count("/") == 4 and bool(model and name)
     if not is_whole or kind not in KINDS or not path.isascii():  # names are percent-encoded
@@ -56,7 +59,7 @@ def parse_path(path: str) -> Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of all users in a folder."""
+    """The checkpoints of all users in a folder. Calls that read raise StorageError if the folder cannot be read."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()  # vLLM, which loads from it, has another working directory
@@ -90,7 +93,7 @@ class CheckpointStore:
         """Return whether another user has this checkpoint."""
         others = (each.name for each in self._root.iterdir() if each.is_dir() and each.name != folder_name(user))
         checkpoint = parse_path(path)
-        return any(_metadata_file(self.folder(unquote(other), checkpoint)).is_file() for other in others)
+        return any(_read(_metadata_file(self.folder(unquote(other), checkpoint))) for other in others)
 
     def list(self, user: str, model: str | None = None) -> Iterator[Checkpoint]:
         """Yield a user's checkpoints, of one model or of all."""
@@ -118,8 +121,11 @@ def _metadata_file(folder: Path) -> Path:
 
 
 def _read(file: Path) -> Checkpoint | None:
+    """Return the checkpoint of a file of metadata. None if there is none, or it is damaged."""
     try:
         values: Any = json.loads(file.read_text())
         return Checkpoint(**values)
-    except (OSError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
+    except OSError as error:  # without the path, which is none of the client's
+        raise StorageError(f"the folder of checkpoints: cannot be read, {error.strerror}. Try again") from error

@@ -66,6 +66,8 @@ def read_sample(
     params, prompt = body.sampling_params, _read_prompt(body.prompt)
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     stops = tuple(each for each in stop or () if isinstance(each, str))
+    if "" in stops:
+        raise ConfigError('stop: "" is in every text. Leave it out')
     sample = Sample(
         sampler.name,
         tuple(prompt),

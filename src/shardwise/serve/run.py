@@ -276,6 +276,8 @@ def _log_requests_to_stderr() -> None:
 def _load_tokenizer(model: str) -> Any:
     """Return the tokenizer of a model, or None if it has none."""
     try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (ImportError, OSError, ValueError):
         return None
+    # Without files, transformers makes one that has special tokens alone.
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_tokens) else None

@@ -66,6 +66,12 @@ _FUTURE_BYTES: Final = 2048
 _NUM_SAMPLERS: Final = 1024
 """Sampling sessions of a user. A loop of reinforcement learning opens one in each step, and closes none."""
 
+OWN_NAMES: Final = ("expired", "finished", "shutdown")
+"""Names of the saves that the server makes by itself."""
+
+_PAUSE_S: Final = 60.0
+"""Seconds between two calls of tidy() after which heartbeats begin anew, since a suspended server gets none."""
+
 _EXPIRY_S: Final = 60.0
 """Seconds between two looks at the checkpoints whose time may be over."""
 
@@ -90,7 +96,8 @@ class Settings:
         max_tokens_per_turn: of passes and samples.
         fuse_wait_s: seconds that a turn waits, after each request, for models that stepped lately. None for half of
             the last turn, at most 0.1.
-        session_timeout_s: seconds without a heartbeat after which the models of a session are saved and removed.
+        session_timeout_s: seconds without a heartbeat after which the models of a session are saved and removed,
+            and without a sample after which a checkpoint that was loaded to sample from is forgotten.
         retrieval_s: seconds for which a request for a result waits. The client waits for 45.
         max_rows: rows of a request. Clients cut a batch into requests.
     """
@@ -168,9 +175,11 @@ class Model:
         creation_id: request that created it.
         next_seq_id: that of the request that runs next.
         early: requests that wait for an earlier one, by seq_id.
+        early_tokens: of these requests.
         seen: digest and future of each request, by seq_id, so that a repeated one is answered again.
         snapshots: copies to sample from, the oldest first.
         losses: loss per token of the last passes.
+        num_steps: steps that were taken.
     """
 
     model_id: str
@@ -181,6 +190,7 @@ class Model:
     user_metadata: Mapping[str, Any] | None = None
     next_seq_id: int = 1
     early: dict[int, QueuedRequest] = field(default_factory=dict)
+    early_tokens: int = 0
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
     snapshots: list[str] = field(default_factory=list)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=200))
@@ -250,7 +260,9 @@ class Service:
         """By key and name: a model, the samples of a key, or a request of the server itself. These come first, so
         that a model is removed before another one of its name is created."""
         self._waiting: dict[str, dict[str, int]] = {}
-        """Tokens of the requests that wait, by key and id."""
+        """Tokens of the requests that wait, by key and id. Without those that are early."""
+        self._unsaved: list[QueuedRequest] = []
+        """Saves of models whose session has ended, which could not be written. The models stay until they are."""
         self._credits: dict[str, int] = {}
         self._order: tuple[str, ...] = ()
         self._has_work = asyncio.Event()
@@ -266,6 +278,7 @@ class Service:
         """Checkpoints that were loaded to sample from, the one used last at the end: the user and the time."""
         self._expired_s = 0.0
         """When checkpoints whose time is over were deleted last."""
+        self._tidied_s = time.monotonic()
 
     # Sessions, models and samplers
 
@@ -288,7 +301,9 @@ class Service:
         return model
 
     def get_sampler(self, key: UserKey, sampler_id: str) -> Sampler:
-        return self._find(self.samplers, key, "sampling session", sampler_id)
+        sampler = self._find(self.samplers, key, "sampling session", sampler_id)
+        self.samplers[sampler_id] = self.samplers.pop(sampler_id)  # the one used last is at the end
+        return sampler
 
     def _find(self, table: Mapping[str, _Owned], key: UserKey, kind: str, name: str) -> _Owned:
         """Return an entry of a table. Raise StatusError 403 if another key has it, 404 or 410 if there is none."""
@@ -302,7 +317,7 @@ class Service:
         return entry
 
     def open_sampler(self, sampler: Sampler) -> str:
-        """Return the id of a sampling session. A user has the newest _NUM_SAMPLERS of them."""
+        """Return the id of a sampling session. A user has the _NUM_SAMPLERS that were used last."""
         sampler_ids = [sampler_id for sampler_id, each in self.samplers.items() if each.key is sampler.key]
         for sampler_id in sampler_ids[: max(len(sampler_ids) + 1 - _NUM_SAMPLERS, 0)]:
             del self.samplers[sampler_id]
@@ -310,11 +325,16 @@ class Service:
         self.samplers[sampler_id] = sampler
         return sampler_id
 
-    def remove_model(self, model: Model) -> None:
-        """Remove a model in the next turn, with its snapshots and requests."""
+    def remove_model(self, model: Model, name: str = "") -> None:
+        """Remove a model in the next turn, with its snapshots and requests. With a name, save it before."""
         self._drop_model(model, "the model was removed")
         self._gone.append(model.model_id)
-        self._put_own(ForgetModels(new_id(), (model.model_id, *model.snapshots)))
+        names = [*model.snapshots]
+        if name:
+            self._put_save(model, name, _OWN, new_id())
+        else:
+            names.append(model.model_id)
+        self._put_own(ForgetModels(new_id(), tuple(names)))
 
     def _drop_model(self, model: Model, text: str) -> None:
         del self.models[model.model_id]
@@ -324,13 +344,12 @@ class Service:
         model.early.clear()
 
     def close_session(self, session: Session, name: str) -> None:
-        """Save the models of a session under a name, and remove them and its samplers."""
+        """Save the models of a session that have trained under a name, and remove all of them and its samplers."""
         del self.sessions[session.session_id]
         self._gone.append(session.session_id)
         for model in [model for model in self.models.values() if model.session is session]:
-            if self.store is not None and model.is_ready:
-                self._put_save(model, name, _OWN, new_id())  # before its removal in the same turn
-            self.remove_model(model)
+            has_trained = model.num_steps or model.losses
+            self.remove_model(model, name if self.store is not None and has_trained else "")
         for sampler_id in [key for key, each in self.samplers.items() if each.session_id == session.session_id]:
             del self.samplers[sampler_id]
 
@@ -372,7 +391,9 @@ class Service:
     ) -> Iterator[QueuedRequest]:
         """Queue a request in its place in the order of a model. See [Note: A request].
 
-        If the block raises ConfigError the request has failed, and its place is taken all the same.
+        If the block raises ConfigError the request has failed, and its place is taken all the same. So has an early
+        one without room beside the other early ones of its model: the client sends the first part of a batch once
+        the others are accepted, and would wait forever for 429 to end.
 
         Args:
             model: the model.
@@ -392,20 +413,26 @@ class Service:
             return
         with self._open_request(model.key) as request:
             yield request
+            if seq_id == model.next_seq_id:
+                self._require_room(model.key, request.cost.tokens)
+            else:
+                _require_early_room(model, request.cost.tokens)
         if request.result is not None:  # it keeps its place, also because a step after it must not be taken
             request.operation = Pass(
                 request.request_id, model.model_id, (), seq_id, backward=is_backward, is_refused=True
             )
         model.seen[seq_id] = digest, request.request_id
         model.early[seq_id] = request
+        model.early_tokens += request.cost.tokens
         # With next_seq_id 3 and requests 4 and 5 early, request 3 queues all of them. Request 6 would wait.
         queue = self._get_queue(model.key, model.model_id)
         while (ready := model.early.pop(model.next_seq_id, None)) is not None:
             queue.append(ready)
+            self._note_arrival(model.key, ready)
+            model.early_tokens -= ready.cost.tokens
             model.next_seq_id += 1
         for early in model.early.values():
             early.reason = f"waiting for seq_id {model.next_seq_id}"
-        self._note_arrival(model.key, request)
 
     def _find_again(self, model: Model, seq_id: int, digest: str) -> str:
         """Return the future of a request that was sent before."""
@@ -420,6 +447,7 @@ class Service:
         """Queue a request that has no place in the order of a model. Otherwise as :meth:`place`."""
         with self._open_request(key) as request:
             yield request
+            self._require_room(key, request.cost.tokens)
         if request.result is not None:
             return
         if self.vllm is not None and isinstance(request.operation, Generate):
@@ -438,7 +466,6 @@ class Service:
         self.futures[request.request_id] = request
         try:
             yield request
-            self._require_room(key, request.cost.tokens)
         except ConfigError as error:
             self._set_result(request, Refusal(str(error)))
         except BaseException:
@@ -455,14 +482,16 @@ class Service:
         except Exception:  # in a task of its own, where the client would wait forever
             _log.exception("a sample of vLLM failed")
             outcome = Refusal("sampling failed on the server, whose log has the reason", is_users=False)
+        self.counters.tokens[request.key.name] += request.cost.tokens
         self._finish(request, outcome)
 
     def _require_room(self, key: UserKey, tokens: int) -> None:
         waiting = self._waiting.get(key.name, {})
         if len(waiting) >= key.max_requests:
-            raise StatusError(429, f"max_requests: {len(waiting)} requests wait. Retrieve results first")
-        if waiting and sum(waiting.values()) + tokens > key.max_tokens:
-            raise StatusError(429, f"max_tokens: {sum(waiting.values())} tokens wait. Retrieve results first")
+            raise StatusError(429, f"max_requests: {len(waiting)} requests wait. Send more once some are done")
+        waiting_tokens = sum(waiting.values())
+        if waiting and waiting_tokens + tokens > key.max_tokens:
+            raise StatusError(429, f"max_tokens: {waiting_tokens} tokens wait. Send more once some are done")
 
     def _note_arrival(self, key: UserKey, request: QueuedRequest) -> None:
         self._waiting.setdefault(key.name, {})[request.request_id] = request.cost.tokens
@@ -533,14 +562,31 @@ class Service:
         if request.key is _OWN:
             if isinstance(result, Refusal):
                 _log.error("an operation of the server failed: %s", result.text)
-                if self.is_stopping and isinstance(request.operation, SaveModel):
-                    self.lost_models.append(request.operation.model)
+            if isinstance(request.operation, SaveModel):
+                self._finish_own_save(request, request.operation.model, result)
             return
-        del self._waiting[request.key.name][request.request_id]
+        self._waiting.get(request.key.name, {}).pop(request.request_id, None)  # an early one is not there
         self.counters.waits_s[request.key.name] += time.monotonic() - request.submitted_s
         if request.result is None:  # one that failed before its turn has a result
             self._set_result(request, result)
         request.operation = None
+
+    def _finish_own_save(self, request: QueuedRequest, model: str, result: object) -> None:
+        """Remove a model whose session has ended, unless its save failed for a reason that may pass."""
+        if self.is_stopping:
+            if isinstance(result, Refusal):
+                self.lost_models.append(model)
+        elif isinstance(result, Refusal) and not result.is_users:
+            self._unsaved.append(request)
+        else:
+            self._put_own(ForgetModels(new_id(), (model,)))
+
+    def _save_unsaved(self) -> None:
+        """Queue the saves again that could not be written."""
+        for request in self._unsaved:
+            self._get_queue(_OWN, request.request_id).append(request)
+            self._has_work.set()
+        self._unsaved = []
 
     def _make_result(self, request: QueuedRequest, outcome: Any) -> bytes | Mapping[str, Any]:
         operation, answer = request.operation, request.answer
@@ -620,11 +666,16 @@ class Service:
                 continue
             is_being_saved = save.folder in saved
             saved.add(save.folder)
-            if request.may_replace or not (is_being_saved or self.store.find(request.key.folder, checkpoint.path)):
+            if request.may_replace:
                 continue
             fault = "is being saved" if is_being_saved else "exists"
-            text = f"path {checkpoint.name!r}: {fault} already. Pass overwrite=True, or another name"
-            self._set_result(request, Refusal(text))
+            refusal = Refusal(f"path {checkpoint.name!r}: {fault} already. Pass overwrite=True, or another name")
+            try:
+                if not (is_being_saved or self.store.find(request.key.folder, checkpoint.path)):
+                    continue
+            except StorageError as error:
+                refusal = Refusal(str(error), is_users=False)
+            self._set_result(request, refusal)
             request.operation = Pass(request.request_id, save.model, (), is_refused=True)
 
     def _make_turn(self, requests: Sequence[QueuedRequest]) -> Turn:
@@ -687,7 +738,8 @@ class Service:
                     model.losses.append(outcome.loss / max(request.cost.tokens, 1))
             elif model is not None and isinstance(operation, OptimStep):
                 model.stepped_turn = counters.turns
-                model.num_steps += 1
+                if isinstance(outcome, dict) and not outcome["skipped:max"]:
+                    model.num_steps += 1
             elif model is not None and isinstance(operation, CreateModel | LoadModel):
                 if not isinstance(outcome, Refusal):
                     model.is_ready = True
@@ -722,7 +774,7 @@ class Service:
     def _delete_expired(self, store: CheckpointStore) -> None:
         try:
             store.delete_expired()
-        except OSError:
+        except (OSError, StorageError):
             _log.exception("checkpoints whose time is over cannot be deleted")
 
     # What the server does by itself
@@ -730,6 +782,11 @@ class Service:
     async def tidy(self) -> None:
         """Remove what is over: sessions without heartbeat, results, copies. Offload models that are idle."""
         now_s = time.monotonic()
+        if now_s - self._tidied_s > _PAUSE_S:
+            for session in self.sessions.values():
+                session.heartbeat_s = now_s
+        self._tidied_s = now_s
+        self._save_unsaved()
         for session in list(self.sessions.values()):
             if now_s - session.heartbeat_s > self.settings.session_timeout_s:
                 self.close_session(session, "expired")
@@ -767,6 +824,7 @@ class Service:
         if self.is_stopping:  # several ranks may have a request to stop
             return
         self.is_stopping = True
+        self._save_unsaved()
         for model in self.models.values():
             # The gap before them cannot be filled: new requests get 503.
             for request in model.early.values():
@@ -783,6 +841,15 @@ class Service:
         request.operation = self.make_save(request.request_id, model, checkpoint)
         self._get_queue(key, queue).append(request)
         self._has_work.set()
+
+
+def _require_early_room(model: Model, tokens: int) -> None:
+    """Raise ConfigError if a model has no room for another early request. See :meth:`Service.place`."""
+    key = model.key
+    if len(model.early) >= key.max_requests:
+        raise ConfigError(f"max_requests: the batch has more than {key.max_requests} parts. Send smaller batches")
+    if model.early and model.early_tokens + tokens > key.max_tokens:
+        raise ConfigError(f"max_tokens: the batch has more than {key.max_tokens} tokens. Send smaller batches")
 
 
 def name_model(session: Session, number: int) -> str:

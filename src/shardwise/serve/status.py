@@ -19,7 +19,7 @@ def write_metrics(service: Service) -> bytes:
     """Return the metrics of a server in Prometheus' text format."""
     registry, counters = CollectorRegistry(), service.counters
     for name, help_text, values in (
-        ("tokens", "Tokens of passes and samples, by user.", counters.tokens),
+        ("tokens", "Tokens of passes, and the most that samples may have, by user.", counters.tokens),
         ("failures", "Requests that failed, by user.", counters.failures),
         ("wait_seconds", "Seconds that requests took, by user.", counters.waits_s),
     ):

@@ -39,7 +39,9 @@ class VllmClient:
     """
 
     def __init__(self, url: str, base: str) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S)
+        # All samples at once: vLLM makes batches of them.
+        timeout, limits = httpx.Timeout(_TIMEOUT_S, pool=None), httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits)
         self._base = base
         self._loading: dict[tuple[str, str | None], asyncio.Task[str]] = {}
         """Names of adapters in vLLM by folder and name here, the one used last at the end. A checkpoint that is
@@ -52,9 +54,11 @@ class VllmClient:
             ConfigError: vLLM is not there, or refuses. The message has its reason.
         """
         sample = operation.sample
+        # At temperature 0 all sequences are equal, and vLLM refuses to make several.
+        num_copies = 1 if sample.temperature else sample.n
         body = {
             "prompt": list(sample.prompt),
-            "n": sample.n,
+            "n": sample.n // num_copies,
             "temperature": sample.temperature,
             "top_p": sample.top_p,
             "seed": sample.seed,
@@ -72,7 +76,9 @@ class VllmClient:
             body["prompt_logprobs"] = sample.top_prompt_logprobs
         response = await self._complete(operation, body)
         try:
-            output = read_answer(response.json(), sample.prompt, sample.top_prompt_logprobs)
+            answer = response.json()
+            answer["choices"] *= num_copies
+            output = read_answer(answer, sample.prompt, sample.top_prompt_logprobs)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"vLLM: its answer lacks {error}. Is it older than 0.11?") from error
         if sample.max_tokens == 0:  # vLLM samples at least one token
@@ -105,8 +111,11 @@ class VllmClient:
     async def _load(self, folder: str) -> str:
         """Have vLLM load an adapter. Return its name there."""
         while len(self._loading) > _NUM_LOADED:
-            oldest = self._loading.pop(next(iter(self._loading)))
-            if oldest.done() and not oldest.exception():
+            loaded = [key for key, each in self._loading.items() if each.done()]
+            if not loaded:
+                break
+            oldest = self._loading.pop(loaded[0])
+            if not oldest.exception():
                 await self._post("/v1/unload_lora_adapter", {"lora_name": oldest.result()})
         # A new name in each load: vLLM refuses one that it has, also from a server that was here before.
         name = f"shardwise-{secrets.token_hex(12)}"
