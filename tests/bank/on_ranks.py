@@ -146,7 +146,7 @@ def outputs_in_16_bits(base: Path) -> dict[str, list[torch.Tensor]]:
         bank = bank_of(base, {"ada": ada}, sharding=sharding)
         with torch.inference_mode():  # FSDP2's first gather is in here, and a backward pass follows
             [logprobs] = bank.compute_logprobs([("ada", rows_for("ada", ada, 1))])
-        [losses] = bank.forward_backward([("ada", rows_for("ada", ada, here()["rank"]))]).adapters.values()
+            [losses] = bank.forward_backward([("ada", rows_for("ada", ada, here()["rank"]))]).adapters.values()
         results[str(dtype)] = [*losses.logprobs, *logprobs]
     return results
 

@@ -138,15 +138,18 @@ def of_every_call(base: Path, default: Any) -> tuple[Any, ...]:
     recipe = replace(members()["bob"], optimizer=banking.sgd, gradient_accumulation_steps=None)
     sampled = test_requests.row(0, 9)
     plain = {key: sampled[key] for key in ("input_ids", "targets")}
-    requests = [
-        ("x", rows_for("bob", recipe, 0)),
-        Request("x", [test_requests.only(sampled, "ppo")], "ppo"),
-        Request("x", [plain], thirds),
-    ]
-    bank = bank_of(base, {})
+    requests = []
+    for name in ("x", "y"):  # with equally many rows, so computed together
+        requests += [
+            Request(name, rows_for("bob", recipe, 0)),
+            Request(name, [test_requests.only(sampled, "ppo")], "ppo"),
+            Request(name, [plain], thirds),
+        ]
+    bank = bank_of(base, {}, "auto")
     prompts = [Sample("x", prompt, max_tokens=3, seed=0, prompt_logprobs=True) for prompt in ([1, 2, 3], [4])]
     with default:
-        bank.add_adapter("x", recipe.lora(), optimizer=banking.sgd, reduction="sum")
+        for name in ("x", "y"):
+            bank.add_adapter(name, recipe.lora(), optimizer=banking.sgd, reduction="sum")
         losses = [each.loss for each in bank.forward_backward(requests).requests]
         bank.optim_step("x")
         bank.load_state_dict("x", bank.state_dict("x"))

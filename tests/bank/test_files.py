@@ -13,6 +13,7 @@ from tests import zoo
 from tests.bank import banking, test_experts
 from tests.bank.banking import logprobs_of, matrices_of, recipes, rows_for, train
 from tests.bank.on_ranks import bank_of, here
+from tests.support.files import change_json
 from tests.truth import require_equal
 from transformers import AutoModelForCausalLM
 
@@ -118,3 +119,7 @@ def test_folders_that_are_no_adapter_of_this_base(base, tmp_path):
     assert bank.names == ("ada", "x")
     bank.forward_backward([("x", rows_for("ada", recipes()["ada"], 0))])
     assert bank.optim_step("x").is_taken
+    for init, why in (("pissa", "changes the base"), ("mica", "freezes lora_B")):
+        change_json(tmp_path / "peft" / "adapter_config.json", init_lora_weights=init)
+        with pytest.raises(shardwise.ConfigError, match=f"'{init}': {why}"):
+            bank.load("y", tmp_path / "peft")

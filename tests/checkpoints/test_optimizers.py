@@ -93,6 +93,20 @@ def test_torch_s_own_kinds_are_distinguished_without_their_names():
     assert taken == [(make, make) for make in KINDS]
 
 
+def test_state_that_is_set_in_inference_mode_can_be_trained(tmp_path):
+    saved, restored, other = Training(), Training(seed=1), Training(seed=1)
+    saved.step(1)
+    Checkpointer(tmp_path).save(1, saved.state)
+    with torch.inference_mode():
+        Checkpointer(tmp_path).restore(restored.state)
+        state = shardwise.get_optimizer_state_dict(saved.model, saved.optimizer)
+        shardwise.set_optimizer_state_dict(other.model, other.optimizer, state)
+    for each in (saved, restored, other):
+        each.step(1)
+    assert differences(restored.taken(), saved.taken()) == []
+    assert other.taken()["moments"].keys() == saved.taken()["moments"].keys()
+
+
 class Mine(torch.optim.AdamW):
     """A class that nobody else knows."""
 

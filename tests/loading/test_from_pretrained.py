@@ -250,7 +250,9 @@ def test_models_that_are_loaded_in_inference_mode_can_be_trained(qwen3):
     with torch.inference_mode():
         shardwise.load(model, qwen3, on_unexpected=Ignore(("*_norm.weight",)))
         returned = shardwise.from_pretrained(qwen3, dtype=torch.bfloat16)
-    for each in (model, returned):
+        filled = shardwise.from_pretrained(qwen3, dtype=torch.bfloat16, load_weights=False)
+        shardwise.set_model_state_dict(filled, returned.state_dict())
+    for each in (model, returned, filled):
         assert len(on_ranks.loss_and_gradients(each, tokens)) > 5
 
 

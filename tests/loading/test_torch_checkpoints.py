@@ -14,6 +14,7 @@ from tests.saving.adapters import tensors_of
 from tests.small_checkpoints import small_qwen3
 from tests.support.world import require_same_error
 from torch import nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import shardwise
 from shardwise import ConfigError, FormatError, KeyMismatchError
@@ -203,15 +204,19 @@ def test_safetensors_files_of_chunks(worlds, tmp_path, mixtral):
     worlds(2).run(torch_saves.save_safetensors, str(mixtral), str(tmp_path))
     assert len(list(tmp_path.glob("shard-*.safetensors"))) == 2
     check(worlds, tmp_path, mixtral)
-    # Which of them transformers takes beside a single file depends on the order of the listing.
+    # In place: the files of ranks stay, beside an index and what it names.
+    consolidate_safetensors_files(str(tmp_path), str(tmp_path), dict.fromkeys(tensors_of(mixtral), 1))
+    check(worlds, tmp_path, mixtral)
+    # A save that was killed between its commit and its removal of the older files leaves both, too.
     plain = nn.Linear(2, 2)
     shardwise.save(plain, tmp_path / "other")
-    single = shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path)
-    with pytest.raises(FormatError, match="has model.safetensors and a distributed checkpoint .* Remove the older"):
+    shutil.copy(tmp_path / "other" / "model.fingerprints.json", tmp_path)
+    words = "has model.safetensors.index.json and a distributed checkpoint .* Remove the one that you do not want"
+    with pytest.raises(FormatError, match=words):
         open_checkpoint(tmp_path)
     # A save replaces them.
     shardwise.save(plain, tmp_path)
-    assert list(tmp_path.glob("*.safetensors")) == [Path(single)]
+    assert list(tmp_path.glob("*.safetensors")) == [tmp_path / "model.safetensors"]
 
 
 def test_names_of_the_model_leave_those_of_the_hub_to_a_save(tmp_path, mixtral):

@@ -85,7 +85,9 @@ def merged(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 
 
 def continued(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    return reference.values_of(shardwise.from_pretrained(base, tuning=ExistingLora(adapter)))
+    with torch.device("meta"):  # the caller's default changes nothing
+        model = shardwise.from_pretrained(base, tuning=ExistingLora(adapter))
+    return reference.values_of(model)
 
 
 def in_a_bank(base: Path, adapter: Path) -> dict[str, torch.Tensor]:

@@ -167,7 +167,7 @@ def test_the_file_that_a_config_names_is_verified(tmp_path):
 
 
 def test_a_path_that_does_not_exist_is_no_repository():
-    with pytest.raises(shardwise.StorageError, match=r"^out/typo: no such directory"):
+    with pytest.raises(shardwise.StorageError, match=r"^out/typo: no such directory\. Check the path$"):
         shardwise.verify("out/typo")
 
 

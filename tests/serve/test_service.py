@@ -20,6 +20,10 @@ from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.sampling import Sample, SampleOutput
 from shardwise.cli.serve import serve_command, serve_on_rank
 from shardwise.core.errors import ConfigError, TrainingError
+from shardwise.core.phases import current_phases
+from shardwise.ranks.stop_signals import StopRequest
+from shardwise.ranks.world import World
+from shardwise.serve import run
 from shardwise.serve.checkpoints import CheckpointStore
 from shardwise.serve.engine import deal_rows
 from shardwise.serve.keys import LOCAL, UserKey, read_keys
@@ -247,6 +251,28 @@ def test_a_server_whose_connections_have_ended_does_not_wait_for_them(call: str)
             getattr(server, call)(*arguments)
         server.stop()
     coroutine.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "phase"), [("request_stop", "take no more requests"), ("finish_turn", "take a turn")]
+)
+def test_all_ranks_learn_in_a_phase_that_the_connections_have_ended(call, phase, monkeypatch) -> None:
+    calls = []
+
+    def record(name: str) -> None:
+        calls.append(name)
+        if name == call and "run" in calls:  # not in the first turn
+            raise TrainingError(current_phases())
+
+    server = SimpleNamespace(
+        take_turn=lambda: (Turn(), []),
+        request_stop=lambda: record("request_stop"),
+        finish_turn=lambda *_: record("finish_turn"),
+    )
+    monkeypatch.setattr(run, "_join_stops", lambda by_rank: (by_rank[0], True))
+    with World.current(call="serve") as world, pytest.raises(TrainingError) as raised:
+        run.run_turns(world, SimpleNamespace(run=lambda _: record("run")), server, StopRequest())
+    assert str(raised.value) == f"serve, {phase}"
 
 
 def test_rows_are_dealt_so_that_passes_are_short() -> None:

@@ -184,6 +184,8 @@ class AdapterBank:
     def _adapter(self, name: str) -> BankAdapter:
         return batch.get_usable_adapter(self._adapters, name)
 
+    # FSDP2's first gather in the caller's inference mode would create buffers that no later backward pass can use.
+    @torch.inference_mode(mode=False)
     def forward_backward(
         self, requests: Sequence[Request | tuple[str, RowTensors]], *, gather: bool = False
     ) -> FusedLosses:
@@ -242,6 +244,7 @@ class AdapterBank:
     def optim_step(self, steps: str, **changes: Any) -> AdapterStep: ...
     @overload
     def optim_step(self, steps: Mapping[str, Mapping[str, Any]]) -> dict[str, AdapterStep]: ...
+    @torch.inference_mode(mode=False)  # the first step creates the state of the optimizer
     def optim_step(
         self, steps: str | Mapping[str, Mapping[str, Any]], **changes: Any
     ) -> AdapterStep | dict[str, AdapterStep]:

@@ -36,6 +36,7 @@ from shardwise.files.stored_tensors import stored_tensors
 from shardwise.fsdp.named_tensors import collect_tensors, local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models.build import build_on_meta
+from shardwise.models.lora import peft_private
 from shardwise.models.lora.adapted_layers import AdapterOutline, name_in_base, outline_adapter
 from shardwise.models.lora.former_adapters import rename_adapter
 from shardwise.models.lora.inject import StoredAdapter
@@ -73,13 +74,15 @@ def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str])
 
     Raises:
         FormatError: the folder has no adapter.
-        ConfigError: the adapter is not a LoRA.
+        ConfigError: the adapter is not a LoRA, or its config is not supported.
         KeyMismatchError: matrices of single experts cannot be fused.
     """
     root = Path(os.path.expanduser(folder))
     file, config = find_adapter_weights(root), read_lora_config(root)
+    peft_private.require_supported(config, is_new=False)
     config.inference_mode = False
-    config.init_lora_weights = True  # the matrices are read
+    # The matrices are read. Whether the base was changed has been checked above.
+    config.init_lora_weights = True
     with LocalReader(root) as reader:
         index, _ = without_wrappers(open_checkpoint(reader, weights_name=file))
     tensors = by_canonical_keys(stored_tensors(index), str(root))

@@ -279,7 +279,8 @@ def collective_passes(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode without gradients. Afterwards restore each module's mode, and reshard.
 
-    In the caller's inference mode, FSDP2's first gather would create buffers that no later backward pass can use.
+    Not in the caller's inference mode: FSDP2's first gather would create buffers that no backward pass can use (so
+    the calls that train leave it, too).
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -204,7 +204,7 @@ class GroupedProducts(SegmentLoop):
         """Return the scales of a run, float32 (adapters, 1, 1)."""
         scales = tuple(segment.weights.scaling for segment in run)
         if scales not in self._scales:
-            on_device = torch_private.to_device(torch.tensor(scales, dtype=torch.float32), device)
+            on_device = torch_private.to_device(torch.tensor(scales, dtype=torch.float32, device="cpu"), device)
             self._scales[scales] = on_device.view(-1, 1, 1)
         return self._scales[scales]
 

@@ -9,7 +9,7 @@ from shardwise.bank.adapter import BankAdapter
 from shardwise.bank.adapter_files import outline_lora
 from shardwise.bank.passes import SharedBase
 from shardwise.fsdp.policies import find_repeated_blocks
-from shardwise.fsdp.wrap import Recomputed, Sharding, prepare_blocks
+from shardwise.fsdp.wrap import ActivationCheckpointing, Recomputed, Sharding, prepare_blocks
 
 _TRACED_ABOVE: Final = 1 / 64
 """Share of the free memory. Activations are 10 to 60 times their lower bound, unless they are computed again."""
@@ -67,7 +67,8 @@ def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:
         num_recomputed = sum(isinstance(vars(module).get("forward"), Recomputed) for module in base.model.modules())
         try:
             blocks = find_repeated_blocks(traced_base)
-            every: int = base.model.is_gradient_checkpointing
+            # True is every block, as of the model's own checkpointing. Of Recomputed, every n-th, by their number.
+            every: ActivationCheckpointing = base.model.is_gradient_checkpointing
             if num_recomputed:
                 every = math.ceil(len(blocks) / num_recomputed)
             prepare_blocks(traced_base, Sharding(activation_checkpointing=every))

@@ -40,6 +40,8 @@ FORMATS: Final[list[str]] = [
 """The formats as ``package.module:name``, first choice first. Add your own format as a line."""
 
 _MAX_IGNORED = 1000
+_RECORD: Final = "model.fingerprints.json"
+"""The record of checksums beside a model that shardwise saved."""
 
 
 def open_checkpoint(
@@ -51,13 +53,13 @@ def open_checkpoint(
     """Find the files of a checkpoint and read their entries.
 
     ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
-    first of these is opened: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
-    ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the files of ranks of
-    a distributed checkpoint of transformers (beside one of the former they are an error), the only other index of
-    safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the only
-    folder with a name that accelerate gives to models. If the storage cannot list files, the usual names are tried.
-    ``extra_files`` are safetensors files that are read as well, if they exist. Files named by an index are relative
-    to the folder, as in transformers.
+    first of these is opened: ``weights_name`` (from ``config.transformers_weights``), the files of ranks of a
+    distributed checkpoint of transformers (beside one of the next four and ``model.fingerprints.json`` they are an
+    error), ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin``,
+    ``pytorch_model.bin.index.json``, the only other index of safetensors files, all safetensors files,
+    ``.metadata`` of ``torch.distributed.checkpoint``, here or in the only folder with a name that accelerate gives
+    to models. If the storage cannot list files, the usual names are tried. ``extra_files`` are safetensors files
+    that are read as well, if they exist. Files named by an index are relative to the folder, as in transformers.
 
     Pickles are read without executing their code: see :mod:`shardwise.files.pickles`.
 
@@ -156,16 +158,18 @@ def _select(
     except CannotListError:
         return _select_probed(reader, faults)
     of_ranks = [name for name in names if OF_RANKS.fullmatch(name)]
-    for name in _usual():
-        if name in names and of_ranks:
-            raise FormatError(
-                f"{reader.root}: has {name} and a distributed checkpoint of transformers, {of_ranks[0]} and so on. "
-                "Remove the older of the two, or pass the path of the file"
-            )
-        if name in names:
-            return _select_named(reader, name, faults)
+    usual = next((name for name in _usual() if name in names), None)
+    # transformers reads the files of ranks first, and consolidates them in place. Beside a save of ours they may be
+    # the older ones, if it was killed before it had removed them.
+    if of_ranks and usual is not None and _RECORD in names:
+        raise FormatError(
+            f"{reader.root}: has {usual} and a distributed checkpoint of transformers, {of_ranks[0]} and so on. "
+            "Remove the one that you do not want, or pass the path of the file"
+        )
     if of_ranks:
         return import_object(_SAFETENSORS), FileSelection(DISTRIBUTED_SAFETENSORS, of_ranks)
+    if usual is not None:
+        return _select_named(reader, usual, faults)
     for item in _formats():
         selection = item.find(reader, names, faults)
         if selection is not None:

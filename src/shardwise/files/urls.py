@@ -228,10 +228,10 @@ def local_path(name_or_path: str | os.PathLike[str], options: HubOptions) -> Pat
         raise StorageError(f"{path}: is a file, which has no subfolder. Leave subfolder out")
     place = path / options.subfolder
     if not place.exists():
-        raise StorageError(
-            f"{place}: no such directory. Check the path "
-            "(for a repository of the Hugging Face hub, write 'organization/name')"
-        )
+        # A path object is never the name of a repository.
+        is_name = isinstance(name_or_path, str)
+        hint = " (for a repository of the Hugging Face hub, write 'organization/name')" if is_name else ""
+        raise StorageError(f"{place}: no such directory. Check the path{hint}")
     return place
 
 

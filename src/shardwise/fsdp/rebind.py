@@ -82,6 +82,7 @@ class Bound:
         self.tensors = {}
         self.rank_local = {}
 
+    @torch.inference_mode(mode=False)  # as of state_like
     def rebind(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -116,6 +117,7 @@ def plain_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+@torch.inference_mode(mode=False)  # an optimizer could not step with a tensor of the caller's inference mode
 def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Allocate state of a parameter's shape and sharding."""
     return torch.empty_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)

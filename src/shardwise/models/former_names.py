@@ -198,4 +198,5 @@ class _ZeroBlocks:
             yield ComputedBlock((), {"zeros": box}, box.numel * self.dtype.itemsize)
 
     def evaluate(self, block: ComputedBlock, _values: Sequence[Any]) -> Mapping[str, Any]:
-        return {"zeros": torch.zeros(block.outputs["zeros"].sizes, dtype=to_torch(self.dtype))}
+        sizes = block.outputs["zeros"].sizes
+        return {"zeros": torch.zeros(sizes, dtype=to_torch(self.dtype), device="cpu")}

@@ -259,6 +259,7 @@ class Initializers:
                     tensor.program.is_elementwise = False
         return {name: tensor.program for name, tensor in chosen.items()}
 
+    @torch.inference_mode(mode=False)  # tensors of the mode have no versions
     def _compute_buffers(self, buffers: Sequence[TensorRef], *, seed: int) -> dict[str, torch.Tensor]:
         """Return the values that initializers write to ``buffers``, by FQN."""
         if not buffers:

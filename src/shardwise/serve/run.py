@@ -91,28 +91,30 @@ def run_turns(world: World, engine: Engine, server: Server | None, stop: StopReq
 
     Raises:
         StorageError: a model could not be saved at the end.
+        TrainingError: the event loop of the first rank has ended.
         RankLostError: a rank is lost.
     """
-    while True:
-        requests: list[QueuedRequest] = []
+    turn, requests, outcomes, duration_s = Turn(), list[QueuedRequest](), dict[str, Any](), 0.0
+    while not turn.is_last:
         with world.all_reduce("take a turn", _join_stops) as exchange:
             if server is not None:
+                # Of the turn before: within a phase, all ranks have the error if the loop has ended.
+                server.finish_turn(requests, outcomes, duration_s)
                 exchange.local, requests = server.take_turn()
             elif stop.is_made:
                 exchange.local = True
-        turn: Turn
         turn, is_stop_requested = exchange.result
-        if is_stop_requested and server is not None:
-            server.request_stop()
+        if is_stop_requested:
+            with world.collective("take no more requests"):
+                if server is not None:
+                    server.request_stop()
         begin_s = time.monotonic()
         outcomes = engine.run(turn)
+        duration_s = time.monotonic() - begin_s
+    with world.collective("stop the server"):
         if server is not None:
-            server.finish_turn(requests, outcomes, time.monotonic() - begin_s)
-        if turn.is_last:
-            with world.collective("stop the server"):
-                if server is not None:
-                    server.require_saved()
-            return
+            server.finish_turn(requests, outcomes, duration_s)
+            server.require_saved()
 
 
 class Server:

@@ -70,7 +70,8 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
         # The block's weight is applied to the sum of its words. torch lacks arithmetic of uint64, and products
         # of int64 have the same bits.
         weights = [_to_signed(block_weight(first + number)) for number in range(len(words))]
-        total += ((words * weights_in_block).sum(1) * to_device(torch.tensor(weights), words.device)).sum()
+        on_device = to_device(torch.tensor(weights, device="cpu"), words.device)
+        total += ((words * weights_in_block).sum(1) * on_device).sum()
         start += run.numel()
     return total
 
