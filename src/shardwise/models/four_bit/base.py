@@ -185,7 +185,8 @@ def convert_base_to_four_bits(
         if form is not None:
             forms[name] = form
     stacks = _find_stored_stacks(model, bindings) if keeps_experts else {}
-    quantization = with_stored_form(next(iter([*forms.values(), *stacks.values()]), None), quantization)
+    # What is stored decides, also for the config, the notes, and the columns that fit.
+    quantization = with_stored_form(next(iter({**stacks, **forms}.values()), None), quantization)
     # If there is any, these are all: whoever made the checkpoint has chosen. If there is none, all weights of the
     # checkpoint can be quantized, unless ``config`` is given, which is that of the checkpoint.
     candidates = forms.keys() | stacks.keys()
@@ -305,7 +306,7 @@ def quantize_bindings(model: nn.Module, bindings: Bindings, quant_type: str = ""
         if layers.are_experts_in_four_bits(module):
             for local, packing in module.packings.items():
                 if _are_packed(module, local, expressions := matched.get(f"{prefix}{local}", ())):
-                    _require_form(f"{prefix}{local}", packing, quant_type)
+                    _require_form(f"{prefix}{local}", expressions, packing, quant_type)
                     stored_as_bytes.add(f"{prefix}{layers.scales_name(local)}")
                 else:
                     matched |= _quantize_experts(f"{prefix}{local}", packing, expressions)
@@ -314,7 +315,7 @@ def quantize_bindings(model: nn.Module, bindings: Bindings, quant_type: str = ""
         weight = f"{prefix}{layers.WEIGHT}"
         expressions = matched.get(weight, ())
         if _are_packed(module, layers.WEIGHT, expressions):
-            _require_form(weight, module.packing, quant_type)
+            _require_form(weight, expressions, module.packing, quant_type)
             stored_as_bytes |= {f"{prefix}{local}" for local in (layers.SCALES, layers.NESTED, layers.OFFSET)}
             continue
         quantized = [_quantize_weight(module, expression, weight) for expression in expressions]
@@ -338,9 +339,10 @@ def _are_packed(module: nn.Module, local: str, expressions: Sequence[Expression]
     return all(item.dtype is DType.U8 and item.shape == shape for item in expressions)
 
 
-def _require_form(name: str, packing: Packing, quant_type: str) -> None:
+def _require_form(name: str, codes: Sequence[Expression], packing: Packing, quant_type: str) -> None:
+    """Raise ConfigError if the checkpoint has codes of another form than the model."""
     form = quant_type_name(packing.form).lower()
-    if quant_type not in ("", form):
+    if codes and quant_type not in ("", form):
         raise ConfigError(
             f"{name}: the checkpoint has codes of {shown(quant_type)}, and the model those of {form}. Build the "
             "model with the quantization of the checkpoint"

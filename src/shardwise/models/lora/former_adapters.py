@@ -131,8 +131,8 @@ def _set_targets(
             targets.add(name)
             formers[name] = former
             continue
-        own_parameters = [] if module is None else module.named_parameters(recurse=False)
-        targeted = [local for local, _ in own_parameters if f".{name}.{local}".endswith(ends)]
+        candidates = [] if module is None else module.named_parameters(recurse=False)
+        targeted = [local for local, _ in candidates if f".{name}.{local}".endswith(ends)]
         formers |= {f"{name}.{local}": f"{former}.{local}" for local in targeted}
         if not targeted:  # a router, which is no linear layer any more
             parameters.add(f"{name}.weight")
