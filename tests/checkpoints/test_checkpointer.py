@@ -19,7 +19,7 @@ from tests.small_checkpoints import small_qwen3
 from torch.optim import lr_scheduler as schedules
 
 import shardwise
-from shardwise import Checkpointer, TrainState
+from shardwise import Checkpointer, KeyMismatchError, TrainState
 from shardwise.checkpoints.step_folders import is_complete_folder
 
 
@@ -401,6 +401,14 @@ def test_another_tuning_is_refused(worlds, tmp_path_factory, how, adapter_run):
     for kind, text in worlds(2).run(on_ranks.restore_adapter, adapter_run, how):
         assert kind == "KeyMismatchError"
         assert OTHER_TUNINGS[how] in text
+
+
+def test_another_alpha_is_refused_where_the_base_is_stored_too(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, TrainState(on_ranks.lora(1)))
+    checkpointer.restore(TrainState(on_ranks.lora(2)))
+    with pytest.raises(KeyMismatchError, match=r"another config: default\.lora_alpha was 8, is 32"):
+        checkpointer.restore(TrainState(on_ranks.lora(2, lora_alpha=32)))
 
 
 @pytest.fixture(scope="module")

@@ -183,6 +183,7 @@ def save_by_names(folder: Path, names: dict[str, str], stored: dict[str, torch.T
     """
     generator = torch.Generator().manual_seed(3)
     tensors, truth = {}, dict(stored)
+    alphas = config.get("alpha_pattern", {})
     for key, former in names.items():
         out, size_in = stored[key].shape
         A, B = (
@@ -191,7 +192,7 @@ def save_by_names(folder: Path, names: dict[str, str], stored: dict[str, torch.T
         )
         tensors[f"base_model.model.{former}.lora_A.weight"] = A
         tensors[f"base_model.model.{former}.lora_B.weight"] = B
-        truth[key] = stored[key] + 2 * B @ A
+        truth[key] = stored[key] + alphas.get(former.rpartition(".")[2], 2 * RANK) / RANK * B @ A
     for name in ("adapter", "truth"):
         (folder / name).mkdir()
     save_file(tensors, folder / "adapter" / "adapter_model.safetensors", {"format": "pt"})
@@ -253,7 +254,7 @@ def single_experts(kind: str, folder: Path, **config: Any) -> tuple[Path, Path]:
     [kind if kind == "experts and router" else pytest.param(kind, marks=pytest.mark.slow) for kind in SINGLE],
 )
 def test_single_experts_of_transformers_4(kind: str, tmp_path: Path) -> None:
-    require_merged_and_continued(*single_experts(kind, tmp_path, lora_dropout=0.1))
+    require_merged_and_continued(*single_experts(kind, tmp_path, lora_dropout=0.1, alpha_pattern={"gate": 12}))
 
 
 @pytest.mark.slow
@@ -331,3 +332,19 @@ def test_former_names_of_vision_language_models(kind: str, tmp_path: Path) -> No
         tmp_path, by_key, stored, target_modules=["q_proj"], rank_pattern={former(adapted[0]): RANK}
     )
     require_merged_and_continued(base, adapter)
+
+
+@pytest.mark.slow
+def test_ranks_and_alphas_of_stacked_experts_of_a_text_model(tmp_path: Path) -> None:
+    specimen = zoo.Specimen("", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "vision-language")
+    base = zoo.save_original(zoo.build(specimen), tmp_path / "base")
+    patterns = {"alpha_pattern": {"experts.gate_up_proj": 40}, "rank_pattern": {"experts.down_proj": 2}}
+    save_adapter(base, tmp_path / "text", target_modules=["q_proj"], target_parameters=BOTH, **patterns)
+    shutil.copytree(tmp_path / "text", tmp_path / "today")
+    today = {
+        key.replace(".layers.", ".language_model.layers."): value
+        for key, value in tensors_of(tmp_path / "text").items()
+    }
+    change(tmp_path / "today", lambda _: today)
+    first, second = (logits_of(base, tuning=ExistingLora(tmp_path / name)) for name in ("today", "text"))
+    torch.testing.assert_close(first, second)

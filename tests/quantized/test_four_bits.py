@@ -150,6 +150,11 @@ NOT_TRAINED = [
     (Fp4(), shardwise.Freeze(1), r"tuning=Freeze\(\.\.\.\): trains weights of the base"),
     (Nf4(), lora(modules_to_save=["up_proj"]), "modules_to_save trains .*up_proj whole, which is in four bits"),
     (Nf4(), lora(use_dora=True), "needs norms of rows, but .* is in four bits. Leave out use_dora"),
+    (
+        Nf4(),
+        lora(target_modules=[], target_parameters=["q_proj.weight"]),
+        r"target_parameters: the weight of model\.layers\.0\.self_attn\.q_proj is in four bits. Name the layer",
+    ),
     ("nf4", shardwise.Full(), "quantization"),
 ]
 NO_CONFIG = [
@@ -283,13 +288,72 @@ def test_the_plan_counts_packed_bytes(plain):
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_loaded_later(plain, scales):
+def test_loaded_later(plain, tmp_path, scales):
     quantization = Nf4(double_quant=scales)
     wanted = shardwise.from_pretrained(str(plain), quantization=quantization)
-    found = shardwise.from_pretrained(str(plain), quantization=quantization, load_weights=False)
-    with torch.device("meta"):
-        shardwise.load(found, str(plain))
-    require_equal(found.state_dict(), wanted.state_dict())
+    shardwise.save(wanted, tmp_path / "internal", names="internal")
+    for source in (plain, tmp_path / "internal"):
+        found = shardwise.from_pretrained(str(plain), quantization=quantization, load_weights=False)
+        with torch.device("meta"):
+            shardwise.load(found, source)
+        require_equal(found.state_dict(), wanted.state_dict())
+
+
+@pytest.mark.slow
+def test_restored_into_what_was_not_loaded(plain, tmp_path):
+    def build(quantization: object, *, is_loaded: bool) -> torch.nn.Module:
+        tuning = lora(target_modules=["q_proj"])
+        return shardwise.from_pretrained(
+            str(plain), quantization=quantization, tuning=tuning, load_weights=is_loaded
+        )
+
+    nested = Nf4(double_quant=True)
+    saved, restored = build(nested, is_loaded=True), build(nested, is_loaded=False)
+    checkpointer = shardwise.Checkpointer(tmp_path)
+    checkpointer.save(1, shardwise.TrainState(saved))
+    checkpointer.restore(shardwise.TrainState(restored))
+    require_equal(restored.state_dict(), saved.state_dict())
+    other = build(Fp4(double_quant=True), is_loaded=False)
+    with pytest.raises(shardwise.KeyMismatchError, match=r"base\.quant_types was \['NF4'\], is \['FP4'\]"):
+        checkpointer.restore(shardwise.TrainState(other))
+
+
+def test_the_form_that_is_stored_counts(plain, stored, tmp_path):
+    """Another one is asked for, FP4 by default. Codes are not read as those of another form."""
+    asked = BitsAndBytesConfig(load_in_4bit=True)
+    model, report = shardwise.from_pretrained(stored, quantization_config=asked, output_loading_info=True)
+    assert model.config.quantization_config["bnb_4bit_quant_type"] == "nf4"
+    assert "(NF4, blocks of 64)" in str(report.notes)
+    shardwise.save(model, tmp_path, names="internal")
+    again = shardwise.from_pretrained(tmp_path)
+    tokens = torch.arange(12).view(1, 12)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    other = shardwise.from_pretrained(plain, quantization=Fp4(), load_weights=False)
+    with pytest.raises(shardwise.ConfigError, match=r"q_proj\.weight: the checkpoint has codes of nf4, and .* fp4"):
+        shardwise.load(other, tmp_path)
+
+
+ROUTERS = ["afmoe", "dbrx", "gemma4_text", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "zaya"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "longcat_flash" else pytest.param(name, marks=pytest.mark.slow) for name in ROUTERS]
+)
+def test_no_layer_of_a_router_is_quantized(tmp_path, name):
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
+    config = zoo.tiny_config(specimen)
+    if name == "gemma4_text":
+        experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+        config.update({"enable_moe_block": True, **experts})
+    base = zoo.save_original(zoo.build(specimen, config=config), tmp_path)
+    how = {"quantization": Nf4(block_size=32), "model_class": zoo.model_class(specimen)}
+    model, report = shardwise.from_pretrained(base, output_loading_info=True, **how)
+    assert "is the router of experts" in str(report.notes)
+    packed = [layer for layer, _ in four_bits.layers_of(model)]
+    assert packed
+    # HunYuan and Zaya name it "gate", Zaya with layers inside.
+    assert not [layer for layer in packed if not {"router", "gate"}.isdisjoint(layer.split("."))]
+    assert model(torch.arange(3, 11).view(1, 8), use_cache=False).logits.isfinite().all()
 
 
 def test_an_adapter_is_merged_into_stored_bytes(stored, tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.quantized import quantizing
 from tests.quantized.stored_experts import make_gpt_oss
+from tests.saving.adapters import tensors_of
 from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
 from tests.support.world import agreed, said
@@ -60,6 +61,18 @@ def test_ranks(worlds, quantized, tmp_path, mesh, size):
         folder, numbers = quantized(kind)
         found = worlds(size).run(quantizing.go_through, str(folder), numbers, mesh, 1 << 16, str(tmp_path / kind))
         assert found == [[]] * size, kind
+
+
+def test_one_scale_of_a_layer_beside_blocks_of_others(quantized, tmp_path):
+    folder, numbers = quantized("fp8 blocks")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    scales = load_file(tmp_path / "scales.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    scales[f"{name}_scale_inv"] = torch.tensor([0.5])
+    save_file(scales, tmp_path / "scales.safetensors", metadata={"format": "pt"})
+    values = tensors_of(tmp_path)[name].float() * 0.5
+    model = shardwise.from_pretrained(tmp_path, dtype=torch.float32, options=QUIET)
+    assert quantizing.differing(model, {**numbers, name: values}) == []
 
 
 def test_equal_layers_are_foreseen_once(tmp_path, monkeypatch):

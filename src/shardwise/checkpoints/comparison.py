@@ -141,8 +141,8 @@ def require_same_tuning(
         )
         shown = "; ".join(f"{name} was {header.adapter.get(name)!r}, is {settings.get(name)!r}" for name in names)
         raise KeyMismatchError(
-            f"{opened.folder}: holds an adapter of another config: {shown}. Create the adapter with the same "
-            "config as before"
+            f"{opened.folder}: holds an adapter of another config: {shown}. Create the model and its adapter "
+            "with the same config as before"
         )
     if base.refused:
         faults = "\n  ".join(base.refused)

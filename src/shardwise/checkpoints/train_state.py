@@ -30,6 +30,8 @@ from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_com
 from shardwise.fsdp.optimizer_states_by_name import build_param_groups
 from shardwise.fsdp.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
 from shardwise.fsdp.torch_private import accelerator, accelerator_module
+from shardwise.models.four_bit.config import quant_type_name
+from shardwise.models.four_bit.layers import get_packings
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.transfer.distributed_chunks import Views
 from shardwise.transfer.replicas import Replicas
@@ -253,12 +255,22 @@ _NOT_COMPARED = frozenset(
 
 
 def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None:
-    """Return the settings of an adapter that affect its output, as JSON, or None without an adapter."""
+    """Return the settings of an adapter that affect its output, as JSON, or None without an adapter.
+
+    If everything is selected: those of all adapters, each name with the adapter's before it, and the 4-bit forms
+    of weights, whose codes have equal shapes.
+    """
     adapters: Any = getattr(model, "peft_config", None)
-    if not isinstance(only, AdapterOnly) or not isinstance(adapters, Mapping) or only.adapter not in adapters:
+    if not isinstance(adapters, Mapping) or (only is not None and only.adapter not in adapters):
         return None
-    settings = adapters[only.adapter].to_dict()
-    compared = {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
+    compared: dict[str, Any] = {}
+    for adapter in adapters if only is None else [only.adapter]:
+        prefix = f"{adapter}." if only is None else ""
+        settings = adapters[adapter].to_dict()
+        compared |= {f"{prefix}{name}": settings[name] for name in settings if name not in _NOT_COMPARED}
+    if only is None:
+        packings = [packing for module in model.modules() for packing in get_packings(module).values()]
+        compared["base.quant_types"] = sorted({quant_type_name(packing.form) for packing in packings})
     plain: dict[str, Any] = json.loads(json.dumps(compared, default=_to_plain))
     return plain
 

@@ -354,6 +354,7 @@ class CheckpointIndex:
         wrapper: path of the model in nested dicts, such as "model".
         ignored: other values there, which are not loaded.
         quantized: ``quant_method`` of a quantized checkpoint, or "".
+        quant_type: ``bnb_4bit_quant_type`` of a checkpoint of bitsandbytes, otherwise as ``quantized``.
         extra: entries that are loaded only into a model with a tensor of that name.
     """
 
@@ -366,6 +367,7 @@ class CheckpointIndex:
     wrapper: str = ""
     ignored: tuple[str, ...] = ()
     quantized: str = ""
+    quant_type: str = ""
     extra: frozenset[str] = frozenset()
 
     @property

@@ -304,7 +304,9 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
         config = {"quant_method": "modelopt", **content}
     if config is None:
         return index
-    return replace(find_form(config).dequantize(reader, index), quantized=str(config.get("quant_method")))
+    method = str(config.get("quant_method"))
+    quant_type = str(config.get("bnb_4bit_quant_type", method))
+    return replace(find_form(config).dequantize(reader, index), quantized=method, quant_type=quant_type)
 
 
 def read_object(reader: StorageReader, name: str) -> dict[str, Any]:

@@ -540,10 +540,12 @@ class _EntryMatcher:
                 shape = (*shape[:-1], shape[-1] * 2) if shape else ()
             case "words":  # (out, 4 * words) bytes; a stored shape says how much of the last word is used
                 shape = self.shapes.get(key, (*shape[:-1], shape[-1] * 8 // self.form.bits))
-        # The config decides: for experts (8, 512, 256), a block of (128, 128) is (1, 128, 128).
-        if block and len(shape) >= len(block):
+        # The config decides: for experts (8, 512, 256), a block of (128, 128) is (1, 128, 128). But a layer of FP8
+        # may have one scale beside others with blocks.
+        is_whole = numel(scales.shape) == 1
+        if block and len(shape) >= len(block) and not (is_whole and self.form.kind == "float8"):
             return shape, (*(1 for _ in shape[: -len(block)]), *block)
-        if numel(scales.shape) == 1:
+        if is_whole:
             return shape, tuple(max(1, size) for size in shape)
         # One scale for each row, (out, 1), or for each row of each expert, (experts, out, 1): a dimension in which
         # scales have the full size has blocks of 1.

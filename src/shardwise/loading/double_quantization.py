@@ -135,6 +135,6 @@ def quantize_scales(world: World, model: nn.Module, *, budget_bytes: int) -> dic
 
 
 def remove_scale_parameters(model: nn.Module) -> None:
-    """Remove what a load that has failed left on the model. It has no effect after one that has succeeded."""
+    """Remove what a load that has failed, or does not take place, left on the model. No effect after a load."""
     for _, layer in list(_find_unquantized(model)):
         _free_full_scales(layer)

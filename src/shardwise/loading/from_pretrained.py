@@ -129,6 +129,8 @@ def build_and_load(
                 with world.collective("load kernels of the hub"):
                     tuned.base.set_use_kernels(True)
         else:
+            # Nothing is read, so no scales are nested after it.
+            double_quantization.remove_scale_parameters(tuned.model)
             with call_arguments.comparing_arguments(world, "the config") as exchange:
                 exchange.local = pretrained.get_settings(tuned.base)
     pretrained.record_conversions(tuned.base, built.transforms, is_distributed=opened.index.is_distributed)

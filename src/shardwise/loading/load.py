@@ -159,7 +159,8 @@ def prepare_checkpoint(
     bindings = bind(model, stored_tensors(source.index), layout, transforms, extra=extra_tensors(source.index))
     # Ties depend on the stored keys. They are made before the tensors are collected again for the plan.
     prepare.tie_declared(model, tensors, bindings)
-    bindings = double_quantization.add_scale_parameters(model, quantize_bindings(model, bindings))
+    bindings = quantize_bindings(model, bindings, source.index.quant_type)
+    bindings = double_quantization.add_scale_parameters(model, bindings)
     # After quantize_bindings(), which decides the layers whose scales are computed after the read.
     additions = Additions(nested=double_quantization.deferred_names(model))
     request = replace(request, bindings=bindings, transforms=transforms, additions=additions)

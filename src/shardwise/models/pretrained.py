@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.errors import ConfigError, FormatError, private
-from shardwise.core.expression import Bindings, Expression, Stored, get_stored_key, substitute
-from shardwise.core.formatting import plain_key
+from shardwise.core.expression import Bindings, Expression, Stored, get_stored_key, permute, substitute
+from shardwise.core.formatting import canonical_name, join_names, plain_key
 from shardwise.core.layout import ModelLayout
+from shardwise.files.packed import find_quant_type
 from shardwise.files.urls import shown
 from shardwise.fsdp.torch_private import original_classes, to_torch
 
@@ -347,6 +349,12 @@ def bind(
                     primary[name] = conversion.target
                 else:
                     unmatched.update(dict.fromkeys(conversion.keys, name))
+    # bitsandbytes packs the weight of a Conv1D (GPT-2), which is (in, out), as (out, in).
+    for name, module in model.named_modules():
+        weight = join_names(canonical_name(name), "weight")
+        if isinstance(module, Conv1D) and weight in matched:
+            items = matched[weight]
+            matched[weight] = [permute(item, (1, 0)) if find_quant_type(item) else item for item in items]
     return Bindings(
         matched={name: tuple(items) for name, items in matched.items()},
         primary=primary,

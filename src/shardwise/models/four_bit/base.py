@@ -17,6 +17,7 @@ from shardwise.core.formatting import collapse
 from shardwise.core.tensors import Code, DType, FourBitForm
 from shardwise.core.untrusted import Pattern, require_quick_patterns
 from shardwise.files.packed import find_quant_type, find_stored_nested, find_stored_rows, pack
+from shardwise.files.urls import shown
 from shardwise.fsdp.torch_private import from_torch, get_parameters, original_class
 from shardwise.models.four_bit import layers
 from shardwise.models.four_bit.config import (
@@ -29,8 +30,6 @@ from shardwise.models.four_bit.config import (
     with_stored_form,
 )
 from shardwise.models.pretrained import get_unquantized_names
-
-_ROUTERS = (".gate", ".router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +118,27 @@ def _candidates(
         if original_class(module) is nn.Linear:
             assert isinstance(module, nn.Linear)
             why = layers.skip_reason(module.weight.dtype, module.in_features, quantization)
+            weight = f"{name}.{layers.WEIGHT}"
             if module is head or name == last:
                 why = "is the output layer"
-            elif name.endswith(_ROUTERS) and f"{name.rpartition('.')[0]}.experts" in modules:
+            elif _is_router(name, modules):
                 why = "is the router of experts"
-            elif any(_matches(pattern, name) for pattern in unquantized):
+            elif any(_matches(pattern, name) or _matches(pattern, weight) for pattern in unquantized):
                 why = "is kept in full precision by its class"
             yield (name,), module, layers.WEIGHT, why
         for local, stack in layers.iter_stacks(name, module):
             fqn = f"{name}.{local}"
             why = layers.experts_skip_reason(module, stack, quantization, is_stored=fqn in stored)
             yield (name, fqn), module, local, why
+
+
+def _is_router(name: str, modules: Collection[str]) -> bool:
+    """Return whether a layer selects experts: it is a router or a gate beside experts, or a part of one."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part == "router" or (part == "gate" and ".".join([*parts[:index], "experts"]) in modules):
+            return True
+    return False
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -160,7 +169,7 @@ def convert_base_to_four_bits(
     Args:
         model: the base.
         bindings: the checkpoint's bindings.
-        quantization: form of layers that are not stored in 4 bits.
+        quantization: the requested form. What the checkpoint stores in 4 bits keeps its own, for the config too.
         keeps_experts: whether experts that are stored in 4 bits are kept so.
         must_match: whether it is an error if nothing is converted.
         names_must_match: whether unmatched names in ``skip_modules`` are an error. Otherwise, a note names them.
@@ -176,6 +185,8 @@ def convert_base_to_four_bits(
         if form is not None:
             forms[name] = form
     stacks = _find_stored_stacks(model, bindings) if keeps_experts else {}
+    # What is stored decides, also for the config, the notes, and the columns that fit.
+    quantization = with_stored_form(next(iter({**stacks, **forms}.values()), None), quantization)
     # If there is any, these are all: whoever made the checkpoint has chosen. If there is none, all weights of the
     # checkpoint can be quantized, unless ``config`` is given, which is that of the checkpoint.
     candidates = forms.keys() | stacks.keys()
@@ -277,8 +288,15 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
             module.config._is_quantized = True
 
 
-def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
-    """Return a checkpoint's bindings for a model, with weights of 4-bit layers quantized while they are read."""
+def quantize_bindings(model: nn.Module, bindings: Bindings, quant_type: str = "") -> Bindings:
+    """Return a checkpoint's bindings for a model, with weights of 4-bit layers quantized while they are read.
+
+    ``quant_type`` is the form of codes that the checkpoint has as the model has them, or "" if it is known to be
+    that of the model.
+
+    Raises:
+        ConfigError: the codes are of another form, or a weight cannot be quantized.
+    """
     matched = dict(bindings.matched)
     stored_as_bytes: set[str] = set()  # scales that the checkpoint has as the model has them
     # For each weight in four bits the checkpoint has either the model's own codes, which are read as they are
@@ -288,6 +306,7 @@ def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
         if layers.are_experts_in_four_bits(module):
             for local, packing in module.packings.items():
                 if _are_packed(module, local, expressions := matched.get(f"{prefix}{local}", ())):
+                    _require_form(f"{prefix}{local}", expressions, packing, quant_type)
                     stored_as_bytes.add(f"{prefix}{layers.scales_name(local)}")
                 else:
                     matched |= _quantize_experts(f"{prefix}{local}", packing, expressions)
@@ -296,6 +315,7 @@ def quantize_bindings(model: nn.Module, bindings: Bindings) -> Bindings:
         weight = f"{prefix}{layers.WEIGHT}"
         expressions = matched.get(weight, ())
         if _are_packed(module, layers.WEIGHT, expressions):
+            _require_form(weight, expressions, module.packing, quant_type)
             stored_as_bytes |= {f"{prefix}{local}" for local in (layers.SCALES, layers.NESTED, layers.OFFSET)}
             continue
         quantized = [_quantize_weight(module, expression, weight) for expression in expressions]
@@ -317,6 +337,16 @@ def _are_packed(module: nn.Module, local: str, expressions: Sequence[Expression]
     """Return whether the checkpoint has the model's own codes, as saved with ``"internal"`` names."""
     shape = tuple(module.get_parameter(local).shape)
     return all(item.dtype is DType.U8 and item.shape == shape for item in expressions)
+
+
+def _require_form(name: str, codes: Sequence[Expression], packing: Packing, quant_type: str) -> None:
+    """Raise ConfigError if the checkpoint has codes of another form than the model."""
+    form = quant_type_name(packing.form).lower()
+    if codes and quant_type not in ("", form):
+        raise ConfigError(
+            f"{name}: the checkpoint has codes of {shown(quant_type)}, and the model those of {form}. Build the "
+            "model with the quantization of the checkpoint"
+        )
 
 
 def _quantize_experts(

@@ -66,7 +66,7 @@ class FourBitLinear:
     Attributes:
         packing: form of its weight.
         quantization: the requested form.
-        full_scales: during a load, the expressions of the scales before they are nested.
+        full_scales: until a load ends, or is left out, the expressions of the scales before they are nested.
     """
 
     weight: nn.Parameter

@@ -116,15 +116,28 @@ def _collect_single_experts(adapter: StoredAdapter, modules: set[str]) -> dict[s
 def _set_targets(
     config: Any, adapted: Mapping[str, str], fused: Mapping[str, LowRankPair], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Set the targets of a config, with their ranks and alphas. ``adapted`` are former names by today's."""
+    """Set the targets of a config, with their ranks and alphas. ``adapted`` are former names of modules by today's.
+
+    PEFT matches patterns of ranks and alphas with modules, and for ``target_parameters`` with the parameters.
+    """
     parameters = set(config.target_parameters or ())
+    ends = tuple(f".{item}" for item in parameters)
     ranks, alphas = {}, {}
     targets = set()
+    formers: dict[str, str] = {}  # of modules and parameters, by the names with which PEFT will match patterns
     for name, former in adapted.items():
-        if isinstance(modules.get(name), _ADAPTED_AS_MODULES):
+        module = modules.get(name)
+        if isinstance(module, _ADAPTED_AS_MODULES):
             targets.add(name)
-        elif not any(f"{name}.{local}".endswith(tuple(parameters)) for local in _local_names(config)):
-            parameters.add(f"{name}.weight")  # a router, which is no linear layer any more
+            formers[name] = former
+            continue
+        candidates = [] if module is None else module.named_parameters(recurse=False)
+        targeted = [local for local, _ in candidates if f".{name}.{local}".endswith(ends)]
+        formers |= {f"{name}.{local}": f"{former}.{local}" for local in targeted}
+        if not targeted:  # a router, which is no linear layer any more
+            parameters.add(f"{name}.weight")
+            formers[f"{name}.weight"] = former
+    for name, former in formers.items():
         rank, alpha = peft_private.rank_and_alpha(config, former)
         if (rank, alpha) != (config.r, config.lora_alpha):
             ranks[re.escape(name)], alphas[re.escape(name)] = rank, alpha

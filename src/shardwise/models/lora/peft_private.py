@@ -182,8 +182,13 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
         # It calls the model's forward directly, which bypasses FSDP2's hooks.
         model.base_model.forward = partial(_forward, model.base_model)  # a nested function could not be pickled
-    for _, layer in layers(model):
+    for name, layer in layers(model):
         if _is_packed(layer) and hasattr(layer, "parameter_name"):
+            if is_in_four_bits(layer.get_base_layer()):
+                shown = name.removeprefix("base_model.model.")
+                raise ConfigError(
+                    f"target_parameters: the weight of {shown} is in four bits. Name the layer in target_modules"
+                )
             layer._activate_lora = partial(_activate_deltas, layer)
     tuner: Any = model.base_model
     tuner.merge_adapter = partial(_merge_in_place, tuner)
