@@ -34,7 +34,7 @@ STAGES = {
     "join": ("shardwise.loading.shared_reads", "boxes_by_rank"),
     "share": ("shardwise.transfer.move", "ShardExchange._step"),
     "send": ("torch.distributed", "all_to_all_single"),
-    "fill": ("shardwise.loading.load", "fill"),
+    "fill": ("shardwise.loading.load", "fill_unread"),
     "audit": ("shardwise.loading.load", "audit"),
     "look": ("shardwise.state.shard", "collect_tensors"),
     "give": ("shardwise.transfer.move", "ShardExchange._source_values"),
