@@ -263,6 +263,16 @@ def test_targets_need_not_be_the_next_tokens(base):
         -sum(float((own * each["weights"]).sum()) for own, each in zip(found, rows, strict=True)), rel=1e-4
     )
 
+    def twice(logprobs: Any, of_group: Any, _config: Any) -> torch.Tensor:
+        return -(logprobs[0] * of_group[0]["weights"].mul_(2)).sum()  # in place, which the caller does not see
+
+    with torch.inference_mode():
+        copies = [{key: values.clone() for key, values in each.items()} for each in rows]
+        output = bank.forward_backward([Request("ada", copies, twice)])
+    assert output.requests[0].loss == pytest.approx(2 * loss, rel=1e-4)
+    for own, each in zip(rows, copies, strict=True):
+        require_equal(own, each)
+
 
 def test_requests_without_a_backward_pass_share_passes(base):
     """They are as by compute_logprobs, without dropout, and change no gradient; of the base, too."""

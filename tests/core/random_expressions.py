@@ -147,7 +147,7 @@ def check_expression(seed: int) -> None:
 
 
 def evaluated(
-    leaves: dict[str, Array], node: Expression, box: Box, most_bytes: int, written: Array | None = None
+    leaves: dict[str, Array], node: Expression, box: Box, max_block_bytes: int, written: Array | None = None
 ) -> Array:
     """A box of an expression that may compute, by copies and blocks; ``written`` counts what is put where."""
     found = np.full(box.numel, -1)
@@ -156,9 +156,9 @@ def evaluated(
         view(found, copy.target)[...] = view(np.ascontiguousarray(leaves[copy.leaf.key]), copy.source)
         if written is not None:
             view(written, copy.target)[...] += 1
-    for item in compute_tasks(((0, leaf, region) for leaf, region in computed), most_bytes):
+    for item in compute_tasks(((0, leaf, region) for leaf, region in computed), max_block_bytes):
         needs = zip(item.inputs, item.block.inputs, strict=True)
-        values = [evaluated(leaves, source, need, most_bytes).reshape(need.sizes) for source, need in needs]
+        values = [evaluated(leaves, source, need, max_block_bytes).reshape(need.sizes) for source, need in needs]
         outputs = item.operation.evaluate(item.block, values)
         for move in item.moves:
             view(found, move.place)[...] = view(np.ascontiguousarray(outputs[move.output]), move.source)

@@ -20,8 +20,8 @@ class Scale:
     shape: tuple[int, int]
     label: str = "Scale"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in split_aligned(requested["scaled"], self.shape, (UNIT, UNIT), most_bytes // 12):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
+        for box in split_aligned(requested["scaled"], self.shape, (UNIT, UNIT), max_block_bytes // 12):
             scales = Box(tuple(at // UNIT for at in box.offsets), tuple(-(-size // UNIT) for size in box.sizes))
             yield ComputedBlock((box, scales), {"scaled": box}, 8 * box.numel + 4 * scales.numel)
 

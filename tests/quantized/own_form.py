@@ -47,8 +47,10 @@ class Subtract:
     offset: int
     label: str = "subtracting"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in split_aligned(requested["values"], self.shape, tuple(1 for _ in self.shape), most_bytes // 5):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
+        for box in split_aligned(
+            requested["values"], self.shape, tuple(1 for _ in self.shape), max_block_bytes // 5
+        ):
             yield ComputedBlock((box,), {"values": box}, 5 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:

@@ -84,9 +84,9 @@ def test_equal_layers_are_foreseen_once(tmp_path, monkeypatch):
         quantizing.quantize(folder, "fp8 blocks")
         calls: list[int] = []
 
-        def counted(self, wanted, most_bytes, calls=calls):
-            calls.append(most_bytes)
-            return blocks(self, wanted, most_bytes)
+        def counted(self, wanted, max_block_bytes, calls=calls):
+            calls.append(max_block_bytes)
+            return blocks(self, wanted, max_block_bytes)
 
         monkeypatch.setattr(Dequantize, "blocks", counted)
         estimate = shardwise.plan(folder, ranks=3, dtype="bfloat16")

@@ -112,8 +112,10 @@ def test_each_checkpoint_is_deleted_by_its_path(ada: User) -> None:
     model = ada.create()
     left = {
         ada.retrieve(ada.post("save_weights", model_id=model, seq_id=seq_id, path=name))["path"]
-        for seq_id, name in enumerate(("a%20b", "a b", "x/é"), 1)
+        for seq_id, name in enumerate(("a%20b", "a b", "x/é", "x/é/publish"), 1)
     }
+    published = f"/api/v1/training_runs/{model}/checkpoints/weights/{quote('x/é', safe='')}/publish"
+    assert ada.http.delete(published).status_code == 404, "a call of the client that is not served"
     for path in sorted(left, reverse=True):
         name = path.split("/", 3)[3]
         assert ada.http.delete(f"/api/v1/training_runs/{model}/checkpoints/{name}").status_code == 204, path

@@ -358,7 +358,7 @@ def test_saves_under_one_name_that_are_sent_at_once(served: Served, users: dict[
 def test_a_folder_of_checkpoints_that_cannot_be_read(
     served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a moment. Nothing is replaced, and the server goes on."""
+    """For a moment, or not written. Nothing is replaced, no request waits for ever, and the server goes on."""
     ada, state, read_text = users["ada"], served.server._service, Path.read_text
     model = ada.create()
     body = {"path": "one", "user_metadata": {"note": "first"}}
@@ -375,9 +375,21 @@ def test_a_folder_of_checkpoints_that_cannot_be_read(
         saved = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=2, path="one"))
         loaded = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True))
         info = ada.call("weights_info", tinker_path=path)
-    assert (saved["category"], info.status_code) == ("server", 503)
-    for text in (saved["error"], loaded["error"], info.text):
-        assert "cannot be read, Stale file handle. Try again" in text
+
+    def fail_everywhere(file: Path, **_keywords: Any) -> None:
+        raise OSError(116, "Stale file handle", str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fail_everywhere)
+        patch.setattr(Path, "unlink", fail_everywhere)
+        body = {"path": f"{path}-of-another", "optimizer": True}
+        searched = ada.retrieve(ada.post("load_weights", model_id=model, seq_id=4, **body))
+        deleted = ada.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/one")
+    assert isinstance(ada.retrieve(ada.send(make_message(model, 5)).json()), bytes)
+    assert {each["category"] for each in (saved, loaded, searched)} == {"server"}
+    assert (info.status_code, deleted.status_code) == (503, 503)
+    for text in (saved["error"], loaded["error"], searched["error"], info.text, deleted.text):
+        assert "cannot be read or written, Stale file handle. Try again" in text
         assert str(served.state) not in text
     (listed,) = ada.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"]
     assert listed["user_metadata"] == {"note": "first"}

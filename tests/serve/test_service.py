@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from shardwise.serve.operations import (
     CreateModel,
     ForgetModels,
     Generate,
+    OffloadModels,
     OptimStep,
     Refusal,
     SampleAnswer,
@@ -63,8 +65,8 @@ def test_a_session_that_is_closed_during_a_stop(tmp_path: Path, monkeypatch: pyt
 
     async def close() -> tuple[Service, list[Turn]]:
         service = Service(Settings("base", "base"), CheckpointStore(Path("checkpoints")))
-        model = await create(service)
-        model.num_steps = 1
+        model, _untrained = await create(service), await create(service)
+        model.next_seq_id = 2
         await service.begin_stop()
         service.close_session(model.session, "finished")
         return service, [await run_turn(service) for _ in range(2)]
@@ -76,36 +78,57 @@ def test_a_session_that_is_closed_during_a_stop(tmp_path: Path, monkeypatch: pyt
     assert service.lost_models == []
 
 
+def test_a_session_that_is_closed_while_its_first_step_runs(tmp_path: Path) -> None:
+    async def close() -> Turn:
+        service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
+        model = await create(service)
+        with service.place(model, 1, b"step") as request:
+            request.operation = OptimStep(request.request_id, model.model_id, {})
+        _, requests = await service.take_turn(LIMIT_S)
+        service.close_session(model.session, "finished")
+        await service.finish_turn(requests, {requests[0].request_id: {"skipped:max": 0.0}}, 0.0)
+        return await run_turn(service)
+
+    assert SaveModel in map(type, asyncio.run(close()).operations)
+
+
 def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path) -> None:
     full = Refusal("no space is left", is_users=False)
 
     def get_operations(turn: Turn, model: Model) -> list[type]:
-        """Saves of the model, and its removal."""
+        """Saves of the model, and its moves to host memory and its removal."""
         operations = [each for each in turn.operations if isinstance(each, SaveModel)]
-        removals = [each for each in turn.operations if isinstance(each, ForgetModels)]
+        others = [each for each in turn.operations if isinstance(each, ForgetModels | OffloadModels)]
         return [
             *(SaveModel for each in operations if each.model == model.model_id),
-            *(ForgetModels for each in removals if model.model_id in each.names),
+            *(type(each) for each in others if model.model_id in each.names),
         ]
 
     async def close(*, is_stopped: bool) -> tuple[list[list[type]], list[type], list[str]]:
         service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
         model, untrained = await create(service), await create(service)
-        model.num_steps = 1
+        model.next_seq_id = 2
         service.close_session(model.session, "expired")
         service.close_session(untrained.session, "expired")
+        service._expired_s = time.monotonic()
         turns = [await run_turn(service, outcome=full)]
-        await (service.begin_stop() if is_stopped else service.tidy())
-        turns += [await run_turn(service, outcome=full if is_stopped else None), await run_turn(service)]
+        if is_stopped:
+            await service.begin_stop()
+            turns.append(await run_turn(service, outcome=full))
+        else:
+            await service.tidy()
+            service._expired_s = -1e9  # a minute has passed at the end of this turn
+            turns += [await run_turn(service), await run_turn(service)]
+        turns.append(await run_turn(service))
         operations = [get_operations(turn, model) for turn in turns]
         return operations, get_operations(turns[0], untrained), service.lost_models
 
     operations, of_untrained, lost = asyncio.run(close(is_stopped=False))
-    assert operations == [[SaveModel], [SaveModel], [ForgetModels]]
+    assert operations == [[SaveModel], [OffloadModels], [SaveModel], [ForgetModels]]
     assert of_untrained == [ForgetModels], "it has nothing that its base does not have"
     assert lost == []
     operations, _, lost = asyncio.run(close(is_stopped=True))
-    assert (operations, len(lost)) == ([[SaveModel], [SaveModel], []], 1)
+    assert (operations, len(lost)) == ([[SaveModel], [SaveModel, OffloadModels], []], 1)
 
 
 def test_the_time_of_a_suspended_server_does_not_end_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +162,16 @@ def test_requests_that_wait_are_limited_and_steps_are_counted() -> None:
             pass
         for skipped in (0.0, 1.0):
             await run_turn(service, outcome={"skipped:max": skipped})
-        return model.num_steps
+        assert model.num_steps == 1
+        for seq_id in range(4, 37):
+            refusing = pytest.raises(StatusError, match="too many wait for 3") if seq_id == 36 else nullcontext()
+            with refusing, service.place(model, seq_id, b"step") as request:
+                request.operation = OptimStep(request.request_id, model.model_id, {})
+        with service.place(model, 3, b"step") as request:
+            request.operation = OptimStep(request.request_id, model.model_id, {})
+        return model.next_seq_id
 
-    assert asyncio.run(send()) == 1
+    assert asyncio.run(send()) == 36
 
 
 def test_a_base_without_a_tokenizer(base: Path) -> None:
@@ -237,6 +267,8 @@ def test_the_name_of_a_base_in_the_working_folder(base: Path, monkeypatch: pytes
     for model in (".", "../base", str(base), "owner/base"):
         assert CliRunner().invoke(serve_command, [model]).exit_code == 0
     assert names == ["base", "base", "base", "owner/base"]
+    # A server that stands still for less than a minute does not know it, and takes the time for its clients'.
+    assert CliRunner().invoke(serve_command, ["base", "--session-timeout", "119"]).exit_code == 2
 
 
 @pytest.mark.parametrize("call", ["request_stop", "finish_turn"])

@@ -101,6 +101,7 @@ def vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stand
 def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> None:
     client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
     model = client.create_lora_training_client("base", rank=2).result()
+    model.save_weights_for_sampler("snapshot-2").result()
     sampler = model.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints([3, 4, 5])
     for _ in range(2):
@@ -112,6 +113,7 @@ def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> N
     assert scores.topk_prompt_logprobs == [None]
     paths = [path for path, _ in vllm.requests]
     assert paths == ["/v1/load_lora_adapter", *["/v1/completions"] * 4], "an adapter is loaded once"
+    assert not vllm.requests[0][1]["lora_path"].endswith("/snapshot-2"), "it is that of the user"
     assert vllm.requests[1][1]["stop_token_ids"] == [9]
     assert vllm.requests[1][1]["ignore_eos"] is True
     assert {name: vllm.requests[1][1].get(name) for name in NEUTRAL} == NEUTRAL

@@ -69,8 +69,8 @@ class Plus:
     step: tuple[int, int]
     label: str = "plus"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in split_aligned(requested["out"], (1000, 512), self.step, most_bytes // 8):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
+        for box in split_aligned(requested["out"], (1000, 512), self.step, max_block_bytes // 8):
             yield ComputedBlock((box,), {"out": box}, 8 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -63,8 +63,8 @@ class SharedBase:
     active_route: ActiveRoute
     backend_choice: BackendChoice
     max_tokens_per_pass: int
-    activation_bytes: dict[tuple[str, int], int] = field(default_factory=dict, compare=False)
-    padding_ignored: bool | None = field(default=None, compare=False)
+    activation_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
+    padding_ignored: bool | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -397,7 +397,7 @@ class FusedPass:
             group = 0 if size is None else each.row_number // size
             logprobs_of_group, rows_of_group = groups.setdefault(group, ([], []))
             logprobs_of_group.append(_unpad(logprobs, each.row))
-            rows_of_group.append({key: to_device(values, self.device) for key, values in tensors.items()})
+            rows_of_group.append({key: to_device(values.clone(), self.device) for key, values in tensors.items()})
         results = []
         for logprobs_of_group, rows_of_group in groups.values():
             result: Any = loss(logprobs_of_group, rows_of_group, placed.config)

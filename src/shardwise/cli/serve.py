@@ -37,7 +37,7 @@ _PACKAGES = ("peft", "prometheus_client", "starlette", "tinker", "uvicorn", "yam
 @click.option("--max-tokens-per-turn", type=click.IntRange(min=1), default=16384, show_default=True)
 @click.option("--max-tokens-per-pass", type=click.IntRange(min=1), default=8192, show_default=True)
 @click.option("--fuse-wait", type=click.FloatRange(min=0), help="Seconds.  [default: half of a turn, at most 0.1]")
-@click.option("--session-timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds.")
+@click.option("--session-timeout", type=click.FloatRange(120), default=600.0, show_default=True, help="Seconds.")
 @click.option("--vllm", metavar="URL", help="Have a vLLM server sample, from adapters in --state.")
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="JSON, to stderr.")
 @click.option("--demo", is_flag=True, help="Train three LoRAs of a generated base at once, and end.")
@@ -63,7 +63,7 @@ def serve_command(
 ) -> None:
     """Serve MODEL to clients of the tinker package: each trains LoRAs, and all share the base's passes.
 
-    Exit codes: 0 stopped by a signal, with all models saved as "shutdown" if there is --state; 2 an error.
+    Exit codes: 0 stopped by a signal, with models saved as "shutdown" if there is --state; 2 an error.
     """
     # Before the imports below, which would name one package at a time.
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:

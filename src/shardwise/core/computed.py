@@ -64,10 +64,10 @@ class Operation(Hashable, Protocol):
     @property
     def label(self) -> str: ...
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
         """Yield blocks that together compute the requested boxes of each output, each element once.
 
-        They may compute more. Each block needs at most ``most_bytes``, if the operation can be divided so far.
+        They may compute more. Each block needs at most ``max_block_bytes``, if the operation can be divided so far.
         """
         ...
 
@@ -85,11 +85,11 @@ class DeviceOperation(Operation, Protocol):
     """Operation that an accelerator can evaluate with the bits of the CPU. See [Note: Bits of devices]."""
 
     def evaluate_on_device(
-        self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
+        self, block: ComputedBlock, values: Sequence[Any], max_block_bytes: int
     ) -> tuple[Mapping[str, Any], Any]:
         """Return the values of a block, by output, and whether the CPU has to evaluate it, without waiting.
 
-        All tensors are on the device of ``values``. Memory: ``most_bytes``, at least those of the block.
+        All tensors are on the device of ``values``. Memory: ``max_block_bytes``, at least those of the block.
         """
         ...
 
@@ -127,7 +127,7 @@ class FullOperation(ABC):
     outputs: Mapping[str, Shape]
     nbytes: int
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], _max_block_bytes: int) -> Iterator[ComputedBlock]:
         if any(requested.values()):
             outputs = {name: Box.whole(shape) for name, shape in self.outputs.items()}
             yield ComputedBlock(tuple(map(Box.whole, self.inputs)), outputs, self.nbytes)
@@ -183,7 +183,7 @@ class ComputeTask:
             raise FormatError(f"{self.inputs[error.source]}: {self.operation.label}: {error}") from error
 
 
-def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:
+def compute_tasks(items: Iterable[tuple[int, Computed, Region]], max_block_bytes: int) -> Iterator[ComputeTask]:
     """Yield the computations that fill regions of targets, given as (number of the target, leaf, region of it).
 
     Each block is computed once.
@@ -199,7 +199,7 @@ def compute_tasks(items: Iterable[tuple[int, Computed, Region]], most_bytes: int
         # Overlapping boxes would be computed twice, and one of the results would be lost.
         disjoint = {name: merge_overlapping(boxes) for name, boxes in requested.items()}
         fits_devices = _fits_devices(operation, inputs)
-        for block in operation.blocks(disjoint, most_bytes):
+        for block in operation.blocks(disjoint, max_block_bytes):
             # A block may exceed the requested regions, because it consists of whole units: only its common
             # elements with each region are moved.
             moves: list[OutputMove] = []

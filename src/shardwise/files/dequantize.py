@@ -62,8 +62,9 @@ class Dequantize:
     dtype: DType = DType.F32
     label: str = "dequantizing"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in split_aligned(requested[_OUT], self.shape, self._byte_aligned, self._max_elements(most_bytes)):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
+        numel = self._max_elements(max_block_bytes)
+        for box in split_aligned(requested[_OUT], self.shape, self._byte_aligned, numel):
             # In the order of the operation's sources: codes, scales, scale of the whole tensor, zero points.
             inputs = [every_nth(box, self.code.per_byte)]
             if self.unit:
@@ -95,17 +96,17 @@ class Dequantize:
         """Return the bytes of a block: codes, values of up to 4 bytes, scales, and scratch memory of a strip."""
         return 5 * elements + self._bytes_per_scale * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
 
-    def _max_elements(self, most_bytes: int) -> int:
-        """Return the elements of the largest block within ``most_bytes``, with full rows or within one row."""
+    def _max_elements(self, max_block_bytes: int) -> int:
+        """Return the elements of the largest block within ``max_block_bytes``, with full rows or within one row."""
         # The same terms as in _nbytes(), solved for the number of elements.
         per_element = 5  # a stored code and a value of up to 4 bytes
         if self.unit:
             per_element += -(-self._bytes_per_scale // self.unit[-1])
         # Below a strip, scratch memory grows with the elements. From a strip on it is constant.
-        small = most_bytes // (per_element + _STRIP_BYTES)
+        small = max_block_bytes // (per_element + _STRIP_BYTES)
         if small < _STRIP_ELEMENTS:
             return small
-        return min(_MAX_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // per_element)
+        return min(_MAX_ELEMENTS, (max_block_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // per_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         """Evaluate a block.
@@ -123,11 +124,11 @@ class Dequantize:
         return {_OUT: result}
 
     def evaluate_on_device(
-        self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
+        self, block: ComputedBlock, values: Sequence[Any], max_block_bytes: int
     ) -> tuple[Mapping[str, Any], Any]:
         box = block.outputs[_OUT]
         result = cast(values[0].new_empty(0), self.dtype).new_empty(box.sizes)
-        strip_elements = _STRIP_ELEMENTS + max(0, most_bytes - block.nbytes) // _STRIP_BYTES
+        strip_elements = _STRIP_ELEMENTS + max(0, max_block_bytes - block.nbytes) // _STRIP_BYTES
         checks = self._write(box, values, result, strip_elements)
         is_bad = result.isnan().any()
         for is_usable, _, _ in checks:
@@ -320,14 +321,14 @@ class GatherRows:
     shape: Shape
     label: str = "choosing rows"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
         # A block reads all rows, because their indices are known only when it is evaluated, of a few columns.
-        at_once = max(1, most_bytes // (16 * self.count))
+        at_once = max(1, max_block_bytes // (16 * self.count))
         for whole in split_aligned(requested[_OUT], self.shape, (1, 1), numel(self.shape)):
             (first, start), (count, width) = whole.offsets, whole.sizes
             for column in range(start, start + width, at_once):
                 columns = min(at_once, start + width - column)
-                rows = max(1, most_bytes // (8 * columns + 32))
+                rows = max(1, max_block_bytes // (8 * columns + 32))
                 for row in range(first, first + count, rows):
                     box = Box((row, column), (min(rows, first + count - row), columns))
                     inputs = Box((0, column), (self.count, columns)), Box((row,), box.sizes[:1])

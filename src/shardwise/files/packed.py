@@ -67,16 +67,16 @@ class AsBytes:
     itemsize: int
     label: str = "reinterpreting"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
         unit = (*(1 for _ in self.shape[:-1]), self.itemsize)
-        for box in split_aligned(requested[_BYTES], self.shape, unit, max(self.itemsize, most_bytes // 2)):
+        for box in split_aligned(requested[_BYTES], self.shape, unit, max(self.itemsize, max_block_bytes // 2)):
             yield ComputedBlock((every_nth(box, self.itemsize),), {_BYTES: box}, 2 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         return {_BYTES: values[0].view(cast(values[0].new_empty(0), DType.U8).dtype)}
 
     def evaluate_on_device(
-        self, block: ComputedBlock, values: Sequence[Any], _most_bytes: int
+        self, block: ComputedBlock, values: Sequence[Any], _max_block_bytes: int
     ) -> tuple[Mapping[str, Any], Any]:
         return self.evaluate(block, values), values[0].new_zeros(()).bool()
 
@@ -171,8 +171,8 @@ class DequantizeScales:
     codebook: tuple[float, ...]
     label: str = "dequantizing scales"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in split_aligned(requested[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
+        for box in split_aligned(requested[_VALUES], (self.count,), (NESTED_BLOCK,), max(1, max_block_bytes // 10)):
             yield ComputedBlock((box, every_nth(box, NESTED_BLOCK)), {_VALUES: box}, 10 * box.numel)
 
     def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
@@ -225,7 +225,7 @@ class Constant:
     number: float
     label: str = "a constant"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], _max_block_bytes: int) -> Iterator[ComputedBlock]:
         if any(requested.values()):
             one = Box((0,), (1,))
             yield ComputedBlock((one,), {_VALUES: one}, 8)
@@ -264,12 +264,12 @@ class QuantizeRows:
     dtype: DType
     label: str = "quantizing"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
         # Boxes of both outputs, of different widths, are rows of the weight: quantized once, they fill both.
         width = self.shape[-1]
         rows = [_with_width(box, width) for boxes in requested.values() for box in boxes]
         unit = (*(1 for _ in self.shape[:-1]), width)
-        for box in split_aligned(rows, self.shape, unit, self._max_elements(most_bytes)):
+        for box in split_aligned(rows, self.shape, unit, self._max_elements(max_block_bytes)):
             outputs = {
                 _CODES: _with_width(box, width // 2),
                 _SCALES: _with_width(box, 4 * width // self.block),
@@ -280,13 +280,13 @@ class QuantizeRows:
         """Return the bytes of a block: input, rounded input, output and scratch memory."""
         return (self.stored.itemsize + self.dtype.itemsize + 1) * elements + four_bit_blocks.scratch_bytes(elements)
 
-    def _max_elements(self, most_bytes: int) -> int:
-        """Return the elements of the largest block within ``most_bytes``."""
-        small = most_bytes // self._nbytes(1)
+    def _max_elements(self, nbytes: int) -> int:
+        """Return the elements of the largest block within ``nbytes``."""
+        small = nbytes // self._nbytes(1)
         if small < four_bit_blocks.CHUNK:
             return small
         scratch = four_bit_blocks.scratch_bytes(four_bit_blocks.CHUNK)
-        return min(_MAX_ELEMENTS, (most_bytes - scratch) // (self._nbytes(1) - four_bit_blocks.scratch_bytes(1)))
+        return min(_MAX_ELEMENTS, (nbytes - scratch) // (self._nbytes(1) - four_bit_blocks.scratch_bytes(1)))
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         """Quantize the rows of a block.
@@ -309,11 +309,11 @@ class QuantizeRows:
         return {_CODES: codes, _SCALES: scales}
 
     def evaluate_on_device(
-        self, block: ComputedBlock, values: Sequence[Any], most_bytes: int
+        self, block: ComputedBlock, values: Sequence[Any], max_block_bytes: int
     ) -> tuple[Mapping[str, Any], Any]:
         none = cast(values[0].new_empty(0), DType.U8)
         codes, scales = (none.new_empty(block.outputs[name].sizes) for name in (_CODES, _SCALES))
-        weights, spare = cast(values[0], self.dtype), max(0, most_bytes - block.nbytes)
+        weights, spare = cast(values[0], self.dtype), max(0, max_block_bytes - block.nbytes)
         # Spare memory allows more chunks at once, and so fewer kernels.
         chunks = 1 + spare // four_bit_blocks.scratch_bytes(1) // four_bit_blocks.CHUNK
         at_once = chunks * four_bit_blocks.CHUNK

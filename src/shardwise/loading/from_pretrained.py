@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
+from typing import Literal, Unpack, cast, overload
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,9 +36,6 @@ from shardwise.models.tunings import Full
 from shardwise.ranks import call_arguments
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.read import ReadExecutor
-
-if TYPE_CHECKING:
-    pass
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000

@@ -193,7 +193,7 @@ class _ZeroBlocks:
     dtype: DType
     label: str = "zeros"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], _max_block_bytes: int) -> Iterator[ComputedBlock]:
         for box in requested["zeros"]:
             yield ComputedBlock((), {"zeros": box}, box.numel * self.dtype.itemsize)
 

@@ -51,7 +51,6 @@ class Exchange:
         reduce_fun: reduces the values of all ranks, on the first. A block may set it, to one that needs what the
             block makes.
         result: what all ranks have, once the block has ended.
-        num_working: how many ranks, from the first on, do something in the block (1 in a broadcast).
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Exchange:
         self.reduce_fun = reduce_fun
         self.result: Any = None
         self._world = world
-        self.num_working = num_working
+        self._num_working = num_working  # ranks, from the first on, that do something in the block
         self._phase = phase(what)
 
     def __enter__(self) -> Self:
@@ -73,11 +72,11 @@ class Exchange:
     ) -> None:
         try:
             if error is None:
-                self.result = self._world._reduce(self.local, self.reduce_fun, self.num_working)
+                self.result = self._world._reduce(self.local, self.reduce_fun, self._num_working)
             # An error that an inner block has raised on all ranks ends this block on all ranks. A second meeting
             # would be one more than the others expect.
             elif isinstance(error, Exception) and not self._world._is_known_to_all(error):
-                self._world._reduce(Failure.from_error(error), self.reduce_fun, self.num_working)
+                self._world._reduce(Failure.from_error(error), self.reduce_fun, self._num_working)
         finally:
             # After the exchange: a rank that waits in it is still in this phase, for messages.
             self._phase.__exit__(None, None, None)

@@ -156,9 +156,9 @@ class _Merge:
     changed: set[str]
     label: str = "a merge"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
         unit = (1,) * len(self.shape)
-        for box in split_aligned(requested["merged"], self.shape, unit, most_bytes // _ELEMENT_BYTES):
+        for box in split_aligned(requested["merged"], self.shape, unit, max_block_bytes // _ELEMENT_BYTES):
             # The inputs of a block in the order of apply_edits(): the base, then for each edit its leaves,
             # norms, magnitude.
             boxes = [box]
@@ -213,11 +213,11 @@ class _Norms:
     computing: torch.dtype
     label: str = "norms of a merge"
 
-    def blocks(self, requested: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+    def blocks(self, requested: Mapping[str, Sequence[Box]], max_block_bytes: int) -> Iterator[ComputedBlock]:
         dim = _magnitude_dim(self.edits[-1])
         # A norm needs a whole row, so a block is a number of whole rows: at least one, however long it is.
         row_numel = numel(self.shape[:dim] + self.shape[dim + 1 :])
-        most_rows = most_bytes // (_ELEMENT_BYTES * row_numel)
+        most_rows = max_block_bytes // (_ELEMENT_BYTES * row_numel)
         for rows in split_aligned(requested["norms"], (self.shape[dim],), (1,), most_rows):
             offsets, sizes = [0] * len(self.shape), list(self.shape)
             offsets[dim], sizes[dim] = rows.offsets[0], rows.sizes[0]

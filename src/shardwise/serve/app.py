@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Final
-from urllib.parse import quote
 
 from packaging.version import InvalidVersion, Version
 from starlette.applications import Starlette
@@ -23,9 +22,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
-from shardwise.core.errors import ConfigError, StorageError
+from shardwise.core.errors import ConfigError
 from shardwise.serve import messages
-from shardwise.serve.checkpoints import KINDS, Checkpoint
+from shardwise.serve.checkpoints import KINDS, Checkpoint, describe_fault
 from shardwise.serve.keys import UserKey, find_key
 from shardwise.serve.messages import StatusError
 from shardwise.serve.operations import CopyModel, CreateModel, LoadModel, Refusal, SampleAnswer, SaveModel
@@ -102,7 +101,7 @@ class App:
             ("GET", "/api/v1/checkpoints", self._list_checkpoints),
             ("GET", run, self._get_run),
             ("GET", run + "/checkpoints", self._list_checkpoints),
-            ("DELETE", run + "/checkpoints/{kind}/{name:path}", self._delete_checkpoint),
+            ("DELETE", run + "/checkpoints/{name:path}", self._delete_checkpoint),
             ("POST", "/api/v1/telemetry", self._telemetry),
             ("GET", "/metrics", self._metrics),
             ("GET", "/status", self._status),
@@ -122,8 +121,10 @@ class App:
                 if key is None:
                     raise StatusError(401, "X-API-Key: is not a key of this server")
                 response = await call(request, key)
-            except (StatusError, ConfigError, StorageError) as error:
+            except (StatusError, ConfigError) as error:
                 response = _answer_error(error)
+            except OSError as error:  # of the folder of checkpoints
+                response = _answer_error(StatusError(503, describe_fault(error)))
             except ClientDisconnect:  # in the middle of its body
                 response = Response(status_code=400)
             path = request.url.path
@@ -173,10 +174,10 @@ class App:
         try:
             session = self._service.get_session(key, request.path_params["session_id"])
         except StatusError as error:
-            if error.status != 410:
-                raise
-        else:
-            self._service.close_session(session, "finished")
+            if error.status == 410:
+                return JSONAnswer({})
+            raise
+        self._service.close_session(session, "finished")
         return JSONAnswer({})
 
     # Models
@@ -276,7 +277,7 @@ class App:
                         try:
                             checkpoint, folder = self._find_checkpoint(key, load.path)
                         # Without its place, the next request would wait forever.
-                        except (StatusError, StorageError) as error:
+                        except StatusError as error:
                             raise ConfigError(str(error)) from error
                         _set_load(queued, model_id, checkpoint, folder, load)
                     case _:
@@ -318,7 +319,7 @@ class App:
             queued.sampler = Sampler(model.key, session_id, copy)
         else:  # vLLM loads the snapshot from a folder
             body = body.model_copy(update={"ttl_seconds": _TTL_S.start})
-            name = f"snapshot-{seq_id}"
+            name = f"snapshot-{queued.request_id}"  # no name of a user's checkpoint
             self._set_save(queued, model, "sampler_weights", name, body)
             assert isinstance(queued.operation, SaveModel)
             queued.sampler = Sampler(model.key, session_id, name, queued.operation.folder)
@@ -415,9 +416,9 @@ class App:
         return JSONAnswer({"checkpoints": listed[begin:end], "cursor": cursor})
 
     async def _delete_checkpoint(self, request: Request, key: UserKey) -> Response:
-        place = request.path_params  # decoded
-        path = f"tinker://{place['model_id']}/{place['kind']}/{quote(place['name'], safe='')}"
-        checkpoint, _ = self._find_checkpoint(key, path)
+        # Not decoded: name%2Fpublish is a checkpoint, and name/publish is a call that is not served.
+        name = request.scope["raw_path"].decode("latin-1").partition("/checkpoints/")[2]
+        checkpoint, _ = self._find_checkpoint(key, f"tinker://{request.path_params['model_id']}/{name}")
         await self._service.delete_checkpoint(key, checkpoint)
         return Response(status_code=204)
 
@@ -581,6 +582,6 @@ def _require_client(text: str) -> None:
 
 
 def _answer_error(error: Exception) -> Response:
-    status = 503 if isinstance(error, StorageError) else getattr(error, "status", 400)
+    status = getattr(error, "status", 400)
     headers = {"retry-after": "1"} if status in (429, 503) else None
     return JSONAnswer({"error": str(error)}, status_code=status, headers=headers)

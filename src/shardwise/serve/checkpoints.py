@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-from shardwise.core.errors import ConfigError, StorageError
+from shardwise.core.errors import ConfigError
 from shardwise.core.formatting import folder_name
 from shardwise.files.local_writer import LocalWriter
 
@@ -59,7 +59,7 @@ def parse_path(path: str) -> Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of all users in a folder. Calls that read raise StorageError if the folder cannot be read."""
+    """The checkpoints of all users in a folder. Calls raise OSError if the folder cannot be read or written."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()  # vLLM, which loads from it, has another working directory
@@ -127,5 +127,8 @@ def _read(file: Path) -> Checkpoint | None:
         return Checkpoint(**values)
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
-    except OSError as error:  # without the path, which is none of the client's
-        raise StorageError(f"the folder of checkpoints: cannot be read, {error.strerror}. Try again") from error
+
+
+def describe_fault(error: OSError) -> str:
+    """Return a message for clients: without the path, which is none of theirs."""
+    return f"the folder of checkpoints: cannot be read or written, {error.strerror}. Try again"

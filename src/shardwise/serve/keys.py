@@ -28,8 +28,8 @@ class UserKey(pydantic.BaseModel):
         max_models: models.
         max_rank: rank of a LoRA.
         max_snapshots: copies of a model in memory to sample from. Older ones are forgotten.
-        max_requests: requests that wait.
-        max_tokens: tokens of requests that wait.
+        max_requests: requests that wait. Of each model as many again may wait for an earlier one.
+        max_tokens: tokens of these requests, likewise.
         max_result_bytes: bytes of results that are kept. Older ones are forgotten.
     """
 

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeVar
 
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.serve import messages
-from shardwise.serve.checkpoints import Checkpoint, CheckpointStore
+from shardwise.serve.checkpoints import Checkpoint, CheckpointStore, describe_fault
 from shardwise.serve.keys import UserKey
 from shardwise.serve.messages import StatusError
 from shardwise.serve.operations import (
@@ -73,7 +73,7 @@ _PAUSE_S: Final = 60.0
 """Seconds between two calls of tidy() after which heartbeats begin anew, since a suspended server gets none."""
 
 _EXPIRY_S: Final = 60.0
-"""Seconds between two looks at the checkpoints whose time may be over."""
+"""Seconds between two looks at the checkpoints whose time may be over, and at models that could not be saved."""
 
 _STOPPING_TURN_S: Final = 0.05
 """Seconds after which there is a turn without operations while the server stops."""
@@ -124,7 +124,6 @@ class QueuedRequest:
         checkpoint: is recorded when the operation is done.
         may_replace: whether the checkpoint may replace one of its name.
         sampler: is opened when the operation is done.
-        reason: why it waits.
         result: bytes of protobuf, a JSON object, or a refusal, which there may be before its turn.
         submitted_s: when it was queued.
     """
@@ -137,7 +136,6 @@ class QueuedRequest:
     checkpoint: Checkpoint | None = None
     may_replace: bool = True
     sampler: Sampler | None = None
-    reason: str = ""
     result: bytes | Mapping[str, Any] | Refusal | None = None
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
     submitted_s: float = field(default_factory=time.monotonic)
@@ -329,12 +327,10 @@ class Service:
         """Remove a model in the next turn, with its snapshots and requests. With a name, save it before."""
         self._drop_model(model, "the model was removed")
         self._gone.append(model.model_id)
-        names = [*model.snapshots]
         if name:
-            self._put_save(model, name, _OWN, new_id())
-        else:
-            names.append(model.model_id)
-        self._put_own(ForgetModels(new_id(), tuple(names)))
+            self._put_save(model, name, _OWN, new_id())  # which removes it
+        names = () if name else (model.model_id,)
+        self._put_own(ForgetModels(new_id(), (*names, *model.snapshots)))
 
     def _drop_model(self, model: Model, text: str) -> None:
         del self.models[model.model_id]
@@ -344,12 +340,11 @@ class Service:
         model.early.clear()
 
     def close_session(self, session: Session, name: str) -> None:
-        """Save the models of a session that have trained under a name, and remove all of them and its samplers."""
+        """Save a session's models that have had a request under a name. Remove all of them, and its samplers."""
         del self.sessions[session.session_id]
         self._gone.append(session.session_id)
         for model in [model for model in self.models.values() if model.session is session]:
-            has_trained = model.num_steps or model.losses
-            self.remove_model(model, name if self.store is not None and has_trained else "")
+            self.remove_model(model, name if self.store is not None and model.next_seq_id > 1 else "")
         for sampler_id in [key for key, each in self.samplers.items() if each.session_id == session.session_id]:
             del self.samplers[sampler_id]
 
@@ -411,6 +406,9 @@ class Service:
         if seq_id in model.seen or seq_id in model.early or seq_id < model.next_seq_id:
             yield QueuedRequest(self._find_again(model, seq_id, digest), is_new=False)
             return
+        # Those without room take memory, too.
+        if seq_id > model.next_seq_id and len(model.early) >= 16 * model.key.max_requests:
+            raise StatusError(429, f"seq_id={seq_id}: too many wait for {model.next_seq_id}. Send that first")
         with self._open_request(model.key) as request:
             yield request
             if seq_id == model.next_seq_id:
@@ -425,14 +423,11 @@ class Service:
         model.early[seq_id] = request
         model.early_tokens += request.cost.tokens
         # With next_seq_id 3 and requests 4 and 5 early, request 3 queues all of them. Request 6 would wait.
-        queue = self._get_queue(model.key, model.model_id)
         while (ready := model.early.pop(model.next_seq_id, None)) is not None:
-            queue.append(ready)
+            self._enqueue(model.key, model.model_id, ready)
             self._note_arrival(model.key, ready)
             model.early_tokens -= ready.cost.tokens
             model.next_seq_id += 1
-        for early in model.early.values():
-            early.reason = f"waiting for seq_id {model.next_seq_id}"
 
     def _find_again(self, model: Model, seq_id: int, digest: str) -> str:
         """Return the future of a request that was sent before."""
@@ -455,12 +450,12 @@ class Service:
             self._sampling.add(task)
             task.add_done_callback(self._sampling.discard)
         else:
-            self._get_queue(key, queue).append(request)
+            self._enqueue(key, queue, request)
         self._note_arrival(key, request)
 
     @contextmanager
     def _open_request(self, key: UserKey) -> Iterator[QueuedRequest]:
-        """Open a request. If the block raises ConfigError it has failed; after any other error it never was."""
+        """Open a request. If the block raises ConfigError or OSError it has failed; after others it never was."""
         self.require_open()
         request = QueuedRequest(new_id(), key)
         self.futures[request.request_id] = request
@@ -468,6 +463,8 @@ class Service:
             yield request
         except ConfigError as error:
             self._set_result(request, Refusal(str(error)))
+        except OSError as error:  # of the folder of checkpoints
+            self._set_result(request, Refusal(describe_fault(error), is_users=False))
         except BaseException:
             del self.futures[request.request_id]
             raise
@@ -495,16 +492,15 @@ class Service:
 
     def _note_arrival(self, key: UserKey, request: QueuedRequest) -> None:
         self._waiting.setdefault(key.name, {})[request.request_id] = request.cost.tokens
-        self._has_work.set()
         self._has_arrived.set()
 
-    def _get_queue(self, key: UserKey, name: str) -> deque[QueuedRequest]:
-        return self._queues.setdefault(key.name, {}).setdefault(name, deque())
+    def _enqueue(self, key: UserKey, name: str, request: QueuedRequest) -> None:
+        self._queues.setdefault(key.name, {}).setdefault(name, deque()).append(request)
+        self._has_work.set()
 
     def _put_own(self, operation: TurnOperation) -> None:
         """Queue an operation of the server itself, whose outcome nobody waits for."""
-        self._get_queue(_OWN, operation.request_id).append(QueuedRequest(operation.request_id, operation=operation))
-        self._has_work.set()
+        self._enqueue(_OWN, operation.request_id, QueuedRequest(operation.request_id, operation=operation))
 
     def make_save(self, request_id: str, model: Model, checkpoint: Checkpoint) -> SaveModel:
         """Return the save of a model. Raise ConfigError if the name cannot be that of a folder."""
@@ -533,7 +529,11 @@ class Service:
             try:
                 await asyncio.wait_for(request.is_done.wait(), self.settings.retrieval_s)
             except TimeoutError:
-                raise StatusError(408, request.reason or f"{self.num_waiting} requests are in the queue") from None
+                reason = f"{self.num_waiting} requests are in the queue"
+                model = self.models.get(getattr(request.operation, "model", None) or "")
+                if model is not None and request_id not in self._waiting.get(key.name, {}):  # it is early
+                    reason = f"waiting for seq_id {model.next_seq_id}"
+                raise StatusError(408, reason) from None
         request.retrieved_s = time.monotonic()
         return request
 
@@ -572,20 +572,20 @@ class Service:
         request.operation = None
 
     def _finish_own_save(self, request: QueuedRequest, model: str, result: object) -> None:
-        """Remove a model whose session has ended, unless its save failed for a reason that may pass."""
+        """Note that a save by the server failed in a stop. Otherwise remove its model, or keep it to save again."""
         if self.is_stopping:
             if isinstance(result, Refusal):
                 self.lost_models.append(model)
         elif isinstance(result, Refusal) and not result.is_users:
             self._unsaved.append(request)
+            self._put_own(OffloadModels(new_id(), (model,)))
         else:
             self._put_own(ForgetModels(new_id(), (model,)))
 
     def _save_unsaved(self) -> None:
         """Queue the saves again that could not be written."""
         for request in self._unsaved:
-            self._get_queue(_OWN, request.request_id).append(request)
-            self._has_work.set()
+            self._enqueue(_OWN, request.request_id, request)
         self._unsaved = []
 
     def _make_result(self, request: QueuedRequest, outcome: Any) -> bytes | Mapping[str, Any]:
@@ -673,8 +673,8 @@ class Service:
             try:
                 if not (is_being_saved or self.store.find(request.key.folder, checkpoint.path)):
                     continue
-            except StorageError as error:
-                refusal = Refusal(str(error), is_users=False)
+            except OSError as error:
+                refusal = Refusal(describe_fault(error), is_users=False)
             self._set_result(request, refusal)
             request.operation = Pass(request.request_id, save.model, (), is_refused=True)
 
@@ -756,6 +756,7 @@ class Service:
         if self.store is not None and time.monotonic() - self._expired_s > _EXPIRY_S:
             self._expired_s = time.monotonic()
             self._delete_expired(self.store)
+            self._save_unsaved()
 
     def _note_loaded(self, key: UserKey, name: str | None) -> None:
         """Note the use of a checkpoint that was loaded to sample from. A user has the last ``max_snapshots``."""
@@ -774,7 +775,7 @@ class Service:
     def _delete_expired(self, store: CheckpointStore) -> None:
         try:
             store.delete_expired()
-        except (OSError, StorageError):
+        except OSError:
             _log.exception("checkpoints whose time is over cannot be deleted")
 
     # What the server does by itself
@@ -786,7 +787,6 @@ class Service:
             for session in self.sessions.values():
                 session.heartbeat_s = now_s
         self._tidied_s = now_s
-        self._save_unsaved()
         for session in list(self.sessions.values()):
             if now_s - session.heartbeat_s > self.settings.session_timeout_s:
                 self.close_session(session, "expired")
@@ -820,7 +820,7 @@ class Service:
                 del seen[seq_id]
 
     async def begin_stop(self) -> None:
-        """Take no more requests, and save all models as ``shutdown`` once those in the queue are done."""
+        """Take no more requests. Save models that have had one as ``shutdown`` once those in the queue are done."""
         if self.is_stopping:  # several ranks may have a request to stop
             return
         self.is_stopping = True
@@ -830,7 +830,7 @@ class Service:
             for request in model.early.values():
                 self._finish(request, Refusal("the server is stopping", is_users=False))
             model.early.clear()
-            if self.store is not None and model.is_ready:
+            if self.store is not None and model.next_seq_id > 1:
                 self._put_save(model, "shutdown", model.key, model.model_id)  # after what the model has queued
         self._has_work.set()
 
@@ -839,8 +839,7 @@ class Service:
         checkpoint = Checkpoint(model.model_id, "weights", name, rank=model.rank, parts=sorted(model.parts))
         request = QueuedRequest(new_id(), checkpoint=checkpoint)
         request.operation = self.make_save(request.request_id, model, checkpoint)
-        self._get_queue(key, queue).append(request)
-        self._has_work.set()
+        self._enqueue(key, queue, request)
 
 
 def _require_early_room(model: Model, tokens: int) -> None:
