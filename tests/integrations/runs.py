@@ -370,10 +370,10 @@ def warned(run: Run) -> tuple[Outcome, list[str]]:
 
 
 def train_by_metric(run: Run) -> tuple[int, float, list[float], list[bool]]:
-    """Train by a metric that rises on the first rank alone, with a callback that runs the model in evaluations.
+    """Train by a metric that rises on the first rank alone, with a callback that runs the model.
 
     Returns the steps, the best metric, the last learning rates, and whether all parameters were sharded before each
-    micro-batch.
+    micro-batch, and had no gradient before the first of a step.
     """
     from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -385,16 +385,24 @@ def train_by_metric(run: Run) -> tuple[int, float, list[float], list[bool]]:
             with torch.no_grad():
                 model(input_ids=torch.tensor([[5, 6, 7]]))
 
+        on_optimizer_step = on_evaluate
+
     with launched():
         trainer = made(run)
-        compute_loss = trainer.compute_loss
+        compute_loss, evaluate = trainer.compute_loss, trainer.evaluate
 
         def compute(model: Any, *given: Any, **others: Any) -> Any:
             if model.training:
-                are_sharded.append(all(isinstance(item, DTensor) for item in model.parameters()))
+                is_first = len(are_sharded) % 2 == 0
+                shards = [item for item in model.parameters() if isinstance(item, DTensor)]
+                is_ready = not is_first or all(item.grad is None for item in shards)
+                are_sharded.append(is_ready and len(shards) == len(list(model.parameters())))
             return compute_loss(model, *given, **others)
 
-        trainer.compute_loss = compute
+        def evaluate_anew(*given: Any, **others: Any) -> Any:
+            return evaluate(*given, **others) | {"eval_score": trainer.state.global_step if rank() == 0 else 0.0}
+
+        trainer.compute_loss, trainer.evaluate = compute, evaluate_anew
         trainer.compute_metrics = lambda _: {"score": next(metrics)}
         trainer.add_callback(EarlyStoppingCallback(2))
         trainer.add_callback(RunsModel())

@@ -49,8 +49,8 @@ class AgreedEvents:
             self._complete(args, state)
         if self._world.size == 1 or not self._trainer.is_in_train:
             return self._run(event, args, state, control, **others)
-        if event == "on_evaluate":  # before callbacks, and the schedule of a plateau, read the same dict
-            self._share_metrics(others["metrics"])
+        if event == "on_evaluate":  # before callbacks, as of early stopping, read them
+            self.share_metrics(others["metrics"])
         try:
             with busy_with(f"the callbacks of {event}"):
                 control = self._run(event, args, state, control, **others)
@@ -64,12 +64,17 @@ class AgreedEvents:
 
     def _run(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
         control = self._call_event(event, args, state, control, **others)
-        if event in _MEETINGS:  # a callback that runs the model leaves its root group gathered
+        # A callback that runs the model leaves its root group gathered. The Trainer's zero_grad() would not clear the
+        # gradients of the shards then. Not in the midst of an evaluation, or of accumulation.
+        if event not in ("on_prediction_step", "on_substep_end"):
             reshard(self._trainer.model)
         return control
 
-    def _share_metrics(self, metrics: dict[str, Any]) -> None:
-        """Set the numbers among the metrics to those of the first rank, as they may be random, or times."""
+    def share_metrics(self, metrics: dict[str, Any]) -> None:
+        """Set the numbers among the metrics to those of the first rank, as they may be random, or times.
+
+        Collective: yes.
+        """
         with self._world.broadcast("compare the metrics") as exchange:
             if self._world.rank == 0:
                 exchange.local = {name: float(each) for name, each in metrics.items() if isinstance(each, Real)}

@@ -305,6 +305,7 @@ class ShardwiseTrainer(_Trainer):
         methods: dict[str, Any] = {}
         if world.size > 1:
             methods["get_batch_samples"] = partial(self._make_batches, world, self.get_batch_samples)
+            methods["evaluate"] = partial(self._evaluate_alike, self.evaluate)
             if self.args.device.type == "cpu":
                 methods["compute_loss"] = partial(self._make_loss, world, self.compute_loss)
         before = {name: vars(self)[name] for name in methods if name in vars(self)}
@@ -315,6 +316,12 @@ class ShardwiseTrainer(_Trainer):
             for name in methods:
                 del vars(self)[name]
             vars(self).update(before)
+
+    def _evaluate_alike(self, original: Any, *positional: Any, **keywords: Any) -> Any:
+        metrics = original(*positional, **keywords)
+        # The best metric and the schedule of a plateau are of these, to which subclasses and callbacks may add.
+        self._events.share_metrics(metrics if isinstance(metrics, dict) else {})
+        return metrics
 
     def _make_batches(
         self,

@@ -168,7 +168,7 @@ def _find_best(folder: TrainerFolder) -> str | None:
     beside = folder.path.parent / Path(recorded).name
     if _FOLDER.fullmatch(beside.name) and get_folder_kind(beside) is FolderKind.COMPLETE:
         return str(beside)
-    return recorded if Path(recorded).is_dir() else None
+    return recorded if get_folder_kind(Path(recorded)) is FolderKind.COMPLETE else None
 
 
 def get_folder_kind(folder: Path) -> FolderKind:

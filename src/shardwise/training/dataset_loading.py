@@ -608,7 +608,7 @@ def _require_no_media_parts(content: Any, name: str) -> None:
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, Mapping):
             continue
-        words = {str(part.get("type")), *(key for key, value in part.items() if value is not None)}
+        words = {str(part.get("type")), *(key for key, value in part.items() if value)}
         if media := words & _MEDIA:
             raise MalformedRowError(
                 f"{name}.content[{number}]: has {min(media)} inside of a message. Put images into a column images, "
