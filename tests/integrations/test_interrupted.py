@@ -133,9 +133,9 @@ def test_a_list_of_strangers_is_one_error_of_a_load_and_of_a_save(tmp_path, cont
     save(1, tmp_path, "one file")
     (tmp_path / LIST).write_text(json.dumps({"token": TOKEN, "names": [], "older": []} | content))
     before = contents(tmp_path)
-    with pytest.raises(FormatError, match="is not a list of renames of an interrupted save. Remove it"):
+    with pytest.raises(FormatError, match="is not a rename journal of an interrupted save. Remove it"):
         seed_in(tmp_path)
-    with pytest.raises(FormatError, match="is not a list of renames of an interrupted save. Remove it"):
+    with pytest.raises(FormatError, match="is not a rename journal of an interrupted save. Remove it"):
         shardwise.save_accelerate_model(model(2), tmp_path, "full")
     assert contents(tmp_path) == before
 

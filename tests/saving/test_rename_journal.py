@@ -1,4 +1,4 @@
-"""A save committed by a list of renames: after a crash at any moment, all files are of one save."""
+"""A save committed by a rename journal: after a crash at any moment, all files are of one save."""
 
 import json
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_one_that_lost_its_mark_before_the_list_counts_is_reported(tmp_path):
 
 
 def test_one_that_lost_its_mark_behind_the_list_leaves_the_other_s_files(tmp_path):
-    """It is held before its first rename; the other one carries its list out, and then saves and counts."""
+    """It is held before its first rename; the other one carries its journal out, and then saves and counts."""
     save(1, tmp_path)
     (tmp_path / "random_states_7.pkl").write_text("of more ranks")
 
@@ -129,6 +129,6 @@ def test_an_invalid_rename_list_is_refused(tmp_path, content):
     (tmp_path / file).write_text(text)
     before = contents(tmp_path)
     for act in (lambda: seen(tmp_path), lambda: save(2, tmp_path)):
-        with pytest.raises(FormatError, match="is not a list of renames"):
+        with pytest.raises(FormatError, match="is not a rename journal"):
             act()
         assert contents(tmp_path) == before

@@ -144,7 +144,7 @@ def remove(root: Path, steps: Sequence[int]) -> list[int]:
     return removed
 
 
-def remove_left(root: Path) -> None:
+def remove_incomplete_steps(root: Path) -> None:
     """Remove the remains of checkpoints that were never completed.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Of a state, models and optimizers are written in place by all ranks. Everything else that accelerate or a hook
 writes goes into a temporary folder, and the first rank copies it from there. All files have temporary names until
-a list of renames commits them together ([Note: Rename journals] in ``saving/commit_plan.py``).
+a rename journal commits them together ([Note: Rename journals] in ``saving/commit_plan.py``).
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class AgreedEvents:
 
     def _run(self, event: str, args: Any, state: Any, control: TrainerControl, **others: Any) -> TrainerControl:
         control = self._call_event(event, args, state, control, **others)
-        # A callback that runs the model leaves its root group gathered. The Trainer's zero_grad() would not clear the
-        # gradients of the shards then. Not in the midst of an evaluation, or of accumulation.
+        # A callback that runs the model leaves its root group gathered. The Trainer's zero_grad() would not clear
+        # the gradients of the shards then. Not in the midst of an evaluation, or of accumulation.
         if event not in ("on_prediction_step", "on_substep_end"):
             reshard(self._trainer.model)
         return control

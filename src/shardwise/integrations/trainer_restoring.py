@@ -194,9 +194,8 @@ class TrainerFolder:
         if _OPTIMIZER_FILE in self.names:
             return f"{call} its file {_OPTIMIZER_FILE}, if it was made of named parameters"
         if STATE_FOLDER in self.names:
-            return (
-                f"ShardwiseTrainer resumes it, or call shardwise.Checkpointer({STATE_FOLDER!r}).restore(...) there"
-            )
+            state = str(self.path / STATE_FOLDER)
+            return f"ShardwiseTrainer resumes it, or call shardwise.Checkpointer({state!r}).restore(...)"
         if any(name.startswith("global_step") for name in self.names):
             return "only DeepSpeed reads its files; it starts from the beginning"
         return None

@@ -181,7 +181,7 @@ def find_obsolete(plan: SavePlan, folder_state: FolderState) -> list[str]:
     return sorted(old - new)
 
 
-_LIST = re.compile(r"\.shardwise\.([0-9a-f]{8})\.renames\.json")
+_JOURNAL = re.compile(r"\.shardwise\.([0-9a-f]{8})\.renames\.json")
 
 
 _FRESH = re.compile(r"\.(.+)\.([0-9a-f]{8})\.new")
@@ -217,7 +217,7 @@ class Renames:
 
     @property
     def file(self) -> str:
-        """The name of the list."""
+        """The name of the journal."""
         return f".shardwise.{self.save_id}.renames.json"
 
     def to_bytes(self) -> bytes:
@@ -230,7 +230,7 @@ class Renames:
         try:
             fields: Any = json.loads(content)
             save_id, names, older = fields["token"], fields["names"], fields["older"]
-            match = _LIST.fullmatch(file)
+            match = _JOURNAL.fullmatch(file)
             if match is None or save_id != match[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
             # A list is untrusted. New names must stay inside of the folder. Only names that accelerate gives
@@ -283,8 +283,8 @@ def parse_temporary_name(file: str) -> str | None:
 
 
 def find_journals(files: Collection[str]) -> list[str]:
-    """Return the files that are lists of renames."""
-    return sorted(file for file in files if _LIST.fullmatch(file))
+    """Return the files that are rename journals."""
+    return sorted(file for file in files if _JOURNAL.fullmatch(file))
 
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4096

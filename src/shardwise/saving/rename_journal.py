@@ -70,7 +70,7 @@ def clean_up(saving: Saving) -> None:
 
 def remove_unless_committed(locked: LockedFolder, also: Collection[str] = ()) -> None:
     """Remove the files of this save unless it is committed. ``also`` are further folders that it wrote into."""
-    # Once its list exists, a save is committed: its files are kept, and renamed by the next save.
+    # Once its journal exists, a save is committed: its files are kept, and renamed by the next save.
     root = locked.writer.root
     folders = distributed_folders(root)
     also = [folder for folder in also if not is_through_link(root, folder)]
@@ -164,7 +164,7 @@ def finish_renames(root: str, file: str, locked: LockedFolder) -> None:
                         raise
             elif name not in present and file in writer.list():
                 raise FormatError(
-                    f"{file} in {root}: lists {shown(name)}, which is gone. Remove the list and save again"
+                    f"{file} in {root}: lists {shown(name)}, which is gone. Remove the journal and save again"
                 )
         # All new files have their names now, so the older ones are removed. The list goes last: until then, the
         # next save that finds it does the rest.
@@ -173,9 +173,9 @@ def finish_renames(root: str, file: str, locked: LockedFolder) -> None:
         for name in renames.older:
             if name in present and name not in renames.names:
                 if not locked.is_held():
-                    return  # the list stays until all older files are gone; the next save finishes it
+                    return  # the journal stays until all older files are gone; the next save finishes it
                 writer.remove(name)
-        writer.sync_names()  # the removals must be durable before that of the list
+        writer.sync_names()  # the removals must be durable before that of the journal
         writer.remove(file)
         writer.sync_names()
 
@@ -201,10 +201,10 @@ def read_journal(folder: Path, file: str) -> Renames | None:
             raise
     renames = Renames.from_bytes(file, content)
     if renames is None:
-        raise FormatError(f"{file} in {folder}: is not a list of renames of an interrupted save. Remove it")
+        raise FormatError(f"{file} in {folder}: is not a rename journal of an interrupted save. Remove it")
     if linked := [inner for inner in _existing_folders(folder, renames) if (folder / inner).is_symlink()]:
         raise FormatError(
-            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link. Remove the list"
+            f"{file} in {folder}: lists files in {shown(linked[0])}, which is a link. Remove the journal"
         )
     return renames
 
@@ -239,7 +239,7 @@ def link_as_renamed(folder: Path) -> Iterator[Path]:
     """Yield a folder as it is after the renames that are listed in it. Nothing in it is changed.
 
     It is the folder itself if it has no list, otherwise a temporary folder of links. Links are broken once a save
-    finishes the list: see :func:`has_broken_link`.
+    finishes the journal: see :func:`has_broken_link`.
 
     Collective: no.
 
@@ -256,13 +256,13 @@ def link_as_renamed(folder: Path) -> Iterator[Path]:
                 gone = _link(folder.absolute(), pending, view)
             except OSError as error:
                 raise StorageError(f"{folder}: reading it failed, {error.strerror or error}") from error
-            # A save may have carried the list out while the links were made. They are right only if it is still
+            # A save may have carried the journal out while the links were made. They are right only if it is still
             # there.
             if read_journals(folder) == pending:
                 if gone:
                     raise FormatError(
                         f"{pending[0].file} in {folder}: lists {shown(gone[0])}, which is gone. "
-                        "The save is damaged. Use another one, or remove the list to restore the one before"
+                        "The save is damaged. Use another one, or remove the journal to restore the one before"
                     )
                 break
             view = folder  # a save has finished it

@@ -79,7 +79,7 @@ def read_run_config(arguments: Sequence[str], *, strict: bool = False) -> RunCon
         raise ConfigError(f"{source}: {explanation}")
     values = expand_home(values)
     # The method decides which keys exist, so it is needed before keys are translated and checked.
-    named: Any = values.get("loss") or values.get("method", "sft")  # loss: is the default method of many LoRAs.
+    named: Any = values.get("loss") or values.get("method", "sft")  # "loss" is the default method of many LoRAs
     valid_method: TrainMethod = named if named in METHODS else "sft"  # an unknown method is one of the faults
     translation = translate(values, get_keys(valid_method))
     faults = list(translation.faults)

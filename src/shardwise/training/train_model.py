@@ -271,19 +271,19 @@ def _guard(tracker: TrainerCallback, call: Callable[..., Any], events: Sequence[
     return guarded
 
 
-def summary_lines(state: TrainerState, first_step: int, seconds: float, tokens: int) -> Sequence[str]:
+def summary_lines(state: TrainerState, resumed_steps: int, seconds: float, tokens: int) -> Sequence[str]:
     """Return the lines that summarize the steps of this process.
 
     Args:
         state: state at the end.
-        first_step: steps of the checkpoint that was resumed.
+        resumed_steps: steps of the checkpoint that was resumed.
         seconds: duration, since the checkpoint was resumed.
         tokens: tokens of all ranks in that time, 0 if unknown.
     """
     losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
     eval_losses = [float(entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
-    steps = state.global_step - first_step
-    resumed = f" after step {first_step}" if first_step else ""
+    steps = state.global_step - resumed_steps
+    resumed = f" after step {resumed_steps}" if resumed_steps else ""
     lines = [f"trained {steps} step{'s' * (steps != 1)}{resumed} in {seconds:.1f} s"]
     if losses:
         lines.append(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}, best {min_finite(losses):.4f}")
