@@ -2,9 +2,11 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
@@ -64,14 +66,21 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
 
 
 def load_data(
-    name: Path, tokenizer: Any, *, masked: bool = False, evaluated: str | None = None, **further: Any
+    name: Path,
+    tokenizer: Any,
+    *,
+    masked: bool = False,
+    evaluated: str | None = None,
+    own: Any = ShardwiseArguments(),  # noqa: B008
+    **further: Any,
 ) -> Any:
     """The rows for training, and whether TRL is to mask them."""
     require_patched_names()
     from shardwise.training import trl_objects
 
     training = SimpleNamespace(assistant_only_loss=masked, seed=0, eval_strategy="steps" if evaluated else "no")
-    own = ShardwiseArguments(eval_dataset_name=evaluated)
+    training.completion_only_loss = None
+    own = replace(own, eval_dataset_name=evaluated)
     named = script(str(name), **further)
     arguments: Any = SimpleNamespace(script=named, training=training, mixture=mixture(), own=own)
     rows, _ = trl_objects.load_data(arguments, tokenizer, 0)
@@ -109,9 +118,10 @@ def test_a_template_with_marks_may_render_answers_otherwise_when_more_follows(tm
     assert load_data(name, tiny.tokenizer(template), masked=True)[1]
 
 
-def test_the_eos_token_of_a_configuration_is_that_of_the_tokenizer(tmp_path: Path) -> None:
+def test_the_special_tokens_of_a_configuration_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     """From the beginning, because templates may write it, of which shardwise makes masks."""
     require_patched_names()
+    from shardwise.training.train_model import require_pad_token
     from shardwise.training.trl_objects import load_processor
 
     tiny.tokenizer().save_pretrained(tmp_path)
@@ -122,6 +132,28 @@ def test_the_eos_token_of_a_configuration_is_that_of_the_tokenizer(tmp_path: Pat
     training.eos_token = "<end>"
     with pytest.raises(ConfigError, match="eos_token: <end> is not in the vocabulary"):
         load_processor(arguments)
+    padded, small = tiny.tokenizer(), tiny.model()
+    padded.add_tokens([f"<{number}>" for number in range(10)])
+    padded.add_special_tokens({"pad_token": "<pad>"})
+    padded.save_pretrained(tmp_path)
+    training.eos_token = None
+    for token, message in (
+        ("<end>", "is not in the vocabulary"),
+        (None, "has the id 269"),
+        ("<9>", "has the id 268"),
+    ):
+        training.pad_token = token
+        with pytest.raises(ConfigError, match=f"pad_token: .*{message}"):
+            require_pad_token(small, load_processor(arguments))
+    training.pad_token = tiny.PAD
+    require_pad_token(small, load_processor(arguments))
+
+
+def test_a_tokenizer_may_have_a_tokenizer() -> None:
+    """As that of mistral-common has."""
+    tokenizer: Any = tiny.tokenizer()
+    tokenizer.tokenizer = object()
+    assert dataset_loading.get_tokenizer(tokenizer) is tokenizer
 
 
 def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
@@ -190,6 +222,95 @@ def test_calls_tools_and_systems_of_sharegpt() -> None:
     assert found["tools"] == [{"type": "function", "function": {"name": "weather"}}]
 
 
+def test_rows_keep_their_own_tools_and_columns_may_be_null_for_long() -> None:
+    answered = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    called = [answered[0], {"from": "function_call", "value": json.dumps(call)}]
+    tools = [{"name": name, "parameters": {"properties": {name: {"type": "string"}}}} for name in ("city", "sum")]
+    rows = [{"conversations": answered, "tools": "", "category": "x", "facts": {"a": 1, "b": None}}] * 1000
+    rows += [{"conversations": called, "tools": json.dumps([tool]), "category": None} for tool in tools]
+    messages = dataset_loading.convert_to_messages(datasets.Dataset.from_list(rows), num_proc=None)
+    assert sorted(messages.column_names or ()) == ["category", "facts", "messages", "tools"]
+    first, *called_rows = (messages[index] for index in (0, 1000, 1001))
+    assert first == {"category": "x", "facts": {"a": 1, "b": None}, "messages": ASKED, "tools": None}
+    for row, tool in zip(called_rows, tools, strict=True):
+        assert row["tools"] == [{"type": "function", "function": tool}]
+        assert row["messages"][1]["tool_calls"] == [{"type": "function", "function": call}]
+        assert row["category"] is None
+    alpaca = [{"instruction": "Hi", "output": "Ho", "category": "x"}] * 1000
+    alpaca += [{"instruction": "Hi", "output": "Ho", "category": None}]
+    messages = dataset_loading.convert_to_messages(datasets.Dataset.from_list(alpaca), num_proc=None)
+    assert messages[1000] == {"category": None, "messages": ASKED}
+
+
+def test_messages_of_json_and_variables_of_some_templates(tmp_path: Path) -> None:
+    rows = [{"messages": json.dumps(ASKED), "chat_template_kwargs": variables} for variables in ({"a": 1}, None)]
+    name = tiny.write_rows(tmp_path / "rows.jsonl", *rows)
+    wanted = [{"messages": ASKED, "chat_template_kwargs": variables} for variables in ({"a": 1}, {})]
+    for streaming in (False, True):
+        assert list(load_data(name, tiny.tokenizer(), dataset_streaming=streaming)[0]) == wanted
+
+
+def test_texts_of_prompts_beside_chats_are_left_out(tmp_path: Path) -> None:
+    """The published files of the alignment handbook have both."""
+    rejected = [ASKED[0], {**ASKED[1], "content": "No"}]
+    chat = {"prompt": "Hi", "messages": ASKED}
+    pair = {**chat, "chosen": ASKED, "rejected": rejected}
+    answers = {"prompt": "Hi", "chosen": ASKED[1:], "rejected": rejected[1:]}
+    system = [{"role": "system", "content": "s"}]
+    own = ShardwiseArguments(system_prompt="s")
+    problems = replace(own, method="grpo", dataset_prompt_column="prompt")
+    sft = {"messages": system + ASKED}
+    cases = [
+        ("chats", [chat], own, sft),
+        ("mixture", [{**chat, "prompt": None}, chat], own, sft),
+        ("chosen", [pair], own, {**sft, "chosen": ASKED, "rejected": rejected}),
+        ("pairs", [pair], replace(own, method="dpo"), {"chosen": system + ASKED, "rejected": system + rejected}),
+        ("texts", [{**chat, "completion": "Ho"}], own, sft),
+        ("answers", [{**pair, **answers}], ShardwiseArguments(method="dpo"), answers),
+        ("sampled", [pair], ShardwiseArguments(method="grpo"), pair),
+        ("column", [pair], problems, {**pair, "prompt": system + ASKED[:1]}),
+    ]
+    for name, rows, keys, wanted in cases:
+        file = tiny.write_rows(tmp_path / f"{name}.jsonl", *rows)
+        assert load_data(file, tiny.tokenizer(), own=keys)[0][0] == wanted, name
+    file = tmp_path / "chats.jsonl"
+    tokenized, is_left_to_trl = load_data(file, tiny.tokenizer(tiny.UNMARKED), masked=True)
+    assert not is_left_to_trl
+    assert sum(tokenized[0]["assistant_masks"]) == len("Ho") + 1
+
+
+def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
+    own = ShardwiseArguments(method="grpo")
+    cases: list[tuple[list[Any], ShardwiseArguments, bool, str]] = [
+        ([{"text": "Hi"}], ShardwiseArguments(), True, "assistant_only_loss: the rows have no chats"),
+        ([{"messages": []}, {"messages": ASKED}], ShardwiseArguments(), True, "row 1 of the dataset: messages: is"),
+        ([{"prompt": ASKED[:1]}, {"prompt": None}], own, False, "row 2 of the dataset: prompt: is null"),
+        ([{"problem": "Hi"}], own, False, "prompt: is no column of the dataset. Set dataset_prompt_column"),
+        (
+            [{"messages": ASKED}, {"messages": None}],
+            ShardwiseArguments(system_prompt="s"),
+            False,
+            "row 2 of the dataset: messages: is not a list of messages",
+        ),
+    ]
+    for number, (rows, keys, masked, message) in enumerate(cases):
+        file = tiny.write_rows(tmp_path / f"{number}.jsonl", *rows)
+        with pytest.raises(ConfigError, match=message):
+            load_data(file, tiny.tokenizer(), masked=masked, own=keys)
+
+
+def test_only_columns_of_tokens_need_embeddings() -> None:
+    tokenizer, small = tiny.tokenizer(), tiny.model()
+    tokenizer.add_tokens([f"<{number}>" for number in range(10)])
+    rows = datasets.Dataset.from_list([{"input_ids": [1], "doc_ids": [268], "labels": [1]}])
+    assert dataset_loading.require_embedded_tokens(rows, tokenizer, small) is rows
+    for name in ("input_ids", "prompt_ids", "chosen_ids", "rejected_input_ids", "KL_completion_ids"):
+        prepared = rows.select_columns("doc_ids").rename_column("doc_ids", name)
+        with pytest.raises(ConfigError, match="uses '<9>'"):
+            dataset_loading.require_embedded_tokens(prepared, tokenizer, small)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -229,7 +350,20 @@ def test_only_completions_are_trained_of_prompts_with_completions() -> None:
     rows = datasets.Dataset.from_list([{"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]]}])
     tokenizer = tiny.tokenizer(tiny.UNMARKED)
     [one] = dataset_loading.tokenize_with_masks(rows, tokenizer, num_proc=None)
-    assert sum(one["assistant_masks"]) == len(tokenizer("Ho<|im_end|>")["input_ids"])
+    num_tokens = len(tokenizer("Ho<|im_end|>")["input_ids"])
+    assert sum(one["assistant_masks"]) == num_tokens
+    # With completion_only_loss: false, answers in prompts are trained on, too.
+    whole = dataset_loading.tokenize_with_masks(rows, tokenizer, completion_only=False, num_proc=None)
+    assert sum(whole[0]["assistant_masks"]) == 2 * num_tokens
+
+
+def test_examples_of_other_code_are_not_taken_from_the_cache() -> None:
+    rows: Any = datasets.Dataset.from_list([{"conversations": ASKED}])
+    same, again = (dataset_loading.convert_to_messages(rows, num_proc=None) for _ in "12")
+    with mock.patch.object(dataset_loading, "_digest_code", return_value="of another version"):
+        other = dataset_loading.convert_to_messages(rows, num_proc=None)
+    assert isinstance(other, datasets.Dataset)
+    assert same._fingerprint == again._fingerprint != other._fingerprint
 
 
 def answer(**further: Any) -> dict[str, Any]:
@@ -360,6 +494,9 @@ def test_a_system_prompt_begins_each_chat_without_one() -> None:
     assert done[0] == {"solution": "4", "prompt": [system, {"role": "user", "content": "2 + 2"}]}
     done = dataset_loading.add_system_prompt(problems, None, "solution", num_proc=None)
     assert done["prompt"] == [[{"role": "user", "content": "4"}]]
+    solved = datasets.Dataset.from_list([{"problem": "2 + 2", "solution": "4", "messages": ASKED}])
+    done = dataset_loading.add_system_prompt(solved, "s", "problem", num_proc=None)
+    assert (done[0]["prompt"][0], done[0]["messages"]) == (system, ASKED)
     with pytest.raises(ConfigError, match="row 1 of the dataset: has no messages, prompt or chosen"):
         dataset_loading.add_system_prompt(problems, "s", None, num_proc=None)
     with pytest.raises(ConfigError, match="row 1 of the dataset: prompt: is text, which has no system message"):

@@ -300,6 +300,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"report_to": "wandb"}, "sft: SFTTrainer cannot be created, WandbCallback requires wandb"),
     ({"dataset_name": "nulls.jsonl"}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "dataset_streaming": True}, "row 2 of the dataset: text: is null"),
+    ({"dataset_name": "nulls.jsonl", "assistant_only_loss": True}, "assistant_only_loss: the rows have no chats"),
+    (
+        {"method": "grpo", "dataset_name": "nulls.jsonl", "max_length": None, "num_generations": 2},
+        "prompt: is no column of the dataset",
+    ),
     ({"dataset_name": "long.jsonl", "max_length": 16}, "max_length: 16 leaves no row of train with a token"),
     ({"dataset_name": "words.jsonl"}, "uses '<9>'. The tokenizer gives it the id 268, and the model has embed"),
     (

@@ -21,6 +21,7 @@ from shardwise.training.arguments import TrainMethod
 from shardwise.training.dataset_loading import (
     AnyDataset,
     find_image_column,
+    get_tokenizer,
     preparing_together,
     require_trainable_rows,
 )
@@ -101,7 +102,7 @@ def _tokenize(rows: AnyDataset, args: Any, processor: Any) -> datasets.Dataset:
     needs_template = args.assistant_only_loss and not (template and has_generation_markers(template))
     # SFTTrainer sets these attributes in its constructor, which needs a model.
     trainer: Any = SimpleNamespace(
-        _tokenizer=getattr(processor, "tokenizer", processor),
+        _tokenizer=get_tokenizer(processor),
         completion_only_loss=completion_only,
         chat_template=get_training_chat_template(processor) if needs_template else None,
     )

@@ -13,6 +13,9 @@ METHODS: Final[tuple[TrainMethod, ...]] = get_args(TrainMethod)
 REWARDED: Final[tuple[TrainMethod, ...]] = ("grpo", "rloo", "gmpo")
 """Methods that train on rewards of sampled answers."""
 
+SAMPLING: Final[tuple[TrainMethod, ...]] = (*REWARDED, "distillation")
+"""Methods that train on sampled answers to prompts."""
+
 AdapterMethod: TypeAlias = Literal["sft", "dpo"]
 """A method of which many adapters can be trained at once."""
 

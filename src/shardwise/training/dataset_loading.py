@@ -5,23 +5,24 @@
 """
 
 import copy
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 from unittest import mock
 
 import datasets
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.files.urls import redact
 from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.world import World
-from shardwise.training.arguments import ShardwiseArguments
+from shardwise.training.arguments import SAMPLING, ShardwiseArguments, TrainMethod
 from shardwise.training.chat_masks import AssistantMasks
 from shardwise.training.chat_rendering import ChatError
 
@@ -92,11 +93,11 @@ def preparing_together(
                 for dataset in rows:
                     # Rows with images are checked in image_rows.
                     if isinstance(dataset, datasets.Dataset) and find_image_column(dataset) is None:
-                        _require_usable_rows(dataset, text_field)
+                        _require_usable_rows(dataset, _text_columns(dataset, text_field))
                 why = redact(f"{type(error).__name__}: {error}", "", {})
                 raise ConfigError(f"the dataset cannot be prepared, {why}. Check its rows") from error
 
-    # Some classes of TRL prepare no datasets, and their modules lack the name.
+    # Classes of methods that sample prepare no datasets, and their modules lack the name.
     module, name = sys.modules[trainer.__module__], "global_then_local_main_first"
     with ExitStack() as stack:
         if hasattr(module, name):
@@ -255,10 +256,59 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
 
 
 def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyDataset:
-    """Convert rows of ShareGPT and Alpaca to ``messages``. Other datasets are returned unchanged."""
-    if not is_foreign(get_column_names(dataset)):
+    """Convert rows of ShareGPT, Alpaca and JSON to ``messages``, and null ``chat_template_kwargs`` to empty ones.
+
+    Other datasets are returned unchanged.
+    """
+    names = get_column_names(dataset)
+    has_chats = is_foreign(names) or (
+        "messages" in names
+        and {"prompt", "chosen"}.isdisjoint(names)
+        and isinstance(next(iter(without_decoding(dataset)))["messages"], str)
+    )
+    if not has_chats and "chat_template_kwargs" not in names:
         return dataset
-    return _map_rows(dataset, lambda row: [to_messages(row)], num_proc)
+    features = None
+    if isinstance(dataset, datasets.Dataset):
+        used = _SHAREGPT_COLUMNS if set(names) & {"conversations", "conversation"} else _ALPACA_COLUMNS
+        features = {name: dataset.features[name] for name in names if not has_chats or name not in used}
+        # Of JSON: an Arrow struct gives each tool the parameters of all, and each batch has one of its own.
+        if has_chats or "messages" in names:
+            features["messages"] = datasets.List(datasets.Json())
+        if "tools" in names:
+            features["tools"] = datasets.List(datasets.Json())
+        if "chat_template_kwargs" in names:
+            features["chat_template_kwargs"] = datasets.Json()
+    return _map_rows(dataset, _convert_row, num_proc, features)
+
+
+def _convert_row(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    chat = to_messages(row)
+    return [{"chat_template_kwargs": {}, **chat} if "chat_template_kwargs" in row else chat]
+
+
+def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
+    """Remove columns that TRL would take for a part of the chats that a method trains on.
+
+    These are texts beside the whole chat (ultrachat_200k, ultrafeedback_binarized), and ``messages`` beside pairs
+    or completions. Methods that sample keep all columns, for their rewards.
+    """
+    if method in SAMPLING:
+        return dataset
+    first = next(iter(without_decoding(dataset)))
+    dropped = []
+    if method != "sft" and "messages" in first and not {"chosen", "completion"}.isdisjoint(first):
+        dropped.append("messages")
+    messages = first.get("messages" if method == "sft" else "chosen")
+    opening = messages[0] if isinstance(messages, list) and messages else None
+    # An answer alone needs its prompt.
+    if isinstance(opening, Mapping) and opening.get("role") != "assistant":
+        for name in ("prompt", "completion"):
+            # By the column, too: in a mixture the text may be null in the first row.
+            feature = (dataset.features or {}).get(name)
+            if isinstance(feature, datasets.Value) or isinstance(first.get(name), str):
+                dropped.append(name)
+    return dataset.remove_columns(dropped) if dropped else dataset
 
 
 def add_system_prompt(
@@ -285,16 +335,16 @@ def _add_system_prompt(
             )
         chat["prompt"] = [{"role": "user", "content": chat.pop(prompt_column)}]
     # The first that is there: a completion follows its prompt, and a pair without one begins each of its answers.
-    columns = next((one for one in (["messages"], ["prompt"], ["chosen", "rejected"]) if one[0] in chat), [])
+    columns = next((one for one in (["prompt"], ["messages"], ["chosen", "rejected"]) if one[0] in chat), [])
     if not columns:
         raise MalformedRowError("has no messages, prompt or chosen for system_prompt. Remove that key")
     if system_prompt is None:
         return [chat]
     for column in columns:
-        messages = chat[column]
-        if isinstance(messages, str):
+        if isinstance(chat[column], str):
             raise MalformedRowError(f"{column}: is text, which has no system message. Set dataset_prompt_column")
-        if not messages or messages[0].get("role") != "system":
+        messages = _turns(column, chat[column])
+        if messages[0].get("role") != "system":
             content: Any = system_prompt
             if any(isinstance(message.get("content"), list) for message in messages):  # a column has one type
                 content = [{"type": "text", "text": system_prompt}]
@@ -303,32 +353,40 @@ def _add_system_prompt(
 
 
 def tokenize_with_masks(
-    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, completion_only: bool = True, num_proc: int | None
 ) -> AnyDataset:
     """Tokenize chats to ``input_ids`` and ``assistant_masks``.
 
     See [Note: Assistant masks] in ``training/chat_masks.py``.
 
-    Rows have ``messages``, or ``prompt`` and ``completion`` as messages, of which the completion is trained on.
+    Rows have ``messages``, or ``prompt`` and ``completion`` as messages. Answers in a prompt are not trained on if
+    ``completion_only``.
 
     Raises:
         ConfigError: naming the row whose chat cannot be used.
     """
-    return _map_rows(dataset, partial(_tokenize, AssistantMasks(tokenizer)), num_proc)
+    of_prompt = {"weight": 0} if completion_only else {}
+    return _map_rows(dataset, partial(_tokenize, AssistantMasks(tokenizer), of_prompt), num_proc)
 
 
-def check_when_read(dataset: AnyDataset, text_field: str) -> AnyDataset:
-    """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged.
+def check_when_read(dataset: AnyDataset, text_field: str, method: TrainMethod) -> AnyDataset:
+    """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged, after a search.
 
-    Other datasets are searched for the row only if TRL fails (``preparing_together``): it takes a pass over them.
-    They are searched at once for images inside of messages, which TRL would leave out.
+    Prompts of methods that sample are searched for a malformed row, because TRL reads them only when it trains.
+    Other rows are searched for one only if TRL fails (``preparing_together``), and here for images inside of
+    messages, which TRL would leave out.
 
     Raises:
-        ConfigError: naming the first message with an image.
+        ConfigError: naming the first such row.
     """
-    columns = _text_columns(dataset, text_field)
+    columns = ["prompt"] if method in SAMPLING else _text_columns(dataset, text_field)
+    if "prompt" in columns and "prompt" not in get_column_names(dataset):
+        raise ConfigError("prompt: is no column of the dataset. Set dataset_prompt_column to a column of prompts")
     if isinstance(dataset, datasets.Dataset):
-        _require_no_media(dataset, [name for name in columns if not _is_text(dataset.features[name])])
+        if method in SAMPLING:
+            _require_usable_rows(dataset, columns)
+        else:
+            _require_no_media(dataset, [name for name in columns if not _is_text(dataset.features[name])])
         return dataset
     check = partial(_require_usable, columns)
     checked: AnyDataset = dataset.map(check, with_indices=True, features=dataset.features)
@@ -352,8 +410,7 @@ def _require_no_media(dataset: datasets.Dataset, columns: Sequence[str]) -> None
                         _require_no_media_parts(message.get("content"), f"{name}[{number}]")
 
 
-def _require_usable_rows(dataset: datasets.Dataset, text_field: str) -> None:
-    columns = _text_columns(dataset, text_field)
+def _require_usable_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
     for index, row in enumerate(dataset.select_columns(columns)):
         _require_usable(columns, row, index)
 
@@ -407,11 +464,11 @@ def require_embedded_tokens(dataset: AnyDataset, processor: Any, model: Any) -> 
     Raises:
         ConfigError: naming a word of the tokenizer that has none.
     """
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = get_tokenizer(processor)
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     # Words of the tokenizer whose ids are beyond the last embedding.
     words = {token: word for word, token in tokenizer.get_vocab().items() if token >= num_embeddings}
-    columns = [name for name in get_column_names(dataset) if name.endswith("ids")]
+    columns = [name for name in get_column_names(dataset) if name in _TOKEN_COLUMNS]
     if not words or not columns:  # most tokenizers have no such words: then rows are not read
         return dataset
     if isinstance(dataset, datasets.IterableDataset):
@@ -452,7 +509,7 @@ def needs_masks(dataset: AnyDataset) -> bool:
         with naming_row(index):
             chat = to_messages(row)
             for key in ("messages", "prompt", "completion"):
-                messages = _turns(key, chat.get(key, []))
+                messages = _turns(key, chat[key]) if key in chat else []
                 if any("weight" in message or message.get("tool_calls") for message in messages):
                     return True
     return False
@@ -465,6 +522,11 @@ def naming_row(index: int) -> Iterator[None]:
         yield
     except (MalformedRowError, ChatError) as error:
         raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
+
+
+def get_tokenizer(processor: Any) -> Any:
+    """Return the tokenizer of a processor, or the tokenizer itself. Some have an attribute ``tokenizer``, too."""
+    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
 
 def get_column_names(dataset: AnyDataset) -> list[str]:
@@ -493,18 +555,30 @@ def without_decoding(dataset: AnyDataset) -> AnyDataset:
 
 
 def _map_rows(
-    dataset: Any, make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], num_proc: int | None
+    dataset: Any,
+    make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    num_proc: int | None,
+    features: Mapping[str, Any] | None = None,
 ) -> AnyDataset:
-    """Replace each row by its one or more examples. A row with stored images has one."""
+    """Replace each row by its one or more examples. A row with stored images has one.
+
+    Args:
+        dataset: the rows.
+        make_examples: returns the examples of a row.
+        num_proc: number of processes.
+        features: all columns of the examples, by default those of the first ones.
+    """
     options: dict[str, Any] = {}
     if isinstance(dataset, datasets.Dataset):
         options["num_proc"] = num_proc
         # Apart: as values of the new rows, images would be decoded and compressed again.
         if column := find_image_column(dataset):
-            texts = _map_rows(dataset.remove_columns(column), make_examples, num_proc)
+            others = {name: feature for name, feature in (features or {}).items() if name != column}
+            texts = _map_rows(dataset.remove_columns(column), make_examples, num_proc, others)
             return datasets.concatenate_datasets([texts, dataset.select_columns(column)], axis=1)
+        options["features"] = datasets.Features(features) if features else None
     mapped: AnyDataset = dataset.map(
-        partial(_make_batch, make_examples),
+        partial(_make_batch, _digest_code(), tuple(features or ()), make_examples),
         batched=True,
         with_indices=True,
         remove_columns=get_column_names(dataset),
@@ -513,26 +587,40 @@ def _map_rows(
     return mapped
 
 
+@cache
+def _digest_code() -> str:
+    """Return a digest of the code that makes examples."""
+    digest = hashlib.sha256()
+    for name in ("dataset_loading", "chat_masks", "chat_rendering", "chat_checks"):
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
 def _make_batch(
+    digest: str,  # noqa: ARG001
+    names: Sequence[str],
     make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
 ) -> dict[str, list[Any]]:
+    # The digest is for the cache of datasets, which knows a function by its name only.
     # From columns to rows, and back. A column that an example lacks is null there.
     examples: list[Mapping[str, Any]] = []
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         with naming_row(index):
             examples += make_examples(dict(zip(batch, values, strict=True)))
-    names = dict.fromkeys(name for example in examples for name in example)  # in order, each once
-    return {name: [example.get(name) for example in examples] for name in names}
+    # In order, each once.
+    columns = names or dict.fromkeys(name for example in examples for name in example)
+    return {name: [example.get(name) for example in examples] for name in columns}
 
 
-def _tokenize(masks: AssistantMasks, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    chat = to_messages(row)
-    # Of prompt and completion, only the completion is trained on.
-    if "messages" not in chat:
-        context = [{**message, "weight": 0} for message in _turns("prompt", chat.get("prompt", []))]
-        chat["messages"] = [*context, *_turns("completion", chat.get("completion", []))]
+def _tokenize(
+    masks: AssistantMasks, of_prompt: Mapping[str, int], row: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
+    chat = {"messages": [], **to_messages(row)}
+    if "prompt" in chat:
+        context = [{**message, **of_prompt} for message in _turns("prompt", chat["prompt"])]
+        chat["messages"] = [*context, *_turns("completion", chat.get("completion"))]
     if not isinstance(chat.get("chat_template_kwargs") or {}, Mapping):
         raise MalformedRowError("chat_template_kwargs: is not a mapping. Write {NAME: VALUE, ...}")
     for index, message in enumerate(chat["messages"]):
@@ -549,6 +637,17 @@ _ROLES: Final = {
     **{name: name for name in ("system", "developer")},
 }
 """Roles of chat templates by the names that ShareGPT has for speakers."""
+
+# Columns that become ``messages``.
+_SHAREGPT_COLUMNS: Final = ("conversations", "conversation", "system")
+_ALPACA_COLUMNS: Final = ("instruction", "input", "output", "history", "system")
+
+_TOKEN_PARTS: Final = ("prompt", "completion", "chosen", "rejected", "reference", "KL_completion")
+
+_TOKEN_COLUMNS: Final = frozenset(
+    {"input_ids", *(f"{part}_{kind}" for part in _TOKEN_PARTS for kind in ("ids", "input_ids"))}
+)
+"""Columns of tokens in the rows that TRL's trainers prepare."""
 
 _JSON_COLUMNS: Final = ("messages", "conversations", "conversation", "tools", "history", "chat_template_kwargs")
 """Columns that some datasets keep as JSON in a string."""
@@ -592,8 +691,10 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turns(key: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise MalformedRowError(f"{key}: is not a list of messages. Write [{{role: ..., content: ...}}, ...]")
+    if not value or not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise MalformedRowError(
+            f"{key}: is not a list of messages, or is empty. Write [{{role: ..., content: ...}}, ...]"
+        )
     return value
 
 

@@ -9,7 +9,7 @@ import torch
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from shardwise.bank.rows import IGNORED, RowTensors
-from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.dataset_loading import AnyDataset, get_tokenizer
 
 
 def tokenize_pairs(rows: AnyDataset, args: Any, processor: Any) -> datasets.Dataset:
@@ -19,7 +19,7 @@ def tokenize_pairs(rows: AnyDataset, args: Any, processor: Any) -> datasets.Data
     Other rows are cut.
     """
     # DPOTrainer sets this attribute in its constructor, which needs a model.
-    trainer: Any = SimpleNamespace(_tokenizer=getattr(processor, "tokenizer", processor))
+    trainer: Any = SimpleNamespace(_tokenizer=get_tokenizer(processor))
     prepared = DPOTrainer._prepare_dataset(trainer, rows, processor, args, "adapter")
     # Prompt and answer are cut together, at the end of the answer or at the beginning of the prompt.
     window = slice(args.max_length)

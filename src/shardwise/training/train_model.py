@@ -22,7 +22,7 @@ from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.training import trl_objects
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
-from shardwise.training.dataset_loading import find_image_column
+from shardwise.training.dataset_loading import find_image_column, get_tokenizer
 from shardwise.training.image_rows import TowerCallback
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_estimate import plan_run
@@ -114,7 +114,7 @@ def require_pad_token(model: PreTrainedModel, processor: Any) -> None:
     Raises:
         ConfigError: they do not.
     """
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = get_tokenizer(processor)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])

@@ -18,7 +18,6 @@ import trl as _trl
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import PreTrainedModel
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.data_utils import is_conversational
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_callable_name, get_peft_config, is_async_callable
 
@@ -379,7 +378,8 @@ def load_processor(arguments: TrlArguments) -> Any:
     """Load the processor of a vision-language model, or the tokenizer, as TRL does.
 
     Raises:
-        ConfigError: it cannot be loaded, lacks ``eos_token``, or ``chat_template_path`` is not a template.
+        ConfigError: it cannot be loaded, ``eos_token`` or ``pad_token`` is not in its vocabulary, or
+            ``chat_template_path`` is not a template.
     """
     name, revision = arguments.own.tokenizer_name_or_path, None
     if not name:
@@ -417,11 +417,12 @@ def load_processor(arguments: TrlArguments) -> Any:
         if not is_text and not Path(own_template).is_file():
             raise ConfigError(f"chat_template: {own_template} is neither a template nor a file. Check the path")
         processor.chat_template = own_template if is_text else Path(own_template).read_text("utf-8")
-    if eos_token := getattr(arguments.training, "eos_token", None):
-        tokenizer = getattr(processor, "tokenizer", processor)
-        if eos_token not in tokenizer.get_vocab():
-            raise ConfigError(f"eos_token: {eos_token} is not in the vocabulary. Set another")
-        tokenizer.eos_token = eos_token  # as TRL's trainers do, but before templates are rendered
+    tokenizer = dataset_loading.get_tokenizer(processor)
+    for key in ("eos_token", "pad_token"):
+        if token := getattr(arguments.training, key, None):
+            if token not in tokenizer.get_vocab():
+                raise ConfigError(f"{key}: {token} is not in the vocabulary. Set another")
+            setattr(tokenizer, key, token)  # as TRL's trainers do, but before templates are rendered
     return processor
 
 
@@ -433,9 +434,9 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
     Raises:
         ConfigError: a dataset or a row cannot be used.
     """
-    script, training = arguments.script, arguments.training
+    script, training, method = arguments.script, arguments.training, arguments.own.method
     num_proc = getattr(training, "dataset_num_proc", None)
-    is_masked = arguments.own.method == "sft" and training.assistant_only_loss
+    is_masked = method == "sft" and training.assistant_only_loss
     with dataset_loading.first_local_rank_first(local_rank):
         # The splits that are used, each of which must have rows.
         train_splits, test_splits = dataset_loading.load(script, arguments.mixture, arguments.own)
@@ -450,30 +451,44 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                 )
             if next(iter(dataset_loading.without_decoding(splits[name])), None) is None:
                 raise ConfigError(f"{name}: has no rows. Check the dataset, or set another split")
-        # Chats of all formats become messages.
+        # Chats of all formats become messages, unless one column has the prompts.
         datasets = []
         for splits, name in used:
-            messages = dataset_loading.convert_to_messages(splits[name], num_proc=num_proc)
+            rows = splits[name]
             prompt, column = arguments.own.system_prompt, arguments.own.dataset_prompt_column
-            datasets.append(dataset_loading.add_system_prompt(messages, prompt, column, num_proc=num_proc))
+            if column is None:
+                rows = dataset_loading.convert_to_messages(rows, num_proc=num_proc)
+                rows = dataset_loading.drop_other_chats(rows, method)
+            datasets.append(dataset_loading.add_system_prompt(rows, prompt, column, num_proc=num_proc))
         # Rows with images are checked, and rows of text are tokenized here if TRL's masks would not be right.
         check: image_rows.ImageRowCheck | None = None
         if column := dataset_loading.find_image_column(datasets[0]):  # TRL's collators tokenize and mask these
             check = _make_image_check(arguments, processor, column, datasets)
             datasets = [image_rows.check_when_read(one, check) for one in datasets]
-        elif is_masked and is_conversational(next(iter(datasets[0]))):
+        elif is_masked and "input_ids" not in (first := next(iter(datasets[0]))):
+            if not isinstance(first.get("prompt", first.get("messages")), list):
+                raise ConfigError(
+                    "assistant_only_loss: the rows have no chats. Write messages, or prompt and completion as "
+                    "messages, or remove that key"
+                )
             template = _training_template(processor)
             if template is None or any(map(dataset_loading.needs_masks, datasets)):
                 # A copy: TRL's template is for these masks only, and is not saved with the model.
-                tokenizer = copy.copy(getattr(processor, "tokenizer", processor))
+                tokenizer = copy.copy(dataset_loading.get_tokenizer(processor))
                 tokenizer.chat_template = template or processor.chat_template
+                completion_only = training.completion_only_loss is not False
                 datasets = [
-                    dataset_loading.tokenize_with_masks(one, tokenizer, num_proc=num_proc) for one in datasets
+                    dataset_loading.tokenize_with_masks(
+                        rows, tokenizer, completion_only=completion_only, num_proc=num_proc
+                    )
+                    for rows in datasets
                 ]
                 training.assistant_only_loss = False  # TRL would require marks in the chat template
         # Rows that TRL tokenizes. It would not say which one is malformed.
         if not column and "input_ids" not in dataset_loading.get_column_names(datasets[0]):
-            datasets = [dataset_loading.check_when_read(dataset, _text_field(training)) for dataset in datasets]
+            datasets = [
+                dataset_loading.check_when_read(dataset, _text_field(training), method) for dataset in datasets
+            ]
     # All ranks at once, since nothing is cached: each reads a share of the rows.
     if check is not None:
         for dataset in datasets:
