@@ -242,6 +242,7 @@ def agreements() -> list[int]:
         size = 2
         is_in_train = True
         is_stop_requested = False
+        model = torch.nn.Module()
 
     events = AgreedEvents(lambda *_args, **_others: TrainerControl(), OfTwo(), OfTwo())  # type: ignore[arg-type]
     with simulated.counting() as counted:
