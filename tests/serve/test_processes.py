@@ -133,7 +133,7 @@ def signal_second_rank(server: Process, number: int) -> None:
 
 def test_a_stop_of_any_rank_stops_the_server(base: Path, tmp_path: Path) -> None:
     with serving(base, tmp_path / "state", "--nproc-per-node", "2") as server:
-        train(server.client().create_lora_training_client("base", rank=4).result(), 0, 1)
+        server.client().create_lora_training_client("base", rank=4).result()
         signal_second_rank(server, signal.SIGTERM)
         assert server.wait() == 0, server.errors
     assert list((tmp_path / "state").rglob("*shutdown*"))

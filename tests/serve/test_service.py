@@ -65,8 +65,7 @@ def test_a_session_that_is_closed_during_a_stop(tmp_path: Path, monkeypatch: pyt
 
     async def close() -> tuple[Service, list[Turn]]:
         service = Service(Settings("base", "base"), CheckpointStore(Path("checkpoints")))
-        model, _untrained = await create(service), await create(service)
-        model.next_seq_id = 2
+        model = await create(service)
         await service.begin_stop()
         service.close_session(model.session, "finished")
         return service, [await run_turn(service) for _ in range(2)]
@@ -104,12 +103,10 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
             *(type(each) for each in others if model.model_id in each.names),
         ]
 
-    async def close(*, is_stopped: bool) -> tuple[list[list[type]], list[type], list[str]]:
+    async def close(*, is_stopped: bool) -> tuple[list[list[type]], list[str]]:
         service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
-        model, untrained = await create(service), await create(service)
-        model.next_seq_id = 2
+        model = await create(service)
         service.close_session(model.session, "expired")
-        service.close_session(untrained.session, "expired")
         service._expired_s = time.monotonic()
         turns = [await run_turn(service, outcome=full)]
         if is_stopped:
@@ -120,14 +117,12 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
             service._expired_s = -1e9  # a minute has passed at the end of this turn
             turns += [await run_turn(service), await run_turn(service)]
         turns.append(await run_turn(service))
-        operations = [get_operations(turn, model) for turn in turns]
-        return operations, get_operations(turns[0], untrained), service.lost_models
+        return [get_operations(turn, model) for turn in turns], service.lost_models
 
-    operations, of_untrained, lost = asyncio.run(close(is_stopped=False))
+    operations, lost = asyncio.run(close(is_stopped=False))
     assert operations == [[SaveModel], [OffloadModels], [SaveModel], [ForgetModels]]
-    assert of_untrained == [ForgetModels], "it has nothing that its base does not have"
     assert lost == []
-    operations, _, lost = asyncio.run(close(is_stopped=True))
+    operations, lost = asyncio.run(close(is_stopped=True))
     assert (operations, len(lost)) == ([[SaveModel], [SaveModel, OffloadModels], []], 1)
 
 

@@ -136,9 +136,8 @@ def _content_nbytes(job: Job, rank: int) -> int:
 def _begin(job: Job) -> None:
     """Remove remains of earlier saves, and check that the step is a new one."""
     root, step, newest = job.root, job.step, job.newest
-    step_folders.remove_incomplete_steps(
-        root
-    )  # before the steps are listed; see [Note: Checked twice] in ``saving/commit.py``
+    # Before the steps are listed. See [Note: Checked twice] in ``saving/commit.py``.
+    step_folders.remove_incomplete_steps(root)
     present = step_folders.find_latest(root)
     # A step that this run has neither saved nor seen when it began.
     if present is not None and (newest is None or present > newest):

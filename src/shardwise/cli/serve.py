@@ -63,7 +63,7 @@ def serve_command(
 ) -> None:
     """Serve MODEL to clients of the tinker package: each trains LoRAs, and all share the base's passes.
 
-    Exit codes: 0 stopped by a signal, with models saved as "shutdown" if there is --state; 2 an error.
+    Exit codes: 0 stopped by a signal, with all models saved as "shutdown" if there is --state; 2 an error.
     """
     # Before the imports below, which would name one package at a time.
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:

@@ -582,6 +582,6 @@ def _require_client(text: str) -> None:
 
 
 def _answer_error(error: Exception) -> Response:
-    status = getattr(error, "status", 400)
+    status = error.status if isinstance(error, StatusError) else 400
     headers = {"retry-after": "1"} if status in (429, 503) else None
     return JSONAnswer({"error": str(error)}, status_code=status, headers=headers)

@@ -202,6 +202,11 @@ class Model:
     def key(self) -> UserKey:
         return self.session.key
 
+    @property
+    def is_created(self) -> bool:
+        """Whether there is a model to save: now, or before its requests that are queued have run."""
+        return self.is_ready or self.next_seq_id > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
@@ -340,11 +345,11 @@ class Service:
         model.early.clear()
 
     def close_session(self, session: Session, name: str) -> None:
-        """Save a session's models that have had a request under a name. Remove all of them, and its samplers."""
+        """Save the models of a session under a name, and remove them and its samplers."""
         del self.sessions[session.session_id]
         self._gone.append(session.session_id)
         for model in [model for model in self.models.values() if model.session is session]:
-            self.remove_model(model, name if self.store is not None and model.next_seq_id > 1 else "")
+            self.remove_model(model, name if self.store is not None and model.is_created else "")
         for sampler_id in [key for key, each in self.samplers.items() if each.session_id == session.session_id]:
             del self.samplers[sampler_id]
 
@@ -820,7 +825,7 @@ class Service:
                 del seen[seq_id]
 
     async def begin_stop(self) -> None:
-        """Take no more requests. Save models that have had one as ``shutdown`` once those in the queue are done."""
+        """Take no more requests, and save all models as ``shutdown`` once those in the queue are done."""
         if self.is_stopping:  # several ranks may have a request to stop
             return
         self.is_stopping = True
@@ -830,7 +835,7 @@ class Service:
             for request in model.early.values():
                 self._finish(request, Refusal("the server is stopping", is_users=False))
             model.early.clear()
-            if self.store is not None and model.next_seq_id > 1:
+            if self.store is not None and model.is_created:
                 self._put_save(model, "shutdown", model.key, model.model_id)  # after what the model has queued
         self._has_work.set()
 
