@@ -297,9 +297,10 @@ def test_all_ranks_learn_in_a_phase_that_the_connections_have_ended(call, phase,
         finish_turn=lambda *_: record("finish_turn"),
     )
     monkeypatch.setattr(run, "_join_stops", lambda by_rank: (by_rank[0], True))
+    outer = [current_phases()] if current_phases() else []  # of tests that left one open
     with World.current(call="serve") as world, pytest.raises(TrainingError) as raised:
         run.run_turns(world, SimpleNamespace(run=lambda _: record("run")), server, StopRequest())
-    assert str(raised.value).endswith(f"serve, {phase}")
+    assert str(raised.value) == ", ".join([*outer, "serve", phase])
 
 
 def test_rows_are_dealt_so_that_passes_are_short() -> None:
