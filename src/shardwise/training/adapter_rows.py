@@ -18,8 +18,8 @@ from shardwise.bank.rows import IGNORED, RowTensors
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects
 from shardwise.training.arguments import TrainMethod
-from shardwise.training.dataset_loading import (
-    AnyDataset,
+from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.dataset_preparation import (
     find_image_column,
     get_tokenizer,
     preparing_together,

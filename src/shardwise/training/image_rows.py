@@ -20,12 +20,9 @@ from trl.data_utils import apply_chat_template, is_conversational, prepare_multi
 from shardwise.core.errors import ConfigError
 from shardwise.files.urls import without_secrets
 from shardwise.ranks.world import World
-from shardwise.training.dataset_loading import (
-    AnyDataset,
-    MalformedRowError,
-    naming_row,
-    without_decoding,
-)
+from shardwise.training.chat_rows import MalformedRowError
+from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.dataset_preparation import naming_row, without_decoding
 
 
 def require_processor(column: str, method: str, processor: Any) -> None:

@@ -9,7 +9,8 @@ import torch
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from shardwise.bank.rows import IGNORED, RowTensors
-from shardwise.training.dataset_loading import AnyDataset, get_tokenizer
+from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.dataset_preparation import get_tokenizer
 
 
 def tokenize_pairs(rows: AnyDataset, args: Any, processor: Any) -> datasets.Dataset:

@@ -11,7 +11,8 @@ import datasets
 from shardwise.files.urls import without_secrets
 from shardwise.ranks.call_arguments import comparing_arguments
 from shardwise.ranks.world import World
-from shardwise.training.dataset_loading import AnyDataset, without_decoding
+from shardwise.training.dataset_loading import AnyDataset
+from shardwise.training.dataset_preparation import without_decoding
 from shardwise.training.trl_objects import TrlArguments
 
 _NOT_COMPARED: Final = frozenset({"local_rank", "logging_dir", "hub_token"})

@@ -33,7 +33,7 @@ from shardwise.saving.prepare import SaveOptions
 from shardwise.training import train_model, trl_objects
 from shardwise.training.adapter_rows import StepOrder, TokenizedRows, require_rows_fit
 from shardwise.training.curves import draw_curves, gather_memory
-from shardwise.training.dataset_loading import require_embedded_tokens
+from shardwise.training.dataset_preparation import require_embedded_tokens
 from shardwise.training.preference_pairs import compute_dpo_loss, compute_margins
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_inputs import RunInputs, TrainingRecord, honor_timeout, name_adapter, open_inputs

@@ -22,7 +22,7 @@ from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.training import trl_objects
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
-from shardwise.training.dataset_loading import find_image_column, get_tokenizer
+from shardwise.training.dataset_preparation import find_image_column, get_tokenizer
 from shardwise.training.image_rows import TowerCallback
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_estimate import plan_run

@@ -36,7 +36,7 @@ from shardwise.models.four_bit.config import Fp4, Nf4
 from shardwise.models.tunings import Freeze, Full, Lora, Tuning
 from shardwise.ranks.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.ranks.world import World
-from shardwise.training import dataset_loading, image_rows
+from shardwise.training import dataset_loading, dataset_preparation, image_rows
 from shardwise.training.arguments import REWARDED, ShardwiseArguments, TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, trl_accelerate_config
@@ -417,7 +417,7 @@ def load_processor(arguments: TrlArguments) -> Any:
         if not is_text and not Path(own_template).is_file():
             raise ConfigError(f"chat_template: {own_template} is neither a template nor a file. Check the path")
         processor.chat_template = own_template if is_text else Path(own_template).read_text("utf-8")
-    tokenizer = dataset_loading.get_tokenizer(processor)
+    tokenizer = dataset_preparation.get_tokenizer(processor)
     for key in ("eos_token", "pad_token"):
         if token := getattr(arguments.training, key, None):
             if token not in tokenizer.get_vocab():
@@ -437,7 +437,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
     script, training, method = arguments.script, arguments.training, arguments.own.method
     num_proc = getattr(training, "dataset_num_proc", None)
     is_masked = method == "sft" and training.assistant_only_loss
-    with dataset_loading.first_local_rank_first(local_rank):
+    with dataset_preparation.first_local_rank_first(local_rank):
         # The splits that are used, each of which must have rows.
         train_splits, test_splits = dataset_loading.load(script, arguments.mixture, arguments.own)
         used = [(train_splits, script.dataset_train_split)]
@@ -449,7 +449,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                     f"{name}: is not a split of the dataset, which has {', '.join(splits)}. Set "
                     "dataset_train_split, dataset_test_split or test_split_size"
                 )
-            if next(iter(dataset_loading.without_decoding(splits[name])), None) is None:
+            if next(iter(dataset_preparation.without_decoding(splits[name])), None) is None:
                 raise ConfigError(f"{name}: has no rows. Check the dataset, or set another split")
         # Chats of all formats become messages, unless one column has the prompts.
         datasets = []
@@ -457,12 +457,12 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
             rows = splits[name]
             prompt, column = arguments.own.system_prompt, arguments.own.dataset_prompt_column
             if column is None:
-                rows = dataset_loading.convert_to_messages(rows, num_proc=num_proc)
-                rows = dataset_loading.drop_other_chats(rows, method)
-            datasets.append(dataset_loading.add_system_prompt(rows, prompt, column, num_proc=num_proc))
+                rows = dataset_preparation.convert_to_messages(rows, num_proc=num_proc)
+                rows = dataset_preparation.drop_other_chats(rows, method)
+            datasets.append(dataset_preparation.add_system_prompt(rows, prompt, column, num_proc=num_proc))
         # Rows with images are checked, and rows of text are tokenized here if TRL's masks would not be right.
         check: image_rows.ImageRowCheck | None = None
-        if column := dataset_loading.find_image_column(datasets[0]):  # TRL's collators tokenize and mask these
+        if column := dataset_preparation.find_image_column(datasets[0]):  # TRL's collators tokenize and mask these
             check = _make_image_check(arguments, processor, column, datasets)
             datasets = [image_rows.check_when_read(one, check) for one in datasets]
         elif is_masked and "input_ids" not in (first := next(iter(datasets[0]))):
@@ -472,22 +472,22 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
                     "messages, or remove that key"
                 )
             template = _training_template(processor)
-            if template is None or any(map(dataset_loading.needs_masks, datasets)):
+            if template is None or any(map(dataset_preparation.needs_masks, datasets)):
                 # A copy: TRL's template is for these masks only, and is not saved with the model.
-                tokenizer = copy.copy(dataset_loading.get_tokenizer(processor))
+                tokenizer = copy.copy(dataset_preparation.get_tokenizer(processor))
                 tokenizer.chat_template = template or processor.chat_template
                 completion_only = training.completion_only_loss is not False
                 datasets = [
-                    dataset_loading.tokenize_with_masks(
+                    dataset_preparation.tokenize_with_masks(
                         rows, tokenizer, completion_only=completion_only, num_proc=num_proc
                     )
                     for rows in datasets
                 ]
                 training.assistant_only_loss = False  # TRL would require marks in the chat template
         # Rows that TRL tokenizes. It would not say which one is malformed.
-        if not column and "input_ids" not in dataset_loading.get_column_names(datasets[0]):
+        if not column and "input_ids" not in dataset_preparation.get_column_names(datasets[0]):
             datasets = [
-                dataset_loading.check_when_read(dataset, _text_field(training), method) for dataset in datasets
+                dataset_preparation.check_when_read(dataset, _text_field(training), method) for dataset in datasets
             ]
     # All ranks at once, since nothing is cached: each reads a share of the rows.
     if check is not None:
@@ -505,12 +505,12 @@ def _make_image_check(
         ConfigError: it cannot.
     """
     image_rows.require_processor(column, arguments.own.method, processor)
-    if any(dataset_loading.find_image_column(one) != column for one in datasets):
+    if any(dataset_preparation.find_image_column(one) != column for one in datasets):
         raise ConfigError(
             f"{column}: is no column of the rows to evaluate on, which TRL pads as those to train on. Add it"
         )
     training, is_dpo = arguments.training, arguments.own.method == "dpo"
-    is_chat = not is_dpo and "messages" in dataset_loading.get_column_names(datasets[0])
+    is_chat = not is_dpo and "messages" in dataset_preparation.get_column_names(datasets[0])
     is_masked = getattr(training, "assistant_only_loss", False)
     if is_masked and (not is_chat or _training_template(processor) is None):
         raise ConfigError(
@@ -568,7 +568,7 @@ def make_trainer(
     # The failure of one rank is kept until the block below, which raises it on all ranks.
     failure, trainer = None, None
     try:
-        with dataset_loading.preparing_together(base, local_rank, data, _text_field(arguments.training)):
+        with dataset_preparation.preparing_together(base, local_rank, data, _text_field(arguments.training)):
             trainer = trainer_class(model=model, args=arguments.training, **keywords)
     except ShardwiseError:
         raise
@@ -599,8 +599,8 @@ def _require_trainable_data(trainer: Any, arguments: TrlArguments) -> None:
     splits = {"train_dataset": script.dataset_train_split, "eval_dataset": script.dataset_test_split}
     for attribute, split in splits.items():
         if (dataset := getattr(trainer, attribute)) is not None:
-            dataset_loading.require_trainable_rows(dataset, split, max_length)
-            embedded = dataset_loading.require_embedded_tokens(dataset, trainer.processing_class, trainer.model)
+            dataset_preparation.require_trainable_rows(dataset, split, max_length)
+            embedded = dataset_preparation.require_embedded_tokens(dataset, trainer.processing_class, trainer.model)
             setattr(trainer, attribute, embedded)
 
 

@@ -1,0 +1,484 @@
+"""Prepares datasets for TRL: converts and checks rows, and tokenizes chats whose answers TRL cannot mask.
+
+The rows themselves are those of ``training/chat_rows.py``.
+"""
+
+import copy
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import datasets
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.files.urls import redact
+from shardwise.ranks.outcomes import Failure
+from shardwise.ranks.world import World
+from shardwise.training.arguments import SAMPLING, TrainMethod
+from shardwise.training.chat_masks import AssistantMasks
+from shardwise.training.chat_rendering import ChatError
+from shardwise.training.chat_rows import (
+    ALPACA_COLUMNS,
+    SHAREGPT_COLUMNS,
+    MalformedRowError,
+    is_foreign,
+    require_message,
+    require_no_media_parts,
+    require_turns,
+    to_messages,
+)
+from shardwise.training.dataset_loading import AnyDataset
+
+_TOKEN_PARTS: Final = ("prompt", "completion", "chosen", "rejected", "reference", "KL_completion")
+
+_TOKEN_COLUMNS: Final = frozenset(
+    {"input_ids", *(f"{part}_{kind}" for part in _TOKEN_PARTS for kind in ("ids", "input_ids"))}
+)
+"""Columns of tokens in the rows that TRL's trainers prepare."""
+
+
+@contextmanager
+def first_local_rank_first(local_rank: int) -> Iterator[None]:
+    """Run the block on the first rank of each node, which fills its cache, and then on all others.
+
+    Collective: yes, over the default process group.
+
+    Raises:
+        ShardwiseError: the same on every rank.
+    """
+    with World.current(call="datasets") as world:
+        # Two exchanges: all ranks but the first of a node wait in the first one, so the caches are filled when they
+        # begin. Each has the outcomes of one half, so a failure in either half is raised on all ranks.
+        if local_rank:
+            world.all_gather_object(None)
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = Failure.from_error(error)
+        if not local_rank:
+            world.all_gather_object(failure)
+        world.all_gather_object(failure)
+
+
+@contextmanager
+def preparing_together(
+    trainer: type, local_rank: int, rows: Sequence[AnyDataset | None], text_field: str
+) -> Iterator[None]:
+    """Have a class of TRL prepare datasets within the block on the first rank of each node first.
+
+    TRL does so, too, but has the other ranks wait for a first one that has failed. Collective: yes.
+
+    Args:
+        trainer: the class.
+        local_rank: of this process on its node.
+        rows: the datasets.
+        text_field: the column of rows that are text alone.
+
+    Raises:
+        ConfigError: the same on every rank, if a row cannot be prepared. It names the row if that is malformed.
+    """
+
+    @contextmanager
+    def first_rank_first() -> Iterator[None]:
+        with first_local_rank_first(local_rank):
+            try:
+                yield
+            except ShardwiseError:
+                raise
+            except Exception as error:  # of datasets, pyarrow, Jinja: any
+                # Only after TRL has failed, because it is a pass over all rows.
+                for dataset in rows:
+                    # Rows with images are checked in image_rows.
+                    if isinstance(dataset, datasets.Dataset) and find_image_column(dataset) is None:
+                        _require_usable_rows(dataset, _text_columns(dataset, text_field))
+                why = redact(f"{type(error).__name__}: {error}", "", {})
+                raise ConfigError(f"the dataset cannot be prepared, {why}. Check its rows") from error
+
+    # Classes of methods that sample prepare no datasets, and their modules lack the name.
+    module, name = sys.modules[trainer.__module__], "global_then_local_main_first"
+    with ExitStack() as stack:
+        if hasattr(module, name):
+            stack.enter_context(mock.patch.object(module, name, first_rank_first))
+        yield
+
+
+def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyDataset:
+    """Convert rows of ShareGPT, Alpaca and JSON to ``messages``, and null ``chat_template_kwargs`` to empty ones.
+
+    Other datasets are returned unchanged.
+    """
+    names = get_column_names(dataset)
+    has_chats = is_foreign(names) or (
+        "messages" in names
+        and {"prompt", "chosen"}.isdisjoint(names)
+        and isinstance(next(iter(without_decoding(dataset)))["messages"], str)
+    )
+    if not has_chats and "chat_template_kwargs" not in names:
+        return dataset
+    features = None
+    if isinstance(dataset, datasets.Dataset):
+        used = SHAREGPT_COLUMNS if set(names) & {"conversations", "conversation"} else ALPACA_COLUMNS
+        features = {name: dataset.features[name] for name in names if not has_chats or name not in used}
+        # Of JSON: an Arrow struct gives each tool the parameters of all, and each batch has one of its own.
+        if has_chats or "messages" in names:
+            features["messages"] = datasets.List(datasets.Json())
+        if "tools" in names:
+            features["tools"] = datasets.List(datasets.Json())
+        if "chat_template_kwargs" in names:
+            features["chat_template_kwargs"] = datasets.Json()
+    return _map_rows(dataset, _convert_row, num_proc, features)
+
+
+def _convert_row(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    chat = to_messages(row)
+    return [{"chat_template_kwargs": {}, **chat} if "chat_template_kwargs" in row else chat]
+
+
+def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
+    """Remove columns that TRL would take for a part of the chats that a method trains on.
+
+    These are texts beside the whole chat (ultrachat_200k, ultrafeedback_binarized), and ``messages`` beside pairs
+    or completions. Methods that sample keep all columns, for their rewards.
+    """
+    if method in SAMPLING:
+        return dataset
+    first = next(iter(without_decoding(dataset)))
+    dropped = []
+    if method != "sft" and "messages" in first and not {"chosen", "completion"}.isdisjoint(first):
+        dropped.append("messages")
+    messages = first.get("messages" if method == "sft" else "chosen")
+    opening = messages[0] if isinstance(messages, list) and messages else None
+    # An answer alone needs its prompt.
+    if isinstance(opening, Mapping) and opening.get("role") != "assistant":
+        for name in ("prompt", "completion"):
+            # By the column, too: in a mixture the text may be null in the first row.
+            feature = (dataset.features or {}).get(name)
+            if isinstance(feature, datasets.Value) or isinstance(first.get(name), str):
+                dropped.append(name)
+    return dataset.remove_columns(dropped) if dropped else dataset
+
+
+def add_system_prompt(
+    dataset: AnyDataset, system_prompt: str | None, prompt_column: str | None, *, num_proc: int | None
+) -> AnyDataset:
+    """Make messages of a column of prompts, and begin each chat that has no system message with one.
+
+    Raises:
+        ConfigError: a row has no chat.
+    """
+    if system_prompt is None and prompt_column is None:
+        return dataset
+    return _map_rows(dataset, partial(_add_system_prompt, system_prompt, prompt_column), num_proc)
+
+
+def _add_system_prompt(
+    system_prompt: str | None, prompt_column: str | None, row: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
+    chat = dict(row)
+    if prompt_column is not None:
+        if not isinstance(chat.get(prompt_column), str):
+            raise MalformedRowError(
+                f"{prompt_column}: is not text. Set dataset_prompt_column to a column of prompts"
+            )
+        chat["prompt"] = [{"role": "user", "content": chat.pop(prompt_column)}]
+    # The first that is there: a completion follows its prompt, and a pair without one begins each of its answers.
+    columns = next((one for one in (["prompt"], ["messages"], ["chosen", "rejected"]) if one[0] in chat), [])
+    if not columns:
+        raise MalformedRowError("has no messages, prompt or chosen for system_prompt. Remove that key")
+    if system_prompt is None:
+        return [chat]
+    for column in columns:
+        if isinstance(chat[column], str):
+            raise MalformedRowError(f"{column}: is text, which has no system message. Set dataset_prompt_column")
+        messages = require_turns(column, chat[column])
+        if messages[0].get("role") != "system":
+            content: Any = system_prompt
+            if any(isinstance(message.get("content"), list) for message in messages):  # a column has one type
+                content = [{"type": "text", "text": system_prompt}]
+            chat[column] = [{"role": "system", "content": content}, *messages]
+    return [chat]
+
+
+def tokenize_with_masks(
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, *, completion_only: bool = True, num_proc: int | None
+) -> AnyDataset:
+    """Tokenize chats to ``input_ids`` and ``assistant_masks``.
+
+    See [Note: Assistant masks] in ``training/chat_masks.py``.
+
+    Rows have ``messages``, or ``prompt`` and ``completion`` as messages. Answers in a prompt are not trained on if
+    ``completion_only``.
+
+    Raises:
+        ConfigError: naming the row whose chat cannot be used.
+    """
+    of_prompt = {"weight": 0} if completion_only else {}
+    return _map_rows(dataset, partial(_tokenize, AssistantMasks(tokenizer), of_prompt), num_proc)
+
+
+def check_when_read(dataset: AnyDataset, text_field: str, method: TrainMethod) -> AnyDataset:
+    """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged, after a search.
+
+    Prompts of methods that sample are searched for a malformed row, because TRL reads them only when it trains.
+    Other rows are searched for one only if TRL fails (``preparing_together``), and here for images inside of
+    messages, which TRL would leave out.
+
+    Raises:
+        ConfigError: naming the first such row.
+    """
+    columns = ["prompt"] if method in SAMPLING else _text_columns(dataset, text_field)
+    if "prompt" in columns and "prompt" not in get_column_names(dataset):
+        raise ConfigError("prompt: is no column of the dataset. Set dataset_prompt_column to a column of prompts")
+    if isinstance(dataset, datasets.Dataset):
+        if method in SAMPLING:
+            _require_usable_rows(dataset, columns)
+        else:
+            _require_no_media(dataset, [name for name in columns if not _is_text(dataset.features[name])])
+        return dataset
+    check = partial(_require_usable, columns)
+    checked: AnyDataset = dataset.map(check, with_indices=True, features=dataset.features)
+    return checked
+
+
+def _is_text(feature: Any) -> bool:
+    """Return whether a column has text, or messages whose contents are text."""
+    fields = getattr(feature, "feature", None)  # of each message
+    return isinstance(fields.get("content") if isinstance(fields, dict) else feature, datasets.Value)
+
+
+def _require_no_media(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
+    if not columns:
+        return
+    for index, row in enumerate(dataset.select_columns(columns)):
+        with naming_row(index):
+            for name in columns:
+                for number, message in enumerate(row[name] if isinstance(row[name], list) else ()):
+                    if isinstance(message, Mapping):
+                        require_no_media_parts(message.get("content"), f"{name}[{number}]")
+
+
+def _require_usable_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
+    for index, row in enumerate(dataset.select_columns(columns)):
+        _require_usable(columns, row, index)
+
+
+def _text_columns(dataset: AnyDataset, text_field: str) -> list[str]:
+    """Return the columns with text or messages that the first row has, or all if it has none."""
+    first: Mapping[str, Any] = next(iter(dataset))
+    names = [text_field, "messages", "prompt", "completion", "chosen", "rejected"]
+    columns = [name for name in names if name in first]
+    return [name for name in columns if first[name] is not None] or columns
+
+
+def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Return a row with text, or messages with text, in these columns.
+
+    Raises:
+        ConfigError: naming the row and the column.
+    """
+    with naming_row(index):
+        for name in columns:
+            value = row[name]
+            if value is None:
+                raise MalformedRowError(f"{name}: is null. Write text, or remove the row")
+            if isinstance(value, str):
+                continue
+            for number, message in enumerate(require_turns(name, value)):
+                require_message(message, f"{name}[{number}]")
+                if message.get("content") is None and not message.get("tool_calls"):
+                    raise MalformedRowError(f"{name}[{number}].content: is null. Write text, or remove the row")
+    return row
+
+
+def require_trainable_rows(dataset: AnyDataset, split: str, max_length: int | None) -> None:
+    """Check that a prepared dataset has rows. TRL drops rows without a token to train on after truncation.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if next(iter(dataset), None) is None:
+        if max_length is None:
+            raise ConfigError(f"{split}: no row has a token to train on. Check its rows")
+        raise ConfigError(
+            f"max_length: {max_length} leaves no row of {split} with a token to train on. Raise it, or shorten the "
+            "prompts"
+        )
+
+
+def require_embedded_tokens(dataset: AnyDataset, processor: Any, model: Any) -> AnyDataset:
+    """Check that all tokens of a prepared dataset have embeddings. A streamed one is checked when it is read.
+
+    Raises:
+        ConfigError: naming a word of the tokenizer that has none.
+    """
+    tokenizer = get_tokenizer(processor)
+    num_embeddings = int(model.get_input_embeddings().weight.shape[0])
+    # Words of the tokenizer whose ids are beyond the last embedding.
+    words = {token: word for word, token in tokenizer.get_vocab().items() if token >= num_embeddings}
+    columns = [name for name in get_column_names(dataset) if name in _TOKEN_COLUMNS]
+    if not words or not columns:  # most tokenizers have no such words: then rows are not read
+        return dataset
+    if isinstance(dataset, datasets.IterableDataset):
+        checked: AnyDataset = dataset.map(partial(_require_embedded, words, columns, num_embeddings))
+        return checked
+    for batch in dataset.select_columns(columns).iter(1000):
+        # By column, the highest id of each row.
+        highest = {name: [max(ids, default=0) for ids in batch[name]] for name in columns}
+        _require_embedded(words, columns, num_embeddings, highest)
+    return dataset
+
+
+def _require_embedded(
+    words: Mapping[int, str], columns: Sequence[str], num_embeddings: int, row: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Check the tokens of one row, or the highest token of each of several."""
+    token = max(max(row[name], default=0) for name in columns)
+    if token >= num_embeddings:
+        raise ConfigError(
+            f"the dataset, or its chat template, uses {words.get(token)!r}. The tokenizer gives it the id {token}, "
+            f"and the model has embeddings for 0 to {num_embeddings - 1}. Use the tokenizer of the model, or save "
+            "the model with its vocabulary resized (resize_vocab)"
+        )
+    return row
+
+
+def needs_masks(dataset: AnyDataset) -> bool:
+    """Return whether TRL cannot mask rows: for a "weight" of a message, or tool calls that templates may omit.
+
+    True for a streamed dataset, because its rows are not known in advance.
+
+    Raises:
+        ConfigError: naming a row that is malformed.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return True
+    for index, row in enumerate(dataset):
+        with naming_row(index):
+            chat = to_messages(row)
+            for key in ("messages", "prompt", "completion"):
+                messages = require_turns(key, chat[key]) if key in chat else []
+                if any("weight" in message or message.get("tool_calls") for message in messages):
+                    return True
+    return False
+
+
+@contextmanager
+def naming_row(index: int) -> Iterator[None]:
+    """Name the row in errors of the block."""
+    try:
+        yield
+    except (MalformedRowError, ChatError) as error:
+        raise ConfigError(f"row {index + 1} of the dataset: {error}") from error
+
+
+def get_tokenizer(processor: Any) -> Any:
+    """Return the tokenizer of a processor, or the tokenizer itself. Some have an attribute ``tokenizer``, too."""
+    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
+def get_column_names(dataset: AnyDataset) -> list[str]:
+    """Return the names of the columns of a dataset, which may be streamed."""
+    return list(dataset.column_names or next(iter(dataset), ()))
+
+
+def find_image_column(dataset: AnyDataset) -> str | None:
+    """Return the column of images that TRL reads, or None for rows of text."""
+    return next((name for name in ("image", "images") if name in get_column_names(dataset)), None)
+
+
+def without_decoding(dataset: AnyDataset) -> AnyDataset:
+    """Return rows with images as they are stored: a path, or a mapping of ``path`` and ``bytes``."""
+    column = find_image_column(dataset)
+    if column is None or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
+        return dataset
+    rows = dataset.to_iterable_dataset() if isinstance(dataset, datasets.Dataset) else dataset
+    features = copy.deepcopy(rows.features or {})  # cast_column would change those of the dataset
+    if isinstance(features.get(column), datasets.Image):
+        features[column] = datasets.Image(decode=False)
+    elif isinstance(getattr(features.get(column), "feature", None), datasets.Image):
+        features[column] = datasets.List(datasets.Image(decode=False))
+    # Not rows.decode(False), which leaves columns of JSON as text, too.
+    return rows.cast(features) if features else rows
+
+
+def _map_rows(
+    dataset: Any,
+    make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    num_proc: int | None,
+    features: Mapping[str, Any] | None = None,
+) -> AnyDataset:
+    """Replace each row by its one or more examples. A row with stored images has one.
+
+    Args:
+        dataset: the rows.
+        make_examples: returns the examples of a row.
+        num_proc: number of processes.
+        features: all columns of the examples, by default those of the first ones.
+    """
+    options: dict[str, Any] = {}
+    if isinstance(dataset, datasets.Dataset):
+        options["num_proc"] = num_proc
+        # Apart: as values of the new rows, images would be decoded and compressed again.
+        if column := find_image_column(dataset):
+            others = {name: feature for name, feature in (features or {}).items() if name != column}
+            texts = _map_rows(dataset.remove_columns(column), make_examples, num_proc, others)
+            return datasets.concatenate_datasets([texts, dataset.select_columns(column)], axis=1)
+        options["features"] = datasets.Features(features) if features else None
+    mapped: AnyDataset = dataset.map(
+        partial(_make_batch, _digest_code(), tuple(features or ()), make_examples),
+        batched=True,
+        with_indices=True,
+        remove_columns=get_column_names(dataset),
+        **options,
+    )
+    return mapped
+
+
+@cache
+def _digest_code() -> str:
+    """Return a digest of the code that makes examples."""
+    digest = hashlib.sha256()
+    for name in ("dataset_preparation", "chat_rows", "chat_masks", "chat_rendering", "chat_checks"):
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+def _make_batch(
+    digest: str,  # noqa: ARG001
+    names: Sequence[str],
+    make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    batch: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+) -> dict[str, list[Any]]:
+    # The digest is for the cache of datasets, which knows a function by its name only.
+    # From columns to rows, and back. A column that an example lacks is null there.
+    examples: list[Mapping[str, Any]] = []
+    for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
+        with naming_row(index):
+            examples += make_examples(dict(zip(batch, values, strict=True)))
+    # In order, each once.
+    columns = names or dict.fromkeys(name for example in examples for name in example)
+    return {name: [example.get(name) for example in examples] for name in columns}
+
+
+def _tokenize(
+    masks: AssistantMasks, of_prompt: Mapping[str, int], row: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
+    chat = {"messages": [], **to_messages(row)}
+    if "prompt" in chat:
+        context = [{**message, **of_prompt} for message in require_turns("prompt", chat["prompt"])]
+        chat["messages"] = [*context, *require_turns("completion", chat.get("completion"))]
+    if not isinstance(chat.get("chat_template_kwargs") or {}, Mapping):
+        raise MalformedRowError("chat_template_kwargs: is not a mapping. Write {NAME: VALUE, ...}")
+    for index, message in enumerate(chat["messages"]):
+        require_message(message, f"messages[{index}]")
+    if not any(message["role"] == "assistant" for message in chat["messages"]):
+        raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row")
+    return masks(chat["messages"], chat.get("tools"), chat.get("chat_template_kwargs"))
