@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from huggingface_hub import constants
 from tests.cli.running import RUNNER
 from tests.files.building import file_of, index_of, tensor
+from tests.files.fake_hub import hub_that_has, snapshot_in
 from torch.distributed import checkpoint as dcp
 
 from shardwise.cli import main
+from shardwise.files.remote import resolve
 
 
 def layer(number: int, start: int) -> dict[str, object]:
@@ -162,6 +165,18 @@ def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     assert "org/name at revision v2: is not a local directory" in error_line(run("org/name", "--revision", "v2"))
+
+
+def test_a_repository_in_the_cache(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    repository |= {"README.md": b"", "x/y.bin": b""}
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    with hub_that_has(repository, tmp_path / "hub", monkeypatch):
+        resolve("org/name")
+    [(_, path), *rest] = lines(run("org/name"))
+    assert path == str(snapshot_in(tmp_path / "hub"))
+    assert rest == lines(run(checkpoint))[1:]
 
 
 def test_many_faults_are_a_list(checkpoint: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
-from tests.files.fake_hub import COMMIT, hub_that_has
+from tests.files.fake_hub import COMMIT, hub_that_has, snapshot_in
 
 from shardwise.core.errors import StorageError
 from shardwise.files.remote import record_commit, resolve, resolve_commit
@@ -101,6 +101,21 @@ def test_ranks_that_must_not_download_take_the_cache(cache: Path, monkeypatch: p
         assert len(options_seen) == 2
 
 
+def test_what_was_downloaded_is_found_though_the_repository_has_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = HubOptions(cache_dir=str(tmp_path))
+    with hub_that_has(["config.json", "model.safetensors", "README.md", "x/y.bin"], tmp_path, monkeypatch):
+        folder = resolve("org/name", options)
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+        # Other ranks of the machine, which know the commit.
+        assert resolve("org/name", replace(options, revision=COMMIT), download=False) == folder
+        assert resolve("org/name", replace(options, local_files_only=True)) == folder
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert resolve("org/name", options) == folder
+        assert resolve_commit("org/name", options) == COMMIT
+
+
 def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
     folder = resolve("org/name", offline(cache, subfolder="sub"))
     assert (folder / "model.safetensors").read_bytes() == b"other weights"
@@ -150,9 +165,9 @@ def test_which_files_are_requested_from_the_hub(tmp_path: Path, monkeypatch: pyt
 def test_only_the_subfolder_is_requested_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = ["model.safetensors", "fp16/model.safetensors", "fp16/x.py", "fp16/deeper/model.safetensors"]
     with hub_that_has(repository, tmp_path, monkeypatch):
-        folder = resolve("org/name", HubOptions(subfolder="fp16"))
-    assert folder == tmp_path / "fp16"
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == ["fp16/model.safetensors"]
+        folder = resolve("org/name", HubOptions(subfolder="fp16", cache_dir=str(tmp_path)))
+    assert folder == snapshot_in(tmp_path) / "fp16"
+    assert list(snapshot_in(tmp_path).rglob("*.*")) == [folder / "model.safetensors"]
 
 
 _INDEX = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
@@ -211,8 +226,7 @@ def test_only_files_that_are_read_are_downloaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = tmp_path / "snapshot"
-    with hub_that_has(repository, place, monkeypatch):
+    with hub_that_has(repository, tmp_path, monkeypatch):
         folder = resolve("org/name", HubOptions(cache_dir=str(tmp_path)), wanted=wanted)
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} == downloaded
 

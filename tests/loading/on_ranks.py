@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from tests import load_cases, truth
+from tests.files.fake_hub import hub_that_has
 from tests.models.stepping import counting
 from tests.support.world import attempt
 from torch import nn
@@ -179,25 +181,15 @@ def buffers_differ(directory: str) -> tuple[str, str]:
     return attempt(lambda: shardwise.load(model, directory))
 
 
-def downloads(folder: str) -> tuple[bool, str]:
+def downloads(cache: str) -> tuple[bool, str]:
     """Whether this rank was the one to download, and the path it got."""
-    from shardwise.files import remote as repositories
     from shardwise.loading.source import resolve_everywhere
 
-    asked: list[bool] = []
-
-    def resolve(name: str, hub: shardwise.options.HubOptions, *, download: bool = True, wanted: Any) -> Path:
-        assert hub.revision == "a" * 40
-        asked.append(download)
-        return Path(folder)
-
-    with (
-        mock.patch.object(repositories, "resolve_commit", return_value="a" * 40),
-        mock.patch.object(repositories, "record_commit"),
-        mock.patch.object(repositories, "resolve", resolve),
-    ):
-        path = resolve_everywhere(World.current(), "somebody/something", shardwise.options.HubOptions())
-    return asked == [True], str(path)
+    hub = shardwise.options.HubOptions(cache_dir=cache)
+    names = ["config.json", "model.safetensors", "README.md"]
+    with pytest.MonkeyPatch.context() as patch, hub_that_has(names, Path(cache), patch) as options_seen:
+        path = resolve_everywhere(World.current(), "org/name", hub)
+    return bool(options_seen), str(path)
 
 
 def with_own_code(directory: str, cache: str) -> list[bool]:

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 from tests import truth, zoo
+from tests.files.fake_hub import snapshot_in
 from tests.loading import on_ranks
 from tests.small_checkpoints import SMALL, small_qwen3
 from tests.support.files import change_json
@@ -346,7 +347,7 @@ def test_a_directory_without_a_config_is_refused(tmp_path):
 
 def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
     found = worlds(3).run(on_ranks.downloads, str(tmp_path))
-    assert found == [(is_first, str(tmp_path)) for is_first in (True, False, False)]
+    assert found == [(is_first, str(snapshot_in(tmp_path))) for is_first in (True, False, False)]
 
 
 def test_one_rank_copies_the_code_of_a_config_before_all_import_it(worlds, qwen3, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import truth, zoo
-from tests.files.fake_hub import COMMIT, hub_that_has
+from tests.files.fake_hub import COMMIT, hub_that_has, snapshot_in
 from tests.saving.adapters import tensors_of
 from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
@@ -138,8 +138,8 @@ def test_code_of_a_repository_is_fetched_with_consent_only(qwen3, tmp_path, monk
     )
     places = {"AutoModelForCausalLM": "modeling_own.Coded"}
     change_json(folder / "config.json", architectures=["Coded"], auto_map=places)
-    place = tmp_path / "models--org--name" / "snapshots" / COMMIT
-    with hub_that_has({file.name: file.read_bytes() for file in folder.iterdir()}, place, monkeypatch):
+    place = snapshot_in(tmp_path)
+    with hub_that_has({file.name: file.read_bytes() for file in folder.iterdir()}, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="contains its own model code"):
             shardwise.from_pretrained("org/name", cache_dir=str(tmp_path))
         assert not (place / "modeling_own.py").exists()

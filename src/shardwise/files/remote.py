@@ -189,6 +189,7 @@ def _find_cached(repo_id: str, options: HubOptions) -> Path:
             revision=options.revision,
             cache_dir=options.cache_dir,
             local_files_only=True,
+            allow_patterns=[],  # otherwise every file of the repository has to be there
         )
     return Path(folder)
 
