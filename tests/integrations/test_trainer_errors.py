@@ -342,6 +342,22 @@ def test_a_checkpoint_with_a_file_in_use_is_removed_later(
     assert list(trainer_checkpoints.checkpoints_in(tmp_path)) == [4, 6]
 
 
+def test_of_a_checkpoint_of_another_run_the_link_is_removed(tmp_path: Path) -> None:
+    other, run = tmp_path / "other", tmp_path / "run"
+    save(run, 6)
+    save(other, 2)
+    (other / "checkpoint-4").mkdir()
+    (other / "checkpoint-4" / trainer_checkpoints.BEGUN_FILE).touch()  # a save in progress
+    before = sorted(other.rglob("*"))
+    for step in (2, 4):
+        (run / f"checkpoint-{step}").symlink_to(other / f"checkpoint-{step}")
+    trainer_checkpoints.remove_incomplete_checkpoints(run)
+    assert list(trainer_checkpoints.checkpoints_in(run)) == [2, 6]
+    trainer_checkpoints.remove_others(run, 6)
+    assert list(trainer_checkpoints.checkpoints_in(run)) == [6]
+    assert sorted(other.rglob("*")) == before
+
+
 def test_a_card_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is written by the first rank alone, before the others begin to save."""
 

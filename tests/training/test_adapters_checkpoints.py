@@ -150,6 +150,17 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_training(
     assert caplog.text.count("cannot be removed, [Errno 39] Directory not empty") == 2
 
 
+def test_of_a_checkpoint_of_another_training_the_link_is_removed(tmp_path: Path) -> None:
+    other, folder = tmp_path / "other", tmp_path / "folder"
+    for place in (other, folder):
+        place.mkdir()
+    state(other, 0)
+    (folder / "checkpoint-0").symlink_to(other / "checkpoint-0")
+    commit_third(folder, 1)
+    assert [file.name for file in folder.iterdir()] == ["checkpoint-3"]
+    assert _find_latest(other)[1] is not None
+
+
 def test_no_checkpoint_is_due_every_0_steps() -> None:
     adapter: Any = SimpleNamespace(
         args=SimpleNamespace(save_strategy="steps"), state=TrainerState(global_step=2, save_steps=0)

@@ -463,6 +463,8 @@ def _remove_incomplete(folder: Path) -> None:
 
     The file that could still commit it is removed first, in case its writer resumes.
     """
+    if _remove_link(folder):
+        return
     with LocalWriter(folder, folders=folders_in(folder)) as writer:
         remove_pending(writer, [name for name in writer.list() if name.startswith(f".{HEADER_FILE}.")])
         if HEADER_FILE not in writer.list():
@@ -470,12 +472,23 @@ def _remove_incomplete(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
+    if _remove_link(folder):
+        return
     with LocalWriter(folder, folders=folders_in(folder)) as writer:
         if BEGUN_FILE not in writer.list():
             writer.replace(BEGUN_FILE, b"")  # the marker goes last
         writer.remove(HEADER_FILE)
         writer.sync_names()
         _empty(writer, folder)
+
+
+def _remove_link(folder: Path) -> bool:
+    """Remove a link to a checkpoint, which may be another run's and stays. Return False for a folder."""
+    if not folder.is_symlink():
+        return False
+    with LocalWriter(folder.parent, folders=()) as run:
+        run.remove(folder.name)
+    return True
 
 
 def _empty(writer: LocalWriter, folder: Path) -> None:

@@ -478,6 +478,9 @@ class AdapterTraining:
         for step in steps_to_remove(_complete_steps(self._folder), self.args.save_total_limit, None):
             old = self._folder / f"checkpoint-{step}"
             try:
+                if old.is_symlink():  # to a checkpoint that may be another training's
+                    old.unlink()
+                    continue
                 (old / STATE_FILE).unlink()  # first: without it the rest does not count as a checkpoint
                 shutil.rmtree(old)
             except OSError as error:
