@@ -58,6 +58,22 @@ def test_a_local_file_is_a_dataset(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["chats [v2].jsonl", "c*s v.jsonl", "[team] a/x.jsonl"])
+def test_the_name_of_a_local_file_is_no_pattern(tmp_path: Path, name: str) -> None:
+    (tmp_path / "[team] a").mkdir()
+    write(tmp_path / "chats v.jsonl", 1, "other")
+    file = write(tmp_path / name, 1, "a")
+    own = ShardwiseArguments(dataset_mixture={"datasets": [{"id": file}]})
+    streamed = dataset_loading.load(script(file, dataset_streaming=True), mixture(), ShardwiseArguments())[0]
+    for splits in (
+        load(file),
+        streamed,
+        load(None, mixture({"path": file})),
+        dataset_loading.load(script(), mixture(), own)[0],
+    ):
+        assert [row["text"] for row in splits["train"]] == ["a0"]
+
+
 def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{say}.jsonl", 40, say) for say in "ab"]
     first, second = (load(None, mixture(*({"path": name} for name in names), test_split_size=0.25)) for _ in "12")

@@ -5,6 +5,7 @@ alignment handbook and of open-r1.
 """
 
 import copy
+import glob
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -59,15 +60,15 @@ def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[
     if own.dataset_mixture:
         return _mix_weighted(own.dataset_mixture, script.dataset_train_split)
     if mixture.datasets:
-        # TRL reads each entry by its path. Of a local file that is the builder.
+        names = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
+        # TRL reads each entry by its path. Of a local file that is the builder, and its name would be a pattern.
         for entry in mixture.datasets:
             if (builder := _call(entry.path, _find_builder, entry.path)) is not None:
-                entry.path, entry.data_files = builder, entry.path
+                entry.path, entry.data_files = builder, glob.escape(entry.path)
         from trl.scripts.utils import get_dataset
 
         whole = copy.copy(mixture)
         whole.test_split_size = None  # TRL's split has no seed, so each rank would get a different one
-        names = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
         mixed: Mapping[str, AnyDataset] = _call(names, get_dataset, whole)
         if mixture.test_split_size is None:
             return mixed
@@ -84,7 +85,7 @@ def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[
 def _read(name: str, config: str | None = None, **keywords: Any) -> Any:
     """Read a local file, a folder or a dataset on the hub: its splits, or the one of ``split=``."""
     if builder := _call(name, _find_builder, name):
-        return _call(name, datasets.load_dataset, path=builder, data_files=name, **keywords)
+        return _call(name, datasets.load_dataset, path=builder, data_files=glob.escape(name), **keywords)
     return _call(name, datasets.load_dataset, path=name, name=config, **keywords)
 
 
