@@ -1,7 +1,9 @@
 """From a name to a folder, without a network: local paths, and a hub cache built by hand."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -256,6 +258,21 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
     assert resolve_commit("org/name", HubOptions(cache_dir=str(cache))) == COMMIT
     with pytest.raises(StorageError, match=r"cannot be downloaded .*\(ConnectError: no route\)"):
         resolve_commit("org/name", HubOptions(cache_dir=str(cache), revision="v2"))
+
+
+def test_the_commit_of_a_revision_is_there_at_any_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, noted = HubOptions(cache_dir=str(cache)), cache / "models--org--name" / "refs" / "main"
+    before = noted.stat()
+    record_commit("org/name", options, COMMIT)
+    assert noted.stat() == before
+    with noted.open() as reader:
+        record_commit("org/name", options, "f" * 40)
+        assert reader.read() == COMMIT
+    assert noted.read_text() == "f" * 40
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("the disk is full")))
+    record_commit("org/name", options, COMMIT)
+    assert [file.name for file in noted.parent.iterdir()] == ["main"]
+    assert noted.read_text() == "f" * 40
 
 
 @pytest.mark.parametrize(

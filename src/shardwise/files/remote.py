@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import re
+import secrets
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -153,8 +154,15 @@ def record_commit(repo_id: str, options: HubOptions, commit: str) -> None:
     noted = folder / "refs" / revision
     if folder.is_dir() and not _COMMIT.fullmatch(revision):
         with contextlib.suppress(OSError):  # a cache that cannot be written to has been read all the same
-            noted.parent.mkdir(parents=True, exist_ok=True)
-            noted.write_text(commit)
+            if not noted.is_file() or noted.read_text() != commit:
+                noted.parent.mkdir(parents=True, exist_ok=True)
+                # Renamed, because other processes read the ref meanwhile.
+                fresh = noted.with_name(f"{noted.name}.{secrets.token_hex(4)}.tmp")
+                try:
+                    fresh.write_text(commit)
+                    fresh.replace(noted)
+                finally:
+                    fresh.unlink(missing_ok=True)
 
 
 def _listing(repo_id: str, options: HubOptions) -> tuple[str, list[str]] | None:
@@ -298,7 +306,8 @@ class RemoteReader(StorageReader):
         """Return the names of all files below the URL, sorted.
 
         Raises:
-            CannotListError: the URL is on an HTTP server, which only serves files by name.
+            CannotListError: the URL is on an HTTP server, which only serves files by name, or there is no
+                permission to list.
         """
         self._require_open(None)
         return self._files.list()
