@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from tests.support.world import attempt
 from tests.training import tiny
 from tests.training.on_ranks import COMMON, words
 
@@ -15,6 +16,7 @@ from shardwise.fsdp.torch_private import get_given_timeout
 from shardwise.training import train_adapters, trl_objects
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import read_run_config
+from shardwise.training.run_inputs import lock_output
 from shardwise.training.train_model import TrlOutcome
 
 
@@ -102,6 +104,16 @@ def config(given: dict[str, Any]) -> list[str]:
 def train(given: dict[str, Any]) -> TrlOutcome:
     """Train on this rank."""
     return run_on_rank(read_run_config(config(given)))
+
+
+def lock_another_folder(folder: str) -> tuple[str, str]:
+    """Each rank has a disk of its own under the path of the output folder."""
+
+    def lock() -> None:
+        with lock_output(Path(folder) / str(dist.get_rank()), {"method": "sft"}, []):
+            pass
+
+    return attempt(lock)
 
 
 def train_with_timeout(given: dict[str, Any]) -> TrlOutcome:

@@ -11,13 +11,16 @@ from unittest import mock
 
 import datasets
 import pytest
+from tests.conftest import Worlds
 from tests.support.crashes import EffectLog, recorded, states_after_crash
-from tests.training import tiny
+from tests.support.world import require_same_error
+from tests.training import adapters_on_ranks, tiny
 from tests.training.adapters_on_ranks import config
 from transformers import TrainerState
 
 from shardwise.bank.adapter import AdapterStep
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
+from shardwise.saving.saving_lock import LOCK_FILE
 from shardwise.training.adapter_rows import StepOrder
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
@@ -104,6 +107,12 @@ def test_a_run_recorded_by_an_earlier_version_resumes(tmp_path: Path, monkeypatc
     identity = {"method": "adapters", "ada.lora_r": 4, "model_name_or_path": str(tmp_path / "model")}
     with lock_output(tmp_path, identity, ["*/*.safetensors"]):
         assert json.loads(record.read_text()) == identity
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused_before_the_training(worlds: Worlds, tmp_path: Path) -> None:
+    errors = worlds(2).run(adapters_on_ranks.lock_another_folder, str(tmp_path))
+    require_same_error(errors, "StorageError", "rank 1", "is not visible")
+    assert not (tmp_path / "0" / RUN_FOLDER / LOCK_FILE).exists()
 
 
 def test_the_record_of_a_run_survives_a_crash(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def lock_output(output: Path, identity: Mapping[str, Any], weights: Sequence[str
         weights: patterns of files in the folder that are weights of a training run.
 
     Raises:
-        StorageError: another training runs there.
+        StorageError: another training runs there, or a rank does not see the folder.
         ConfigError: the folder has another training. The message has the key that differs.
     """
     # The output folder itself is not locked: each save of a checkpoint locks it.
@@ -183,6 +183,8 @@ def lock_output(output: Path, identity: Mapping[str, Any], weights: Sequence[str
             if world.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
         with lock_on_first_rank(world, folder) as saving:
+            with world.collective("check the folder"):  # now, and not at the first checkpoint
+                saving.require()
             with world.broadcast("record the run"):
                 if world.rank == 0:
                     _check_and_record(output, identity, weights)
