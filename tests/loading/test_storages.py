@@ -34,6 +34,13 @@ def test_a_url_may_name_the_file(qwen3, wanted):
         )
 
 
+def test_a_store_that_refuses_what_it_does_not_have_needs_no_generation_config(qwen3, wanted):
+    files = {file.name: file.read_bytes() for file in qwen3.iterdir() if file.name != "generation_config.json"}
+    with HttpStore(files) as store:
+        store.inject(Status(403), file="generation_config.json")
+        assert same(truth.snapshot(on_ranks.bring_up(store.url))["values"], wanted)
+
+
 def test_a_passing_fault_is_survived(worlds, qwen3, wanted):
     with HttpStore(qwen3) as store:
         store.inject(Status(503), file="*.safetensors", skip=6, times=3)

@@ -92,7 +92,7 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
     # 1. Choose the files. 2. Read their headers into one index, faults included. 3. Raise all faults at once.
     faults = FormatFaults(reader.root)
     chosen, selection = _select(reader, weights_name, faults)
-    extras = [name for name in extra_files if _may_be_read(reader, name)]
+    extras = [name for name in extra_files if may_be_read(reader, name)]
     safetensors: CheckpointFormat = import_object(_SAFETENSORS)
     index = IndexSoFar()
     # ``extras`` are safetensors files in any case, whatever the format of the weights.
@@ -118,7 +118,7 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
     )
 
 
-def _may_be_read(reader: StorageReader, name: str) -> bool:
+def may_be_read(reader: StorageReader, name: str) -> bool:
     """Return whether an optional file exists. An object store may refuse access to files that it does not have."""
     try:
         return checkpoint_index.is_there(reader, name)
@@ -311,7 +311,7 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
 
 def read_object(reader: StorageReader, name: str) -> dict[str, Any]:
     """Return the content of a small JSON file, or an empty dict if it is missing or invalid."""
-    if not _may_be_read(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MAX_CONFIG_BYTES:
+    if not may_be_read(reader, name) or not 0 < (nbytes := reader.size(name)) <= _MAX_CONFIG_BYTES:
         return {}
     try:
         content = json.loads(reader.read(name, 0, nbytes))

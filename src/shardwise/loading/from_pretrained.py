@@ -18,6 +18,7 @@ from shardwise.core.reports import LoadReport
 from shardwise.files.checkpoint_index import CheckpointIndex, is_there, without_wrappers
 from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
+from shardwise.files.open_checkpoint import may_be_read
 from shardwise.files.peft_adapter import adapter_prefix, find_adapter_weights
 from shardwise.files.storage import read_limited
 from shardwise.files.stored_tensors import stored_tensors
@@ -37,7 +38,8 @@ from shardwise.ranks import call_arguments
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.read import ReadExecutor
 
-_CONFIGS = ("config.json", "generation_config.json")
+_CONFIGS = {"config.json": is_there, "generation_config.json": may_be_read}
+"""Configs that are read from a URL, and the functions that find out whether they are there."""
 _MAX_CONFIG_BYTES = 10_000_000
 
 _log = logging.getLogger(__name__)
@@ -272,8 +274,8 @@ def _write_configs(contents: Mapping[str, bytes]) -> Iterator[Path]:
 def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     with open_storage(url, hub).reader as reader:
-        for name in _CONFIGS:
-            if is_there(reader, name):
+        for name, is_found in _CONFIGS.items():
+            if is_found(reader, name):
                 contents[name] = read_limited(reader, name, _MAX_CONFIG_BYTES)
     return contents
 
