@@ -17,6 +17,7 @@ from shardwise.files import join_entries
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.objects import Objects
 from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.remote import RemoteReader
 
 
 def opened(files: Mapping[str, bytes], **options: object) -> CheckpointIndex:
@@ -378,6 +379,17 @@ def test_an_object_store_that_refuses_what_it_does_not_have() -> None:
         store.inject(Status(403))
         with pytest.raises(StorageError, match=r"model\.safetensors in .*access is refused"):
             open_checkpoint(f"{store.url}/m")
+
+
+def test_a_bucket_that_refuses_to_be_listed() -> None:
+    with HttpStore({f"bucket/{name}": content for name, content in INDEXED.items()}) as store:
+        store.inject(Status(403), file="bucket")
+        store.inject(Status(403), file="bucket/m/model.safetensors")
+        options = {"endpoint": store.url, "skip_signature": True, "client_options": {"allow_http": True}}
+        with RemoteReader("s3://bucket/m", storage_options=options) as reader:
+            assert sorted(open_checkpoint(reader).entries) == ["a", "b"]
+            with pytest.raises(StorageError, match="listing the files is refused. Pass the URL of the file"):
+                reader.list()
 
 
 def test_an_object_store_that_refuses_a_file_that_need_not_be_there() -> None:

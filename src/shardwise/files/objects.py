@@ -77,12 +77,21 @@ class Objects:
         """Return the names of all files, sorted.
 
         Raises:
-            CannotListError: the URL is on an HTTP server.
+            CannotListError: the URL is on an HTTP server, or there is no permission to list.
         """
         if self._is_http:
             raise CannotListError(f"{self.root}: an HTTP server does not list its files")
         with self.failures(None, "listing the files"):
-            items = self.store.list(self._folder or None).collect()
+            try:
+                items = self.store.list(self._folder or None).collect()
+            except Exception as error:
+                # Of a refused listing, obstore has only the text.
+                if not is_denied(error) and " 403 Forbidden" not in str(error):
+                    raise
+                raise CannotListError(
+                    f"{self.root}: listing the files is refused. Pass the URL of the file, or credentials by "
+                    "storage_options"
+                ) from PermissionError(self._text_of(error))
         return sorted(item["path"].removeprefix(self._folder) for item in items)
 
     def state(self, file: str) -> FileState:
@@ -129,9 +138,11 @@ class Objects:
             ) from error
         except Exception as error:
             # The cause is an error of the same kind with the redacted text: a traceback shows no credentials.
-            text = redact(str(error).partition("\n\nDebug source")[0], *self._secrets)
-            kind, cause, remedy = _find_cause(error, text)
+            kind, cause, remedy = _find_cause(error, self._text_of(error))
             raise StorageError(f"{self.label(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
+
+    def _text_of(self, error: Exception) -> str:
+        return redact(str(error).partition("\n\nDebug source")[0], *self._secrets)
 
 
 def _find_cause(error: Exception, text: str) -> tuple[type[OSError], str, str]:
