@@ -8,6 +8,8 @@ from tests.small_checkpoints import small_qwen3
 from tests.support.http_store import HttpStore, Status
 from tests.support.world import require_same_error
 
+from shardwise import ConfigError
+
 
 @pytest.fixture(scope="module")
 def wanted(qwen3):
@@ -39,6 +41,12 @@ def test_a_store_that_refuses_what_it_does_not_have_needs_no_generation_config(q
     with HttpStore(files) as store:
         store.inject(Status(403), file="generation_config.json")
         assert same(truth.snapshot(on_ranks.bring_up(store.url))["values"], wanted)
+
+
+def test_code_is_not_read_from_a_url():
+    files = {"config.json": b'{"auto_map": {"AutoModel": "modeling_own.Own"}}'}
+    with HttpStore(files) as store, pytest.raises(ConfigError, match=r"\(modeling_own\.Own\), which is not read"):
+        on_ranks.bring_up(store.url, trust_remote_code=True)
 
 
 def test_a_passing_fault_is_survived(worlds, qwen3, wanted):

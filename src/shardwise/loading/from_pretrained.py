@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.core.errors import ConfigError, RankMismatchError
 from shardwise.core.machine import namespace_id
 from shardwise.core.reports import LoadReport
-from shardwise.files.checkpoint_index import CheckpointIndex, is_there, without_wrappers
+from shardwise.files.checkpoint_index import CheckpointIndex, is_there, parse_object, without_wrappers
 from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.files.open_checkpoint import may_be_read
@@ -192,6 +192,8 @@ def open_model(
         with world.broadcast("read the configs") as exchange:
             if world.rank == 0:
                 exchange.local = _read_configs(name, hub)
+                if files.code:
+                    _require_no_code(name, exchange.local)
         with world.collective("write the configs"):
             directory = stack.enter_context(_write_configs(exchange.result))
     else:
@@ -278,6 +280,22 @@ def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
             if is_found(reader, name):
                 contents[name] = read_limited(reader, name, _MAX_CONFIG_BYTES)
     return contents
+
+
+def _require_no_code(url: str, contents: Mapping[str, bytes]) -> None:
+    """Require that the model's code is in transformers, or on the hub ("repository--module.Class").
+
+    Raises:
+        ConfigError: it is beside the config.
+    """
+    what = f"config.json in {without_secrets(url)}"
+    auto_map = parse_object(contents.get("config.json", b"{}"), what=what).get("auto_map")
+    for auto, place in auto_map.items() if isinstance(auto_map, dict) else ():
+        if auto.startswith(("AutoConfig", "AutoModel")) and "--" not in str(place):
+            raise ConfigError(
+                f"{without_secrets(url)}: contains its own model code ({place}), which is not read from a URL. "
+                "Download it and pass its folder, or leave trust_remote_code out"
+            )
 
 
 def build_together(
