@@ -48,7 +48,7 @@ def test_a_table_without_content() -> None:
 
 
 def test_network_file_systems() -> None:
-    kinds = "nfs nfs4 lustre cifs smb3 gpfs beegfs ceph 9p virtiofs fuse.sshfs fuse.s3fs fuse.glusterfs"
+    kinds = "nfs nfs4 lustre cifs smb3 gpfs beegfs ceph 9p virtiofs fuse.sshfs fuse.s3fs fuse.glusterfs fuse"
     assert [kind for kind in kinds.split(" ") if not is_network(kind)] == []
 
 

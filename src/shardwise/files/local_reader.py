@@ -344,7 +344,7 @@ def _open_url(url: str, hub: HubOptions) -> OpenStorage:
 
 _NETWORK = re.compile(
     "9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs4?|orangefs|panfs|pvfs2|smb3|smbfs|virtiofs|wekafs"
-    r"|fuse\.(?!(bindfs|fuse-overlayfs|lxcfs|mergerfs|ntfs-3g|snapfuse|squashfuse)$).*"
+    r"|fuse(\.(?!(bindfs|fuse-overlayfs|lxcfs|mergerfs|ntfs-3g|snapfuse|squashfuse)$).*)?"
 )
 """Types of file systems whose files come from another machine. Of FUSE all, but for those over local folders."""
 
