@@ -358,6 +358,17 @@ def test_of_a_checkpoint_of_another_run_the_link_is_removed(tmp_path: Path) -> N
     assert sorted(other.rglob("*")) == before
 
 
+def test_a_model_is_saved_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Saving:
+        def _save(self, output_dir: str, _state_dict: Any) -> None:
+            saved.append(output_dir)
+
+    saved: list[str] = []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    unbuilt(Saving, tmp_path).save_model("~/final")
+    assert saved == [str(tmp_path / "final")]
+
+
 def test_a_card_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is written by the first rank alone, before the others begin to save."""
 

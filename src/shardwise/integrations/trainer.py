@@ -608,7 +608,7 @@ class ShardwiseTrainer(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
         """Save the model by all ranks, and other files by the first. Collective: yes, also for adapters."""
-        self._save(output_dir or self.args.output_dir)
+        self._save(os.path.expanduser(output_dir) if output_dir else self.args.output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
