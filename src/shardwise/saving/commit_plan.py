@@ -9,7 +9,7 @@ that switches from the old save to the new one. A PEFT adapter is saved in the s
 first, because a config with another scaling would change its values. The state of its training may be in a separate
 file, which takes effect together with the adapter: see [Note: Named by the adapter] in ``files/peft_adapter.py``.
 An older distributed checkpoint of transformers has several files and no index. It is removed right after the
-commit; until then a folder with both, and the record of checksums, is an error of readers.
+commit; until then a folder with both is an error of readers.
 
 [Note: Rename journals] Some files have fixed names, and no step renames several files at once. They are written
 under names unique to the save, and a small file that lists the renames commits all of them in one step. Before the
