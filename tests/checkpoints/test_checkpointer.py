@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from tests import zoo
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
@@ -20,7 +22,9 @@ from torch.optim import lr_scheduler as schedules
 
 import shardwise
 from shardwise import Checkpointer, KeyMismatchError, TrainState
+from shardwise.checkpoints.header import HEADER, CheckpointHeader
 from shardwise.checkpoints.step_folders import is_complete_folder
+from shardwise.options import AdapterOnly, Ignore
 
 
 def assert_goes_on(found, saved):
@@ -409,6 +413,34 @@ def test_another_alpha_is_refused_where_the_base_is_stored_too(tmp_path):
     checkpointer.restore(TrainState(on_ranks.lora(2)))
     with pytest.raises(KeyMismatchError, match=r"another config: default\.lora_alpha was 8, is 32"):
         checkpointer.restore(TrainState(on_ranks.lora(2, lora_alpha=32)))
+    checkpointer.restore(TrainState(on_ranks.lora(2, lora_dropout=0.5)))
+
+
+@pytest.mark.parametrize("only", [None, AdapterOnly()])
+def test_settings_of_an_adapter_that_one_side_has_are_not_compared(tmp_path, only):
+    """Those that another release of PEFT does not have."""
+    checkpointer = Checkpointer(tmp_path, only=only)
+    checkpointer.save(1, TrainState(on_ranks.lora(1)))
+    file = tmp_path / "step-1" / HEADER
+    header = CheckpointHeader.from_bytes(file.read_bytes(), HEADER)
+    prefix = "" if only else "default."
+    settings = {name: value for name, value in header.adapter.items() if name != f"{prefix}lora_bias"}
+    settings[f"{prefix}of_another_release"] = None
+    file.write_bytes(replace(header, adapter=settings).to_bytes())
+    checkpointer.restore(TrainState(on_ranks.lora(2)))
+
+
+def test_another_adapter_on_one_side_is_left_to_the_consents(tmp_path):
+    one, two = on_ranks.lora(1), on_ranks.lora(1)
+    with zoo.silenced():
+        two.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"]))
+    second = Ignore(("*.second.*",))
+    for saved, restored, consent in ((one, two, {"on_missing": second}), (two, one, {"on_unexpected": second})):
+        checkpointer = Checkpointer(tmp_path / next(iter(consent)))
+        checkpointer.save(1, TrainState(saved))
+        with pytest.raises(KeyMismatchError, match="does not fit"):
+            checkpointer.restore(TrainState(restored))
+        checkpointer.restore(TrainState(restored), **consent)
 
 
 @pytest.fixture(scope="module")

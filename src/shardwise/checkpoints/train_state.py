@@ -26,6 +26,7 @@ from shardwise.checkpoints.summaries import StateSummary
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.layout import TensorKind
 from shardwise.files.join_entries import KeyPath
+from shardwise.files.peft_adapter import WITHOUT_EFFECT
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import build_param_groups
 from shardwise.fsdp.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
@@ -248,10 +249,8 @@ def describe_selection(only: Selection) -> str:
     return f"adapter {only.adapter}" if isinstance(only, AdapterOnly) else "everything"
 
 
-_NOT_COMPARED = frozenset(
-    {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
-)
-"""Settings of an adapter that do not affect its output."""
+_NOT_COMPARED = WITHOUT_EFFECT | {"peft_version", "auto_mapping", "init_lora_weights"}
+"""Settings of an adapter that do not affect its output, apart from those that end in "dropout"."""
 
 
 def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None:
@@ -266,8 +265,9 @@ def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None
     compared: dict[str, Any] = {}
     for adapter in adapters if only is None else [only.adapter]:
         prefix = f"{adapter}." if only is None else ""
-        settings = adapters[adapter].to_dict()
-        compared |= {f"{prefix}{name}": settings[name] for name in settings if name not in _NOT_COMPARED}
+        for name, value in adapters[adapter].to_dict().items():
+            if name not in _NOT_COMPARED and not name.endswith("dropout"):
+                compared[f"{prefix}{name}"] = value
     if only is None:
         packings = [packing for module in model.modules() for packing in get_packings(module).values()]
         compared["base.quant_types"] = sorted({quant_type_name(packing.form) for packing in packings})
