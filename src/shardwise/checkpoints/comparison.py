@@ -135,12 +135,12 @@ def require_same_tuning(
         )
     # The config as JSON, so that it compares with the header's. Another release of PEFT may have other settings.
     # Tensors of an adapter that only one of the two has are missing or unexpected.
-    settings, stored = adapter_settings(collected.model, only) or {}, header.adapter or {}
+    settings, stored = adapter_settings(collected.model, only), header.adapter or {}
     if names := sorted(name for name in settings.keys() & stored.keys() if settings[name] != stored[name]):
         shown = "; ".join(f"{name} was {stored[name]!r}, is {settings[name]!r}" for name in names)
         raise KeyMismatchError(
-            f"{opened.folder}: holds an adapter of another config: {shown}. Create the model and its adapter "
-            "with the same config as before"
+            f"{opened.folder}: holds a model or an adapter of another config: {shown}. Create the model and its "
+            "adapter with the same config as before"
         )
     if base.refused:
         faults = "\n  ".join(base.refused)

@@ -40,7 +40,7 @@ class CheckpointHeader:
         world_size: ranks that wrote it.
         holds: "everything", or "adapter NAME" for that adapter and all other trained parameters.
         adapter: settings of the adapter's config that affect its output; if everything is stored, of all adapters
-            and the base. None without an adapter.
+            and the base. None without an adapter, in older headers.
         others: digest of names and shapes of the model's tensors that are not stored.
         equal_generators: random generators whose state was the same on all ranks. In the file ``alike``.
         data: "none", "one" position for all ranks, or "each" rank its own.

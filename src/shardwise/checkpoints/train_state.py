@@ -253,23 +253,23 @@ _NOT_COMPARED = WITHOUT_EFFECT | {"peft_version", "auto_mapping", "init_lora_wei
 """Settings of an adapter that do not affect its output, apart from those that end in "dropout"."""
 
 
-def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None:
-    """Return the settings of an adapter that affect its output, as JSON, or None without an adapter.
+def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any]:
+    """Return the settings of an adapter that affect its output, as JSON.
 
     If everything is selected: those of all adapters, each name with the adapter's before it, and the 4-bit forms
     of weights, whose codes have equal shapes.
     """
     adapters: Any = getattr(model, "peft_config", None)
-    if not isinstance(adapters, Mapping) or (only is not None and only.adapter not in adapters):
-        return None
+    if not isinstance(adapters, Mapping):
+        adapters = {}
     compared: dict[str, Any] = {}
-    for adapter in adapters if only is None else [only.adapter]:
+    for adapter in adapters if only is None else adapters.keys() & {only.adapter}:
         prefix = f"{adapter}." if only is None else ""
         for name, value in adapters[adapter].to_dict().items():
             if name not in _NOT_COMPARED and not name.endswith("dropout"):
                 compared[f"{prefix}{name}"] = value
-    if only is None:
-        packings = [packing for module in model.modules() for packing in get_packings(module).values()]
+    packings = [packing for module in model.modules() for packing in get_packings(module).values()]
+    if only is None and packings:
         compared["base.quant_types"] = sorted({quant_type_name(packing.form) for packing in packings})
     plain: dict[str, Any] = json.loads(json.dumps(compared, default=_to_plain))
     return plain

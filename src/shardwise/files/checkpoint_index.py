@@ -354,7 +354,8 @@ class CheckpointIndex:
         wrapper: path of the model in nested dicts, such as "model".
         ignored: other values there, which are not loaded.
         quantized: ``quant_method`` of a quantized checkpoint, or "".
-        quant_type: ``bnb_4bit_quant_type`` of a checkpoint of bitsandbytes, otherwise as ``quantized``.
+        quant_type: ``bnb_4bit_quant_type`` of a checkpoint of bitsandbytes, the form that a training's checkpoint
+            records, otherwise as ``quantized``.
         extra: entries that are loaded only into a model with a tensor of that name.
     """
 

@@ -17,6 +17,7 @@ from shardwise.core.lazy_exports import import_object
 from shardwise.core.tensors import DType
 from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
+    DISTRIBUTED,
     DISTRIBUTED_SAFETENSORS,
     OF_RANKS,
     CheckpointFormat,
@@ -238,6 +239,8 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
 
 _CONFIG: Final = "config.json"
 _MODELOPT_CONFIG: Final = "hf_quant_config.json"
+_TRAINING_HEADER: Final = "shardwise.checkpoint.json"
+"""The header of a training's checkpoint, which the package ``checkpoints`` writes."""
 _MAX_CONFIG_BYTES: Final = 16 << 20
 _ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
 
@@ -306,10 +309,17 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
     ):
         config = {"quant_method": "modelopt", **content}
     if config is None:
-        return index
+        return replace(index, quant_type=_trained_quant_type(reader)) if index.layout == DISTRIBUTED else index
     method = str(config.get("quant_method"))
     quant_type = str(config.get("bnb_4bit_quant_type", method))
     return replace(find_form(config).dequantize(reader, index), quantized=method, quant_type=quant_type)
+
+
+def _trained_quant_type(reader: StorageReader) -> str:
+    """Return the form of the 4-bit weights of a training's checkpoint, or "" if not one is recorded."""
+    settings = read_object(reader, _TRAINING_HEADER).get("adapter")
+    forms = settings.get("base.quant_types") if isinstance(settings, dict) else None
+    return str(forms[0]).lower() if isinstance(forms, list) and len(forms) == 1 else ""
 
 
 def read_object(reader: StorageReader, name: str) -> dict[str, Any]:
