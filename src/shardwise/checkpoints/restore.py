@@ -67,6 +67,7 @@ class RestorePlan:
     fitting: OptimizerMatch | None
 
 
+@torch.inference_mode(mode=False)  # before no_grad(), because it turns gradients on
 @torch.no_grad()
 def restore(
     world: World,
