@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,9 @@ from tests.small_checkpoints import small_qwen3
 from torch.optim import lr_scheduler as schedules
 
 import shardwise
-from shardwise import Checkpointer, KeyMismatchError, TrainState
+from shardwise import Checkpointer, KeyMismatchError, StorageError, TrainState
 from shardwise.checkpoints.header import HEADER, CheckpointHeader
-from shardwise.checkpoints.step_folders import is_complete_folder
+from shardwise.checkpoints.step_folders import is_complete_folder, remove_incomplete_steps, steps_in
 from shardwise.options import AdapterOnly, Ignore
 
 
@@ -524,3 +525,26 @@ def test_torchscript_and_optimizer_state_of_no_parameter(tmp_path):
 def test_shards_in_other_memory_after_the_first_checkpoint_are_stored(worlds, tmp_path):
     """As after an offload to the host and back."""
     assert worlds(2).run(on_ranks.save_moved_shards, str(tmp_path)) == [[], []]
+
+
+def test_a_step_that_may_not_be_entered_is_left_alone(tmp_path):
+    """Those of another user, beside one's own."""
+    folder = Path(tempfile.mkdtemp())  # that another user may enter
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(2, TrainState(tiny.Tiny()))
+    closed, user = folder / "step-1", os.geteuid()
+    shutil.copytree(folder / "step-2", closed)
+    folder.chmod(0o755)
+    closed.chmod(0o000)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        assert Checkpointer(folder).latest() == 2
+        assert steps_in(folder) == [2]
+        with pytest.raises(StorageError, match="step-1"):
+            remove_incomplete_steps(folder)
+    finally:
+        os.seteuid(user)
+        closed.chmod(0o755)
+        assert steps_in(folder) == [1, 2]
+        shutil.rmtree(folder)
