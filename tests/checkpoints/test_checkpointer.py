@@ -395,7 +395,7 @@ def test_an_adapter_is_stored_without_its_base(worlds, tmp_path):
 
 OTHER_TUNINGS = {
     "full": "holds adapter default, and this run checkpoints everything",
-    "rank": "holds an adapter of another config: r was 4, is 8",
+    "rank": "an adapter of another config: r was 4, is 8",
     "alpha": "lora_alpha was 8, is 32",
     "base": "belongs to another base model",
 }

@@ -20,10 +20,11 @@ from huggingface_hub.dataclasses import type_validator
 from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.formatting import first_line
+from shardwise.files.checkpoint_index import TRAINING_HEADER
 from shardwise.files.local_reader import LocalReader
 from shardwise.transfer.fingerprints import MODULUS, digest, fingerprint
 
-HEADER: Final = "shardwise.checkpoint.json"
+HEADER: Final = TRAINING_HEADER
 MAX_HEADER_BYTES: Final = 64 << 20
 
 _KIND: Final = "shardwise training checkpoint"

@@ -37,6 +37,9 @@ LISTED = 20
 OF_RANKS: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Names of the files of a distributed checkpoint of transformers, each with one rank's chunks."""
 
+TRAINING_HEADER: Final = "shardwise.checkpoint.json"
+"""The header of a checkpoint of a training."""
+
 DISTRIBUTED: Final = "torch distributed checkpoint"
 DISTRIBUTED_SAFETENSORS: Final = "distributed checkpoint of transformers"
 """Descriptions of layouts, see :class:`CheckpointIndex`."""

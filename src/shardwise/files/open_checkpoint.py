@@ -20,6 +20,7 @@ from shardwise.files.checkpoint_index import (
     DISTRIBUTED,
     DISTRIBUTED_SAFETENSORS,
     OF_RANKS,
+    TRAINING_HEADER,
     CheckpointFormat,
     CheckpointIndex,
     FileSelection,
@@ -239,8 +240,6 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
 
 _CONFIG: Final = "config.json"
 _MODELOPT_CONFIG: Final = "hf_quant_config.json"
-_TRAINING_HEADER: Final = "shardwise.checkpoint.json"
-"""The header of a training's checkpoint, which the package ``checkpoints`` writes."""
 _MAX_CONFIG_BYTES: Final = 16 << 20
 _ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
 
@@ -317,7 +316,7 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
 
 def _trained_quant_type(reader: StorageReader) -> str:
     """Return the form of the 4-bit weights of a training's checkpoint, or "" if not one is recorded."""
-    settings = read_object(reader, _TRAINING_HEADER).get("adapter")
+    settings = read_object(reader, TRAINING_HEADER).get("adapter")
     forms = settings.get("base.quant_types") if isinstance(settings, dict) else None
     return str(forms[0]).lower() if isinstance(forms, list) and len(forms) == 1 else ""
 
