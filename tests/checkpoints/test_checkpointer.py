@@ -7,11 +7,14 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from tests import zoo
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
@@ -19,8 +22,10 @@ from tests.small_checkpoints import small_qwen3
 from torch.optim import lr_scheduler as schedules
 
 import shardwise
-from shardwise import Checkpointer, KeyMismatchError, TrainState
-from shardwise.checkpoints.step_folders import is_complete_folder
+from shardwise import Checkpointer, KeyMismatchError, StorageError, TrainState
+from shardwise.checkpoints.header import HEADER, CheckpointHeader
+from shardwise.checkpoints.step_folders import is_complete_folder, remove_incomplete_steps, steps_in
+from shardwise.options import AdapterOnly, Ignore
 
 
 def assert_goes_on(found, saved):
@@ -390,7 +395,7 @@ def test_an_adapter_is_stored_without_its_base(worlds, tmp_path):
 
 OTHER_TUNINGS = {
     "full": "holds adapter default, and this run checkpoints everything",
-    "rank": "holds an adapter of another config: r was 4, is 8",
+    "rank": "an adapter of another config: r was 4, is 8",
     "alpha": "lora_alpha was 8, is 32",
     "base": "belongs to another base model",
 }
@@ -409,6 +414,34 @@ def test_another_alpha_is_refused_where_the_base_is_stored_too(tmp_path):
     checkpointer.restore(TrainState(on_ranks.lora(2)))
     with pytest.raises(KeyMismatchError, match=r"another config: default\.lora_alpha was 8, is 32"):
         checkpointer.restore(TrainState(on_ranks.lora(2, lora_alpha=32)))
+    checkpointer.restore(TrainState(on_ranks.lora(2, lora_dropout=0.5)))
+
+
+@pytest.mark.parametrize("only", [None, AdapterOnly()])
+def test_settings_of_an_adapter_that_one_side_has_are_not_compared(tmp_path, only):
+    """Those that another release of PEFT does not have."""
+    checkpointer = Checkpointer(tmp_path, only=only)
+    checkpointer.save(1, TrainState(on_ranks.lora(1)))
+    file = tmp_path / "step-1" / HEADER
+    header = CheckpointHeader.from_bytes(file.read_bytes(), HEADER)
+    prefix = "" if only else "default."
+    settings = {name: value for name, value in header.adapter.items() if name != f"{prefix}lora_bias"}
+    settings[f"{prefix}of_another_release"] = None
+    file.write_bytes(replace(header, adapter=settings).to_bytes())
+    checkpointer.restore(TrainState(on_ranks.lora(2)))
+
+
+def test_another_adapter_on_one_side_is_left_to_the_consents(tmp_path):
+    one, two = on_ranks.lora(1), on_ranks.lora(1)
+    with zoo.silenced():
+        two.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"]))
+    second = Ignore(("*.second.*",))
+    for saved, restored, consent in ((one, two, {"on_missing": second}), (two, one, {"on_unexpected": second})):
+        checkpointer = Checkpointer(tmp_path / next(iter(consent)))
+        checkpointer.save(1, TrainState(saved))
+        with pytest.raises(KeyMismatchError, match="does not fit"):
+            checkpointer.restore(TrainState(restored))
+        checkpointer.restore(TrainState(restored), **consent)
 
 
 @pytest.fixture(scope="module")
@@ -492,3 +525,26 @@ def test_torchscript_and_optimizer_state_of_no_parameter(tmp_path):
 def test_shards_in_other_memory_after_the_first_checkpoint_are_stored(worlds, tmp_path):
     """As after an offload to the host and back."""
     assert worlds(2).run(on_ranks.save_moved_shards, str(tmp_path)) == [[], []]
+
+
+def test_a_step_that_may_not_be_entered_is_left_alone(tmp_path):
+    """Those of another user, beside one's own."""
+    folder = Path(tempfile.mkdtemp())  # that another user may enter
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(2, TrainState(tiny.Tiny()))
+    closed, user = folder / "step-1", os.geteuid()
+    shutil.copytree(folder / "step-2", closed)
+    folder.chmod(0o755)
+    closed.chmod(0o000)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        assert Checkpointer(folder).latest() == 2
+        assert steps_in(folder) == [2]
+        with pytest.raises(StorageError, match="step-1"):
+            remove_incomplete_steps(folder)
+    finally:
+        os.seteuid(user)
+        closed.chmod(0o755)
+        assert steps_in(folder) == [1, 2]
+        shutil.rmtree(folder)

@@ -107,6 +107,17 @@ def test_state_that_is_set_in_inference_mode_can_be_trained(tmp_path):
     assert other.taken()["moments"].keys() == saved.taken()["moments"].keys()
 
 
+def test_state_of_one_rank_that_is_restored_in_inference_mode_can_be_trained(tmp_path):
+    saved, restored = Training(make=torch.optim.Adafactor), Training(seed=1, make=torch.optim.Adafactor)
+    saved.step(1)
+    Checkpointer(tmp_path).save(1, saved.state)
+    with torch.inference_mode():
+        Checkpointer(tmp_path).restore(restored.state)
+    for each in (saved, restored):
+        each.step(1)
+    assert differences(dict(restored.model.state_dict()), dict(saved.model.state_dict())) == []
+
+
 class Mine(torch.optim.AdamW):
     """A class that nobody else knows."""
 

@@ -21,6 +21,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3ForCausalLM,
 )
 
 import shardwise
@@ -244,17 +245,31 @@ def test_a_meta_device_context_does_not_change_new_tensors(qwen3):
     assert truth.differences(truth.snapshot(model), truth.snapshot(plainly)) == []
 
 
-def test_models_that_are_loaded_in_inference_mode_can_be_trained(qwen3):
+class Scaled(Qwen3ForCausalLM):
+    """A model with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.factor = torch.tensor([2.0])
+
+
+def test_models_that_are_loaded_in_inference_mode_can_be_trained(qwen3, tmp_path):
     tokens = on_ranks.batch(97, rows=1, seed=0)
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SMALL)).to(torch.bfloat16)
     with torch.inference_mode():
         shardwise.load(model, qwen3, on_unexpected=Ignore(("*_norm.weight",)))
         returned = shardwise.from_pretrained(qwen3, dtype=torch.bfloat16)
-        filled = shardwise.from_pretrained(qwen3, dtype=torch.bfloat16, load_weights=False)
+        hollow = {"model_class": Scaled, "dtype": torch.bfloat16, "load_weights": False}
+        filled, restored = (shardwise.from_pretrained(qwen3, **hollow) for _ in range(2))
         shardwise.set_model_state_dict(filled, returned.state_dict())
-    for each in (model, returned, filled):
+        shardwise.Checkpointer(tmp_path).save(1, shardwise.TrainState(returned))
+        shardwise.Checkpointer(tmp_path).restore(shardwise.TrainState(restored))
+    for each in (model, returned, filled, restored):
         assert len(on_ranks.loss_and_gradients(each, tokens)) > 5
+    for each in (filled, restored):
+        assert each.factor.item() == 2
+        assert not each.factor.is_inference()
 
 
 def test_a_model_has_the_generation_config_of_its_class(qwen3, tmp_path):

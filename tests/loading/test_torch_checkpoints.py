@@ -211,9 +211,16 @@ def test_safetensors_files_of_chunks(worlds, tmp_path, mixtral):
     plain = nn.Linear(2, 2)
     shardwise.save(plain, tmp_path / "other")
     shutil.copy(tmp_path / "other" / "model.fingerprints.json", tmp_path)
-    words = "has model.safetensors.index.json and a distributed checkpoint .* Remove the one that you do not want"
-    with pytest.raises(FormatError, match=words):
+    words = "has {} and a distributed checkpoint .* Remove the one that you do not want"
+    with pytest.raises(FormatError, match=words.format("model.safetensors.index.json")):
         open_checkpoint(tmp_path)
+    # So does a later save of transformers, into several files or one.
+    (tmp_path / "model.fingerprints.json").unlink()
+    model = small_qwen3()
+    for size, name in ("30KB", "model.safetensors.index.json"), ("1MB", "model.safetensors"):
+        model.save_pretrained(tmp_path, max_shard_size=size)
+        with pytest.raises(FormatError, match=words.format(name)):
+            open_checkpoint(tmp_path)
     # A save replaces them.
     shardwise.save(plain, tmp_path)
     assert list(tmp_path.glob("*.safetensors")) == [tmp_path / "model.safetensors"]

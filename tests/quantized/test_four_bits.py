@@ -300,9 +300,9 @@ def test_loaded_later(plain, tmp_path, scales):
 
 
 @pytest.mark.slow
-def test_restored_into_what_was_not_loaded(plain, tmp_path):
+@pytest.mark.parametrize("tuning", [None, lora(target_modules=["q_proj"])])
+def test_restored_into_what_was_not_loaded(plain, tmp_path, tuning):
     def build(quantization: object, *, is_loaded: bool) -> torch.nn.Module:
-        tuning = lora(target_modules=["q_proj"])
         return shardwise.from_pretrained(
             str(plain), quantization=quantization, tuning=tuning, load_weights=is_loaded
         )
@@ -316,6 +316,11 @@ def test_restored_into_what_was_not_loaded(plain, tmp_path):
     other = build(Fp4(double_quant=True), is_loaded=False)
     with pytest.raises(shardwise.KeyMismatchError, match=r"base\.quant_types was \['NF4'\], is \['FP4'\]"):
         checkpointer.restore(shardwise.TrainState(other))
+    with pytest.raises(shardwise.ConfigError, match=r"q_proj.*weight: the checkpoint has codes of nf4, and .* fp4"):
+        shardwise.load(other, tmp_path / "step-1")
+    again = build(nested, is_loaded=False)
+    shardwise.load(again, tmp_path / "step-1")
+    require_equal(again.state_dict(), saved.state_dict())
 
 
 def test_the_form_that_is_stored_counts(plain, stored, tmp_path):

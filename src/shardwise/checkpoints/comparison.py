@@ -133,16 +133,14 @@ def require_same_tuning(
             f"{opened.folder}: holds {header.holds}, and this run checkpoints {current}. Pass the checkpointer the "
             "`only` with which it was saved, and the same tuning"
         )
-    # The config as JSON, so that it compares with the header's. Settings that only one of the two has differ, too.
-    settings = adapter_settings(collected.model, only)
-    if settings is not None and header.adapter is not None and settings != header.adapter:
-        names = sorted(
-            name for name in {*settings, *header.adapter} if settings.get(name) != header.adapter.get(name)
-        )
-        shown = "; ".join(f"{name} was {header.adapter.get(name)!r}, is {settings.get(name)!r}" for name in names)
+    # The config as JSON, so that it compares with the header's. Another release of PEFT may have other settings.
+    # Tensors of an adapter that only one of the two has are missing or unexpected.
+    settings, stored = adapter_settings(collected.model, only), header.adapter or {}
+    if names := sorted(name for name in settings.keys() & stored.keys() if settings[name] != stored[name]):
+        shown = "; ".join(f"{name} was {stored[name]!r}, is {settings[name]!r}" for name in names)
         raise KeyMismatchError(
-            f"{opened.folder}: holds an adapter of another config: {shown}. Create the model and its adapter "
-            "with the same config as before"
+            f"{opened.folder}: holds a model or an adapter of another config: {shown}. Create the model and its "
+            "adapter with the same config as before"
         )
     if base.refused:
         faults = "\n  ".join(base.refused)

@@ -20,10 +20,11 @@ from huggingface_hub.dataclasses import type_validator
 from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.formatting import first_line
+from shardwise.files.checkpoint_index import TRAINING_HEADER
 from shardwise.files.local_reader import LocalReader
 from shardwise.transfer.fingerprints import MODULUS, digest, fingerprint
 
-HEADER: Final = "shardwise.checkpoint.json"
+HEADER: Final = TRAINING_HEADER
 MAX_HEADER_BYTES: Final = 64 << 20
 
 _KIND: Final = "shardwise training checkpoint"
@@ -40,7 +41,7 @@ class CheckpointHeader:
         world_size: ranks that wrote it.
         holds: "everything", or "adapter NAME" for that adapter and all other trained parameters.
         adapter: settings of the adapter's config that affect its output; if everything is stored, of all adapters
-            and the base. None without an adapter.
+            and the base. None without an adapter, in older headers.
         others: digest of names and shapes of the model's tensors that are not stored.
         equal_generators: random generators whose state was the same on all ranks. In the file ``alike``.
         data: "none", "one" position for all ranks, or "each" rank its own.

@@ -67,6 +67,7 @@ class RestorePlan:
     fitting: OptimizerMatch | None
 
 
+@torch.inference_mode(mode=False)  # before no_grad(), because it turns gradients on
 @torch.no_grad()
 def restore(
     world: World,
@@ -366,8 +367,8 @@ def _materialize(
             process_group=options.process_group,
             timeouts=options.timeouts,
         )
-        load = prepare_load(world, model, source, LoadRequest(Bindings(expressions), options=as_load))
-    return execute_load(world, model, source, load, Clock()).read_bytes
+        prepared = prepare_load(world, model, source, LoadRequest(Bindings(expressions), options=as_load))
+    return execute_load(world, model, source, prepared, Clock()).read_bytes
 
 
 def _rebind(collected: CollectedState) -> OptimizerTargets:

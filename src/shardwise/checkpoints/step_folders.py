@@ -72,18 +72,21 @@ def steps_in(root: Path) -> list[int]:
         StorageError: the folder cannot be listed.
     """
     folders = _step_folders(root)
-    return [step for step, path in folders.items() if (path / METADATA).is_file() and (path / HEADER).is_file()]
+    # Not Path.is_file(), which raises for a folder that cannot be entered.
+    return [
+        step for step, path in folders.items() if os.path.isfile(path / METADATA) and os.path.isfile(path / HEADER)
+    ]
 
 
 def incomplete_steps(root: Path) -> list[int]:
-    """Return the steps with an incomplete checkpoint, or an empty folder, in order.
+    """Return the steps with an incomplete checkpoint, an empty folder, or one that cannot be entered, in order.
 
     A folder with the ``.metadata`` of another writer is in neither list: it is not read, and not removed.
 
     Raises:
         StorageError: the folder cannot be listed.
     """
-    return [step for step, path in _step_folders(root).items() if not (path / METADATA).is_file()]
+    return [step for step, path in _step_folders(root).items() if not os.path.isfile(path / METADATA)]
 
 
 def _step_folders(root: Path) -> dict[int, Path]:

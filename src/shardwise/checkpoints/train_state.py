@@ -26,6 +26,7 @@ from shardwise.checkpoints.summaries import StateSummary
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.layout import TensorKind
 from shardwise.files.join_entries import KeyPath
+from shardwise.files.peft_adapter import WITHOUT_EFFECT
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
 from shardwise.fsdp.optimizer_states_by_name import build_param_groups
 from shardwise.fsdp.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
@@ -248,28 +249,27 @@ def describe_selection(only: Selection) -> str:
     return f"adapter {only.adapter}" if isinstance(only, AdapterOnly) else "everything"
 
 
-_NOT_COMPARED = frozenset(
-    {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
-)
-"""Settings of an adapter that do not affect its output."""
+_NOT_COMPARED = WITHOUT_EFFECT | {"peft_version", "auto_mapping", "init_lora_weights"}
+"""Settings of an adapter that do not affect its output, apart from those that end in "dropout"."""
 
 
-def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None:
-    """Return the settings of an adapter that affect its output, as JSON, or None without an adapter.
+def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any]:
+    """Return the settings of an adapter that affect its output, as JSON.
 
     If everything is selected: those of all adapters, each name with the adapter's before it, and the 4-bit forms
     of weights, whose codes have equal shapes.
     """
     adapters: Any = getattr(model, "peft_config", None)
-    if not isinstance(adapters, Mapping) or (only is not None and only.adapter not in adapters):
-        return None
+    if not isinstance(adapters, Mapping):
+        adapters = {}
     compared: dict[str, Any] = {}
-    for adapter in adapters if only is None else [only.adapter]:
+    for adapter in adapters if only is None else adapters.keys() & {only.adapter}:
         prefix = f"{adapter}." if only is None else ""
-        settings = adapters[adapter].to_dict()
-        compared |= {f"{prefix}{name}": settings[name] for name in settings if name not in _NOT_COMPARED}
-    if only is None:
-        packings = [packing for module in model.modules() for packing in get_packings(module).values()]
+        for name, value in adapters[adapter].to_dict().items():
+            if name not in _NOT_COMPARED and not name.endswith("dropout"):
+                compared[f"{prefix}{name}"] = value
+    packings = [packing for module in model.modules() for packing in get_packings(module).values()]
+    if only is None and packings:
         compared["base.quant_types"] = sorted({quant_type_name(packing.form) for packing in packings})
     plain: dict[str, Any] = json.loads(json.dumps(compared, default=_to_plain))
     return plain

@@ -236,7 +236,7 @@ class GroupLayout:
 class WorldLayout:
     """All tensors of a model with their boxes on each rank, and the FSDP2 groups.
 
-    ``first`` is the layout of rank 0, ``spreads`` is by FQN (the first name of a tensor). The last of ``groups`` is
+    ``rank0`` is the layout of rank 0, ``spreads`` is by FQN (the first name of a tensor). The last of ``groups`` is
     the root's. ``whole`` has the parameters that stay unsharded, with the reason.
     """
 

@@ -37,6 +37,9 @@ LISTED = 20
 OF_RANKS: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Names of the files of a distributed checkpoint of transformers, each with one rank's chunks."""
 
+TRAINING_HEADER: Final = "shardwise.checkpoint.json"
+"""The header of a checkpoint of a training."""
+
 DISTRIBUTED: Final = "torch distributed checkpoint"
 DISTRIBUTED_SAFETENSORS: Final = "distributed checkpoint of transformers"
 """Descriptions of layouts, see :class:`CheckpointIndex`."""
@@ -354,7 +357,8 @@ class CheckpointIndex:
         wrapper: path of the model in nested dicts, such as "model".
         ignored: other values there, which are not loaded.
         quantized: ``quant_method`` of a quantized checkpoint, or "".
-        quant_type: ``bnb_4bit_quant_type`` of a checkpoint of bitsandbytes, otherwise as ``quantized``.
+        quant_type: ``bnb_4bit_quant_type`` of a checkpoint of bitsandbytes, the form that a training's checkpoint
+            records, otherwise as ``quantized``.
         extra: entries that are loaded only into a model with a tensor of that name.
     """
 

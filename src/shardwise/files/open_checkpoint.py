@@ -17,8 +17,10 @@ from shardwise.core.lazy_exports import import_object
 from shardwise.core.tensors import DType
 from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
+    DISTRIBUTED,
     DISTRIBUTED_SAFETENSORS,
     OF_RANKS,
+    TRAINING_HEADER,
     CheckpointFormat,
     CheckpointIndex,
     FileSelection,
@@ -42,6 +44,8 @@ FORMATS: Final[list[str]] = [
 _MAX_IGNORED = 1000
 _RECORD: Final = "model.fingerprints.json"
 """The record of checksums beside a model that shardwise saved."""
+_CONSOLIDATED: Final = "model-00001-of-00001.safetensors"
+"""The only file that an index names after transformers consolidated the files of ranks."""
 
 
 def open_checkpoint(
@@ -54,8 +58,8 @@ def open_checkpoint(
 
     ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
     first of these is opened: ``weights_name`` (from ``config.transformers_weights``), the files of ranks of a
-    distributed checkpoint of transformers (beside one of the next four and ``model.fingerprints.json`` they are an
-    error), ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin``,
+    distributed checkpoint of transformers (beside one of the next four they are an error, unless transformers
+    consolidated them in place), ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin``,
     ``pytorch_model.bin.index.json``, the only other index of safetensors files, all safetensors files,
     ``.metadata`` of ``torch.distributed.checkpoint``, here or in the only folder with a name that accelerate gives
     to models. If the storage cannot list files, the usual names are tried. ``extra_files`` are safetensors files
@@ -159,17 +163,18 @@ def _select(
         return _select_probed(reader, faults)
     of_ranks = [name for name in names if OF_RANKS.fullmatch(name)]
     usual = next((name for name in _usual() if name in names), None)
-    # transformers reads the files of ranks first, and consolidates them in place. Beside a save of ours they may be
-    # the older ones, if it was killed before it had removed them.
-    if of_ranks and usual is not None and _RECORD in names:
+    selected = None if usual is None else _select_named(reader, usual, faults)
+    # transformers consolidates in place, into one file with an index. Beside any other weights, and beside a save
+    # of ours that was killed before it had removed them, the files of ranks may be the older ones.
+    if of_ranks and selected is not None and (selected[1].files != [_CONSOLIDATED] or _RECORD in names):
         raise FormatError(
             f"{reader.root}: has {usual} and a distributed checkpoint of transformers, {of_ranks[0]} and so on. "
             "Remove the one that you do not want, or pass the path of the file"
         )
     if of_ranks:
         return import_object(_SAFETENSORS), FileSelection(DISTRIBUTED_SAFETENSORS, of_ranks)
-    if usual is not None:
-        return _select_named(reader, usual, faults)
+    if selected is not None:
+        return selected
     for item in _formats():
         selection = item.find(reader, names, faults)
         if selection is not None:
@@ -303,10 +308,17 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
     ):
         config = {"quant_method": "modelopt", **content}
     if config is None:
-        return index
+        return replace(index, quant_type=_trained_quant_type(reader)) if index.layout == DISTRIBUTED else index
     method = str(config.get("quant_method"))
     quant_type = str(config.get("bnb_4bit_quant_type", method))
     return replace(find_form(config).dequantize(reader, index), quantized=method, quant_type=quant_type)
+
+
+def _trained_quant_type(reader: StorageReader) -> str:
+    """Return the form of the 4-bit weights of a training's checkpoint, or "" if not one is recorded."""
+    settings = read_object(reader, TRAINING_HEADER).get("adapter")
+    forms = settings.get("base.quant_types") if isinstance(settings, dict) else None
+    return str(forms[0]).lower() if isinstance(forms, list) and len(forms) == 1 else ""
 
 
 def read_object(reader: StorageReader, name: str) -> dict[str, Any]:

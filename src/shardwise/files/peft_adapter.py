@@ -26,7 +26,7 @@ from shardwise.files.urls import shown
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 
-_WITHOUT_EFFECT: Final = frozenset(
+WITHOUT_EFFECT: Final = frozenset(
     {
         # origin and purpose
         *("base_model_name_or_path", "revision", "inference_mode"),
@@ -124,7 +124,7 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
         fields[name] = tuple(fields.get(name, ()))
     config = LoraConfig(**{"r": 8, "lora_alpha": 8, **fields})
     # What is left in ``content`` is not used here: it must have no effect on merged weights.
-    unknown = [name for name, value in content.items() if name not in _WITHOUT_EFFECT and value not in _UNUSED]
+    unknown = [name for name, value in content.items() if name not in WITHOUT_EFFECT and value not in _UNUSED]
     if unknown:
         raise ConfigError(
             f"{what}: the adapter uses {', '.join(shown(name) for name in sorted(unknown))}, with which it cannot "

@@ -46,7 +46,7 @@ def build_param_groups(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
     return groups
 
 
-@torch.inference_mode(mode=False)  # as of state_like
+@torch.inference_mode(mode=False)  # the copy may be set again, and an optimizer changes it in place
 def copy_value(value: Any) -> Any:
     """Return an independent copy, on the CPU if it is a tensor."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -195,6 +195,7 @@ class Initializers:
                 outcome[item.fqn] = ComputedBuffer(Origin.NOWHERE if item.tensor.is_meta else Origin.AS_IT_IS)
         return outcome
 
+    @torch.inference_mode(mode=False)  # a forward pass could not save them for the backward pass
     def compute_attributes(self, device: torch.device) -> tuple[str, ...]:
         """Recompute tensors on meta that a transformers model has as plain attributes. Return their names.
 

@@ -398,7 +398,7 @@ def commit_written(
     folders = {name.rpartition("/")[0] for name in (*written.named, *written.beside, *older)} - {""}
     with LocalWriter(root, folders=folders) as writer:
         commit_files(writer, locked, renames.commit(written), small_files)
-    # The list is committed, so the save counts. Whoever holds the lock now carries the renames out.
+    # The journal is committed, so the save counts. Whoever holds the lock now carries the renames out.
     if locked.is_held():
         finish_renames(root, renames.file, locked)
     remove_empty(root, folders)

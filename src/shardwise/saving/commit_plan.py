@@ -9,14 +9,14 @@ that switches from the old save to the new one. A PEFT adapter is saved in the s
 first, because a config with another scaling would change its values. The state of its training may be in a separate
 file, which takes effect together with the adapter: see [Note: Named by the adapter] in ``files/peft_adapter.py``.
 An older distributed checkpoint of transformers has several files and no index. It is removed right after the
-commit; until then a folder with both, and the record of checksums, is an error of readers.
+commit; until then a folder with both is an error of readers.
 
 [Note: Rename journals] Some files have fixed names, and no step renames several files at once. They are written
-under names unique to the save, and a small file that lists the renames commits all of them in one step. Before the
-list exists the older files are valid, and afterwards the new ones are. The next save to the folder carries out any
-renames that a killed process left undone. A load changes nothing: it reads each file by the name that the file has
-at that time (``saving/rename_journal.py``). Until the renames are done, another program would see a mix of files
-of both saves. A single file needs no list.
+under names unique to the save, and a small file that lists the renames, the journal, commits all of them in one
+step. Before the journal exists the older files are valid, and afterwards the new ones are. The next save to the
+folder carries out any renames that a killed process left undone. A load changes nothing: it reads each file by the
+name that the file has at that time (``saving/rename_journal.py``). Until the renames are done, another program
+would see a mix of files of both saves. A single file needs no journal.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def get_folder_state(files: Collection[str], index: bytes | None, single_file: s
             listed = {name for name in values if isinstance(name, str)} & set(files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             listed = set()
-    # As a reader decides: a single file comes before an index.
+    # As for a reader, a single file comes before an index. Files of ranks count beside either.
     of_ranks = {name for name in files if single_file == SINGLE_FILE and OF_RANKS.fullmatch(name)}
     weights = of_ranks | ({single_file} & set(files) or listed)
     return FolderState(frozenset(files), frozenset(weights), frozenset(listed))
@@ -226,14 +226,14 @@ class Renames:
 
     @classmethod
     def from_bytes(cls, file: str, content: bytes) -> Renames | None:
-        """Parse a list with this file name, or return None if it is malformed or contains unsafe names."""
+        """Parse a journal with this file name, or return None if it is malformed or contains unsafe names."""
         try:
             fields: Any = json.loads(content)
             save_id, names, older = fields["token"], fields["names"], fields["older"]
             match = _JOURNAL.fullmatch(file)
             if match is None or save_id != match[1] or not isinstance(names, list) or not isinstance(older, list):
                 return None
-            # A list is untrusted. New names must stay inside of the folder. Only names that accelerate gives
+            # A journal is untrusted. New names must stay inside of the folder. Only names that accelerate gives
             # are removed.
             if all(map(_is_safe, names)) and all(map(is_accelerate_file, older)):
                 return cls(save_id, tuple(names), tuple(older))

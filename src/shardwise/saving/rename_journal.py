@@ -56,12 +56,12 @@ def clean_up(saving: Saving) -> None:
     folders = distributed_folders(root)
     with LocalWriter(root, folders=folders) as writer:
         writer.sync_names()  # renames of a killed save must be durable before the replaced files are removed
-        # Before the lists are read: a save that lost its lock commits by renaming one of these to a list. It fails
-        # now.
+        # Before the journals are read: a save that lost its lock commits by renaming its pending journal. That
+        # fails from here on.
         remove_pending(writer, writer.list())
         for file in commit_plan.find_journals(writer.list()):
             finish_renames(root, file, saving.locked)
-        # After the lists, whose files have temporary names until they are renamed.
+        # After the journals, whose files have temporary names until they are renamed.
         _remove_uncommitted(writer, folders)
     for entry in _entries(root):
         if entry.name.startswith(_WORK[0]) and entry.name.endswith(_WORK[1]):
@@ -76,10 +76,10 @@ def remove_unless_committed(locked: LockedFolder, also: Collection[str] = ()) ->
     also = [folder for folder in also if not is_through_link(root, folder)]
     with LocalWriter(root, folders={*folders, *also}) as writer:
         names = writer.list()
-        listed = Renames(locked.save_id, ()).file
-        # The pending list first: nothing can commit this save any more when its files are removed.
-        writer.remove(commit_plan.pending_name(listed, locked.save_id))
-        if listed not in names:
+        journal = Renames(locked.save_id, ()).file
+        # The pending journal first: nothing can commit this save any more when its files are removed.
+        writer.remove(commit_plan.pending_name(journal, locked.save_id))
+        if journal not in names:
             _remove_uncommitted(writer, folders, locked.save_id)
     remove_empty(root, {*folders, *also})
     remove_folder(work_folder(root, locked.save_id))
@@ -166,8 +166,8 @@ def finish_renames(root: str, file: str, locked: LockedFolder) -> None:
                 raise FormatError(
                     f"{file} in {root}: lists {shown(name)}, which is gone. Remove the journal and save again"
                 )
-        # All new files have their names now, so the older ones are removed. The list goes last: until then, the
-        # next save that finds it does the rest.
+        # All new files have their names now, so the older ones are removed. The journal goes last: until then,
+        # the next save that finds it does the rest.
         if file not in writer.list():
             return  # the files may belong to a newer save by now
         for name in renames.older:
@@ -238,13 +238,13 @@ def read_journals(folder: Path) -> list[Renames]:
 def link_as_renamed(folder: Path) -> Iterator[Path]:
     """Yield a folder as it is after the renames that are listed in it. Nothing in it is changed.
 
-    It is the folder itself if it has no list, otherwise a temporary folder of links. Links are broken once a save
-    finishes the journal: see :func:`has_broken_link`.
+    It is the folder itself if it has no journal, otherwise a temporary folder of links. Links are broken once a
+    save finishes the journal: see :func:`has_broken_link`.
 
     Collective: no.
 
     Raises:
-        FormatError: a list is invalid, or a file that it names is gone.
+        FormatError: a journal is invalid, or a file that it names is gone.
         StorageError: the folder cannot be read.
     """
     with ExitStack() as stack:
@@ -276,7 +276,7 @@ def has_broken_link(view: Path) -> bool:
 
 def _link(folder: Path, pending: Sequence[Renames], view: Path) -> list[str]:
     """Link the files of a folder under their final names. Return the listed names that are missing."""
-    # Links by final name: files under their names, without temporary ones, then those of the lists in their
+    # Links by final name: files under their names, without temporary ones, then those of the journals in their
     # place.
     inner_folders = {inner for renames in pending for inner in _existing_folders(folder, renames)}
     links: dict[str, str] = {}
