@@ -1,7 +1,9 @@
 """Adapters that do not fit or are damaged, and the output folder after a merge that fails."""
 
 import json
+import math
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.saving.adapters import change, merged_by_peft, save_adapter, tensors_of, ulps_apart
-from tests.support.files import contents
-from transformers import AutoModelForCausalLM
+from tests.support.files import change_json, contents
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.core import untrusted
 from shardwise.core.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError, StorageError
 from shardwise.files.local_writer import LocalWriter
 from shardwise.saving.merge_adapter import merge_adapter
+from shardwise.saving.merge_weights import merge_weights
 
 
 @pytest.fixture
@@ -270,6 +273,16 @@ def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: 
     assert found["chat_template.jinja"] == b"adapter"
     assert "vocab.txt" not in found
     assert (tmp_path / "two" / "additional_chat_templates" / "tool.jinja").read_text() == "tool"
+
+
+def test_a_config_with_infinity_comes_along(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """As older versions of transformers wrote it for state space models."""
+    base = Path(shutil.copytree(base, tmp_path / "base"))
+    change_json(base / "config.json", time_step_limit=[0.0, math.inf])
+    merge_adapter(base, adapter, tmp_path / "one")
+    merge_weights(base, tmp_path / "two")
+    for out in (tmp_path / "one", tmp_path / "two"):
+        assert AutoConfig.from_pretrained(out).time_step_limit == [0.0, math.inf]
 
 
 def test_never_onto_its_own_source(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -348,7 +348,8 @@ def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
 def parse_config(folder: Path) -> dict[str, object]:
     """Return the content of a folder's ``config.json``, empty if there is none."""
     content = read_files(folder, (_CONFIG,)).get(_CONFIG)
-    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
+    # transformers has written Infinity into the configs of state space models.
+    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}", allow_constants=True)
 
 
 def _is_any(name: str, patterns: Sequence[str]) -> bool:
