@@ -13,6 +13,7 @@ from tests import zoo
 from tests.loading import torch_saves
 from tests.quantized import quantizing
 from tests.saving.adapters import tensors_of
+from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
 from tests.truth import require_equal as same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -142,6 +143,16 @@ def test_each_tensor_keeps_its_dtype_which_the_config_states(small, tmp_path: Pa
     merge_weights(step, tmp_path / "half", dtype="bfloat16")
     same(tensors_of(tmp_path / "half"), {key: value.bfloat16() for key, value in small[1].items()})
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_head_with_values_of_its_own_is_not_tied_in_the_config(tmp_path: Path) -> None:
+    base = zoo.save_original(small_qwen3(tie_word_embeddings=True), tmp_path / "base")
+    trained = small_qwen3()
+    save_distributed(trained.state_dict(), tmp_path / "run")
+    report = merge_weights(tmp_path / "run", tmp_path / "out", base=base)
+    same(tensors_of(tmp_path / "out"), trained.state_dict())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert "lm_head.weight is not tied any more: it has its own values" in report.notes
 
 
 def test_a_quantized_checkpoint_is_dequantized(tmp_path: Path) -> None:

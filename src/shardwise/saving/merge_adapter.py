@@ -446,15 +446,8 @@ class _PlannedEdits:
     def config_content(self, dtype: object) -> bytes:
         """Return the output's ``config.json``."""
         dtype_name = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-        # T5 and its kin scale the decoder's output if the config is tied, so the field stays. transformers unties
-        # names that are stored with separate values.
-        is_encoder_decoder = pretrained.is_encoder_decoder(self.source.built.model)
-        return config_content(
-            self.config,
-            dtype=dtype_name,
-            untied=bool(self.source.untied) and not is_encoder_decoder,
-            vocab_size=self.vocab_size,
-        )
+        untied = self.source.is_untied()
+        return config_content(self.config, dtype=dtype_name, untied=untied, vocab_size=self.vocab_size)
 
     def notes(self) -> list[str]:
         """Return notes on a resized vocabulary."""

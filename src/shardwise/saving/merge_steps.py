@@ -69,6 +69,17 @@ class OfflineModel:
     untied: tuple[str, ...]
     notes: list[str]
 
+    def is_untied(self) -> bool:
+        """Return whether the output's config says that nothing is tied, which it only can of all ties at once."""
+        # T5 and its kin scale the decoder's output if the config is tied, so the field stays. transformers unties
+        # names that are stored with separate values.
+        model = self.built.model
+        return (
+            bool(self.untied)
+            and not pretrained.get_declared_ties(model)
+            and not pretrained.is_encoder_decoder(model)
+        )
+
     def as_stored(self) -> OfflineModel:
         """Return the model with the stored dtype for every tensor that is not computed."""
         stored_dtypes = {fqn: item.dtype for fqn, item in self.expressions.items() if not computes(item)}

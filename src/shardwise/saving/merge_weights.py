@@ -74,7 +74,7 @@ _OF_AN_ADAPTER = ".lora_"
 
 @dataclass(frozen=True)
 class NamedOutputs:
-    """Outputs by name, and the folder of the config that determined the names.
+    """Outputs by name, and the folder of the config that determined the names. ``untied``: its ties are given up.
 
     For a ``torch.save`` file: its name, the path of the tensors in it, and its other content.
     """
@@ -84,6 +84,7 @@ class NamedOutputs:
     folder: Path | None = None
     parameters: int = 0
     notes: tuple[str, ...] = ()
+    untied: bool = False
     torch_file: str = "pytorch_model.bin"
     nest: Mapping[str, Levels] = field(default_factory=dict)
     objects: Mapping[Levels, object] = field(default_factory=dict)
@@ -216,7 +217,7 @@ def _companions(outputs: NamedOutputs, folder: Path, dtype: str | None) -> dict[
     if outputs.folder is None:
         return {}
     dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
-    config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=False)
+    config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=outputs.untied)
     return {**read_companions(outputs.folder, folder), "config.json": config}
 
 
@@ -515,7 +516,8 @@ def _name_as_on_hub(
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
     to_save = TensorsToSave(merge_steps.substitute_outputs(source, outputs, source.by_every_name()), executor)
-    return NamedOutputs(to_save, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes))
+    names = f"the hub's, by {folder / 'config.json'}"
+    return NamedOutputs(to_save, names, folder, parameters, tuple(source.notes), source.is_untied())
 
 
 def _find_conversions(folder: Path, config: PreTrainedConfig, source: merge_steps.OfflineModel) -> list[Any]:
