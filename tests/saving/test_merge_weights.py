@@ -137,12 +137,14 @@ def test_the_names_of_the_base_are_those_of_the_outcome(tmp_path: Path) -> None:
 def test_each_tensor_keeps_its_dtype_which_the_config_states(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
     change_json(step / "config.json", dtype="bfloat16")
-    merge_weights(step, tmp_path / "out")
-    same(tensors_of(tmp_path / "out"), small[1])
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
-    merge_weights(step, tmp_path / "half", dtype="bfloat16")
-    same(tensors_of(tmp_path / "half"), {key: value.bfloat16() for key, value in small[1].items()})
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    for dtype in (None, "auto"):
+        merge_weights(step, tmp_path / "out", dtype=dtype)
+        same(tensors_of(tmp_path / "out"), small[1])
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    for dtype in ("bfloat16", torch.bfloat16):
+        merge_weights(step, tmp_path / "half", dtype=dtype)
+        same(tensors_of(tmp_path / "half"), {key: value.bfloat16() for key, value in small[1].items()})
+        assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_head_with_values_of_its_own_is_not_tied_in_the_config(tmp_path: Path) -> None:

@@ -386,6 +386,6 @@ def read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
 def choose_config_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
     """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
     if dtype is not None:
-        return dtype.removeprefix("torch.")
+        return dtype
     main = find_main_dtype(to_save.tensors())
     return None if main is None else str(to_torch(main)).removeprefix("torch.")

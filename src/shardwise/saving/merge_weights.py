@@ -118,7 +118,7 @@ def merge_weights(
     out: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str] | None = None,
-    dtype: str | None = None,
+    dtype: torch.dtype | str | None = None,
     key_mapping: Mapping[str, str] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     file_format: Format = "safetensors",
@@ -135,7 +135,7 @@ def merge_weights(
         out: a folder, created if missing. A model in it is replaced once all is written.
         base: a folder, or hub id in the cache, with the model's config. Default: the nearest ``config.json`` in the
             checkpoint's folder and the two above it. Its names are those of the outcome, if it has weights.
-        dtype: of the output. By default each tensor keeps its own.
+        dtype: of the output. By default (None or "auto") each tensor keeps its own.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         max_shard_size: as in ``"5GB"``: of one file's tensors.
         file_format: ``"bin"`` writes ``pytorch_model.bin``.
@@ -151,6 +151,7 @@ def merge_weights(
     """
     check_options(get_hints(merge_weights), {"file_format": file_format, "remove_source": remove_source})
     checkpoint, out, limit = Path(checkpoint).expanduser(), Path(out).expanduser(), parse_size(max_shard_size)
+    dtype = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
     start = time.perf_counter()
     with ExitStack() as stack:
         # 1. Open the checkpoint, and refuse what cannot be carried out, before anything is written.
