@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.loading import torch_saves
 from tests.quantized import quantizing
@@ -165,6 +165,17 @@ def test_a_quantized_checkpoint_is_dequantized(tmp_path: Path) -> None:
     same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "wanted"))
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("fp8", "out")]
     assert ["quantization_config" in config for config in configs] == [True, False]
+
+
+def test_quantized_tensors_that_are_carried_along_get_the_dtype_of_the_output(tmp_path: Path) -> None:
+    folder = zoo.save_original(zoo.build(specimen("qwen3")), tmp_path / "fp8")
+    others = {"mtp.up_proj.weight": torch.ones(16, 16), "mtp.norm.weight": torch.ones(16)}
+    file = min(folder.glob("*.safetensors"))
+    save_file({**load_file(file), **others}, file, metadata={"format": "pt"})
+    quantizing.quantize(folder, "fp8 of a tensor")
+    merge_weights(folder, tmp_path / "out", dtype="bfloat16")
+    found = tensors_of(tmp_path / "out")
+    assert [found[key].dtype for key in others] == [torch.bfloat16, torch.float32]
 
 
 def test_files_of_torch_and_safetensors_are_merged_as_well(small, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from transformers import PreTrainedConfig
 
@@ -27,7 +27,7 @@ from shardwise.files.storage import StorageReader, StorageWriter
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
-from shardwise.fsdp.torch_private import to_torch
+from shardwise.fsdp.torch_private import from_torch, to_torch
 from shardwise.loading.meta_model import MetaModel, compare_ties
 from shardwise.loading.plan import LoadPlan, Tie, plan_load
 from shardwise.loading.prepare import get_rules
@@ -253,11 +253,13 @@ def substitute_outputs(
     tensors: dict[str, tuple[DType, Expression]] = {}
     for key, output in outputs.items():
         tensors[key] = output.dtype, substitute(output.expression, expressions)
-    # Tensors that the model does not have are written unchanged, unless an output has their key.
+    # Tensors that the model does not have are written unchanged, or dequantized, unless an output has their key.
     stored = {item.key: item for item in source.index.tensors()}
+    model_dtype: Any = source.config.dtype
     for key in source.carried:
         if key not in outputs and key in stored:
-            tensors[key] = stored[key].dtype, source.stored[key]
+            dtype = from_torch(model_dtype, key) if computes(source.stored[key]) else stored[key].dtype
+            tensors[key] = dtype, source.stored[key]
     return tensors
 
 
