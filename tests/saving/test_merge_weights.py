@@ -14,7 +14,7 @@ from tests.loading import torch_saves
 from tests.quantized import quantizing
 from tests.saving.adapters import tensors_of
 from tests.small_checkpoints import small_qwen3
-from tests.support.files import change_json
+from tests.support.files import change_json, contents
 from tests.truth import require_equal as same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
@@ -235,6 +235,13 @@ def test_a_source_that_holds_more_than_the_model_is_not_removed(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"optimizer.*would be lost"):
         merge_weights(tmp_path / "run", tmp_path / "out", remove_source=True)
     assert any("optimizer" in note for note in merge_weights(tmp_path / "run", tmp_path / "out").notes)
+    folder = zoo.save_original(model, tmp_path / "fp8")
+    quantizing.quantize(folder, "fp8 of a tensor")  # with scales of activations
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"qscale_act.*would be lost"):
+        merge_weights(folder, tmp_path / "dequantized", remove_source=True)
+    assert contents(folder) == before
+    assert not (tmp_path / "dequantized").exists()
 
 
 def test_the_metadata_of_another_checkpoint_in_the_folder_stays(tmp_path: Path) -> None:

@@ -154,22 +154,23 @@ def merge_weights(
     dtype = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
     start = time.perf_counter()
     with ExitStack() as stack:
-        # 1. Open the checkpoint, and refuse what cannot be carried out, before anything is written.
+        # 1. Open the checkpoint.
         reader, index, is_optimizer = _open(checkpoint, stack)
         folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
         merge_steps.require_other_folder(out, [folder, *_checkpoint_folders(folder, index)])
-        if remove_source and index.ignored:
-            raise ConfigError(
-                f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
-                "would be lost with it. Merge it without removing it"
-            )
-        # 2. Choose the names, and write.
+        # 2. Choose the names, refuse what cannot be carried out, and write.
         executor = merge_steps.create_executor(reader, index)
         if is_optimizer:
             outputs = name_optimizer_outputs(reader, index, executor, (base, dtype, key_mapping))
             file_format = "bin"
         else:
             outputs = name_outputs(folder, index, executor, base=base, dtype=dtype, key_mapping=key_mapping or {})
+        # Of the dequantized checkpoint, whose scales of activations are not written.
+        if remove_source and (ignored := outputs.to_save.executor.index.ignored):
+            raise ConfigError(
+                f"the checkpoint in {index.root} also holds {', '.join(map(shown, ignored[:5]))}, which "
+                "would be lost with it. Merge it without removing it"
+            )
         companions = _companions(outputs, folder, dtype)
         written, files = _write(outputs, companions, file_format, out, limit)
         if outputs.folder is not None:
