@@ -205,7 +205,9 @@ def test_an_adapter_in_a_folder_of_its_own(base: Path, adapter: Path, tmp_path: 
         merge_adapter(base, tmp_path / "several" / "mine", tmp_path / "out", adapter_name="yours")
     with pytest.raises(FormatError, match="not the name of an adapter"):
         merge_adapter(base, tmp_path / "several", tmp_path / "out", adapter_name="../several")
+    (tmp_path / "several" / "tokenizer_config.json").write_text('{"of": "the training"}')
     assert merge_adapter(base, tmp_path / "several", tmp_path / "out", adapter_name="mine").modules == 4
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"of": "the training"}'
 
 
 def test_adapters_of_single_experts_are_merged_into_the_hubs_tensors(tmp_path: Path) -> None:
@@ -251,6 +253,11 @@ def test_a_head_trained_beside_a_tied_embedding_is_tied_no_more(tied: Path, tmp_
 
 
 def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(base, tmp_path / "base"))
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool.jinja").write_text("tool")
+    (base / "tekken.json").write_text("base")
+    (base / "target_vocab.json").write_text("base")
     merge_adapter(base, adapter, tmp_path / "one", dtype="bfloat16")
     found = contents(tmp_path / "one")
     wanted = {
@@ -258,21 +265,26 @@ def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: 
         "generation_config.json",
         "tokenizer_config.json",
         "vocab.txt",
+        "tekken.json",
+        "target_vocab.json",
+        "additional_chat_templates/tool.jinja",
         "model.safetensors",
         "model.fingerprints.json",
     }
     assert set(found) == wanted
     assert json.loads(found["config.json"])["dtype"] == "bfloat16"
-    (adapter / "tokenizer_config.json").write_text('{"of": "the adapter"}')
+    # All of one tokenizer, also its templates.
+    (adapter / "tekken.json").write_text("adapter")
     (adapter / "chat_template.jinja").write_text("adapter")
-    (base / "additional_chat_templates").mkdir(exist_ok=True)
-    (base / "additional_chat_templates" / "tool.jinja").write_text("tool")
     merge_adapter(base, adapter, tmp_path / "two")
+    wanted -= {"vocab.txt", "tokenizer_config.json", "target_vocab.json", "additional_chat_templates/tool.jinja"}
     found = contents(tmp_path / "two")
-    assert found["tokenizer_config.json"] == b'{"of": "the adapter"}'
-    assert found["chat_template.jinja"] == b"adapter"
-    assert "vocab.txt" not in found
-    assert (tmp_path / "two" / "additional_chat_templates" / "tool.jinja").read_text() == "tool"
+    assert set(found) == wanted | {"chat_template.jinja"}
+    assert found["tekken.json"] == found["chat_template.jinja"] == b"adapter"
+    (adapter / "additional_chat_templates").mkdir()
+    (adapter / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    merge_adapter(base, adapter, tmp_path / "three")
+    assert set(contents(tmp_path / "three")) == {*found, "additional_chat_templates/rag.jinja"}
 
 
 def test_a_config_with_infinity_comes_along(base: Path, adapter: Path, tmp_path: Path) -> None:

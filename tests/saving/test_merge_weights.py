@@ -82,6 +82,14 @@ def test_the_folder_of_the_model_is_found_and_the_config_above_it(inner: str, sm
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
+@pytest.mark.parametrize("inner", ["", "pytorch_model_fsdp_0"])
+def test_the_tokenizer_of_a_run_is_taken_before_that_of_the_base(inner: str, small, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(small[0].parent / "wanted", tmp_path / "base"))
+    (base / "tokenizer_config.json").write_text('{"of": "the base"}')
+    merge_weights(small[0] / inner, tmp_path / "out", base=base)
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
+
+
 def test_without_a_config_names_stay_and_that_is_reported(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
     (step / "config.json").unlink()

@@ -268,38 +268,41 @@ _TOKENIZER: Final = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    "*vocab.json",
     "vocab-*.json",
+    "vocab.txt",
+    "dict.txt",
+    "merges.txt",
+    "byte_maps.json",
+    "emoji.json",
     "normalizer.json",
+    "word_*.json",
+    "*tekken*.json",
     "*.model",
     "*.spm",
     "*.codes",
     "*.tiktoken",
+    "*.tokenizer",
     "chat_template.*",
 )
-
-
-_COMPANIONS: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
+_MAIN_TOKENIZER_FILES: Final = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "tekken.json")
 _TEMPLATES = "additional_chat_templates"
 _MAX_COMPANION_BYTES = 256 << 20
 
 
-def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
-    """Return the small files of a model by name.
+def find_tokenizer_folder(folders: Sequence[Path]) -> Path:
+    """Return the first folder that has a tokenizer, otherwise the last one."""
+    found = (folder for folder in folders if any((folder / name).is_file() for name in _MAIN_TOKENIZER_FILES))
+    return next(found, folders[-1])
 
-    Configs, tokenizer, chat template, and the code that they refer to.
 
-    If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
+def read_companions(base: Path, tokenizer: Path) -> dict[str, bytes]:
+    """Return the small files of a model by name: configs, tokenizer, chat template, and the code they refer to.
+
+    Those of the tokenizer are all of the folder ``tokenizer``: a mix of files of two tokenizers is neither.
     """
-    companions, code = read_files(base, _COMPANIONS), _read_code(base)
-    # All of one tokenizer or all of the other: a mix of files of two tokenizers is neither.
-    if own is not None and read_files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
-        companions = {name: content for name, content in companions.items() if not _is_any(name, _TOKENIZER)}
-        companions |= read_files(own, _TOKENIZER)
-        code |= _read_code(own)
-    return companions | code
+    configs = read_files(base, ("generation_config.json", "*processor_config.json"))
+    return configs | read_files(tokenizer, _TOKENIZER) | _read_code(base) | _read_code(tokenizer)
 
 
 def _read_code(folder: Path) -> dict[str, bytes]:
@@ -341,13 +344,9 @@ def config_content(
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def read_templates(folders: Sequence[Path]) -> dict[str, bytes]:
-    """Return additional chat templates, from the first folder that has any."""
-    for folder in folders:
-        templates = read_files(folder / _TEMPLATES, ("*.jinja",))
-        if templates:
-            return templates
-    return {}
+def read_templates(tokenizer: Path) -> dict[str, bytes]:
+    """Return the additional chat templates of a tokenizer in a folder."""
+    return read_files(tokenizer / _TEMPLATES, ("*.jinja",))
 
 
 def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:

@@ -41,6 +41,7 @@ from shardwise.saving.commit import commit_written
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.saving.merge_steps import (
     config_content,
+    find_tokenizer_folder,
     parse_config,
     read_companions,
     read_templates,
@@ -171,10 +172,9 @@ def merge_weights(
                 f"the checkpoint in {index.root} also holds {', '.join(map(shown, ignored[:5]))}, which "
                 "would be lost with it. Merge it without removing it"
             )
-        companions = _companions(outputs, folder, dtype)
+        companions, templates = _companions(outputs, folder, dtype)
         written, files = _write(outputs, companions, file_format, out, limit)
-        if outputs.folder is not None:
-            write_templates(out, read_templates([folder, outputs.folder]))
+        write_templates(out, templates)
     removed = ""
     if remove_source:
         # After the readers are closed, and from the files: a comparison with memory would miss a disk that loses
@@ -214,13 +214,22 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     return reader, index, is_optimizer
 
 
-def _companions(outputs: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
-    """Return the small files of the output. Empty if the model is unknown."""
+def _companions(
+    outputs: NamedOutputs, folder: Path, dtype: str | None
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Return the small files of the output and its additional chat templates. Empty if the model is unknown."""
     if outputs.folder is None:
-        return {}
+        return {}, {}
     dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
     config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=outputs.untied)
-    return {**read_companions(outputs.folder, folder), "config.json": config}
+    tokenizer = find_tokenizer_folder([*_nearest_folders(folder), outputs.folder])
+    return {**read_companions(outputs.folder, tokenizer), "config.json": config}, read_templates(tokenizer)
+
+
+def _nearest_folders(folder: Path) -> list[Path]:
+    """Return a folder and the two above it: trainers write checkpoints one or two folders below the config."""
+    absolute = folder.absolute()
+    return [absolute, *absolute.parents[:2]]
 
 
 def _write(
@@ -434,10 +443,7 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path}: there is no config.json. Pass a folder with the model's config")
         return path
-    # Trainers write checkpoints one or two folders below the config.
-    absolute = folder.absolute()
-    folders = [absolute, *absolute.parents[:2]]
-    return next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)
+    return next((path for path in _nearest_folders(folder) if (path / "config.json").is_file()), None)
 
 
 def _keep_names(
