@@ -44,13 +44,13 @@ from shardwise.models.former_names import LowRankPair, fuse_experts, match_forme
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
 from shardwise.saving import merge_plan, merge_steps
+from shardwise.saving.commit import write_templates
 from shardwise.saving.merge_steps import (
     config_content,
     find_tokenizer_folder,
     parse_config,
     read_companions,
     read_templates,
-    write_templates,
 )
 from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.stream_out import TensorsToSave, apply_edits

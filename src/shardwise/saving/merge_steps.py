@@ -21,7 +21,6 @@ from shardwise.core.layout import ModelLayout, Origin, TensorKind
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import CheckpointIndex, parse_object, wrapper_notes
 from shardwise.files.local_reader import OpenStorage
-from shardwise.files.local_writer import LocalWriter
 from shardwise.files.open_checkpoint import dequantize_index, open_checkpoint
 from shardwise.files.storage import StorageReader, StorageWriter
 from shardwise.files.stored_tensors import stored_tensors
@@ -34,7 +33,7 @@ from shardwise.loading.prepare import get_rules
 from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
-from shardwise.saving.commit import begin_save, commit_save, undo_save
+from shardwise.saving.commit import TEMPLATES_FOLDER, begin_save, commit_save, undo_save
 from shardwise.saving.plan import plan_save
 from shardwise.saving.prepare import find_main_dtype
 from shardwise.saving.saving_lock import new_save_id
@@ -286,7 +285,6 @@ _TOKENIZER: Final = (
     "chat_template.*",
 )
 _MAIN_TOKENIZER_FILES: Final = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "tekken.json")
-_TEMPLATES = "additional_chat_templates"
 _MAX_COMPANION_BYTES = 256 << 20
 
 
@@ -346,15 +344,7 @@ def config_content(
 
 def read_templates(tokenizer: Path) -> dict[str, bytes]:
     """Return the additional chat templates of a tokenizer in a folder."""
-    return read_files(tokenizer / _TEMPLATES, ("*.jinja",))
-
-
-def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
-    """Write additional chat templates into a folder of their own."""
-    if templates:
-        with LocalWriter(out / _TEMPLATES) as writer:
-            for name, content in templates.items():
-                writer.replace(name, content)
+    return read_files(tokenizer / TEMPLATES_FOLDER, ("*.jinja",))
 
 
 def parse_config(folder: Path) -> dict[str, object]:

@@ -37,7 +37,7 @@ from shardwise.models.pretrained import assign_keys, rename_keys
 from shardwise.ranks.call_arguments import check_options, get_hints
 from shardwise.ranks.world import World
 from shardwise.saving import merge_steps
-from shardwise.saving.commit import commit_written
+from shardwise.saving.commit import commit_written, write_templates
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.saving.merge_steps import (
     config_content,
@@ -45,7 +45,6 @@ from shardwise.saving.merge_steps import (
     parse_config,
     read_companions,
     read_templates,
-    write_templates,
 )
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
 from shardwise.saving.prepare import MAX_SHARD_SIZE
