@@ -1,7 +1,9 @@
 """Adapters that do not fit or are damaged, and the output folder after a merge that fails."""
 
 import json
+import math
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.saving.adapters import change, merged_by_peft, save_adapter, tensors_of, ulps_apart
-from tests.support.files import contents
-from transformers import AutoModelForCausalLM
+from tests.support.files import change_json, contents
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.core import untrusted
 from shardwise.core.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError, StorageError
 from shardwise.files.local_writer import LocalWriter
 from shardwise.saving.merge_adapter import merge_adapter
+from shardwise.saving.merge_weights import merge_weights
 
 
 @pytest.fixture
@@ -202,7 +205,9 @@ def test_an_adapter_in_a_folder_of_its_own(base: Path, adapter: Path, tmp_path: 
         merge_adapter(base, tmp_path / "several" / "mine", tmp_path / "out", adapter_name="yours")
     with pytest.raises(FormatError, match="not the name of an adapter"):
         merge_adapter(base, tmp_path / "several", tmp_path / "out", adapter_name="../several")
+    (tmp_path / "several" / "tokenizer_config.json").write_text('{"of": "the training"}')
     assert merge_adapter(base, tmp_path / "several", tmp_path / "out", adapter_name="mine").modules == 4
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"of": "the training"}'
 
 
 def test_adapters_of_single_experts_are_merged_into_the_hubs_tensors(tmp_path: Path) -> None:
@@ -248,6 +253,11 @@ def test_a_head_trained_beside_a_tied_embedding_is_tied_no_more(tied: Path, tmp_
 
 
 def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(base, tmp_path / "base"))
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool.jinja").write_text("tool")
+    (base / "tekken.json").write_text("base")
+    (base / "target_vocab.json").write_text("base")
     merge_adapter(base, adapter, tmp_path / "one", dtype="bfloat16")
     found = contents(tmp_path / "one")
     wanted = {
@@ -255,21 +265,36 @@ def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: 
         "generation_config.json",
         "tokenizer_config.json",
         "vocab.txt",
+        "tekken.json",
+        "target_vocab.json",
+        "additional_chat_templates/tool.jinja",
         "model.safetensors",
         "model.fingerprints.json",
     }
     assert set(found) == wanted
     assert json.loads(found["config.json"])["dtype"] == "bfloat16"
-    (adapter / "tokenizer_config.json").write_text('{"of": "the adapter"}')
+    # All of one tokenizer, also its templates.
+    (adapter / "tekken.json").write_text("adapter")
     (adapter / "chat_template.jinja").write_text("adapter")
-    (base / "additional_chat_templates").mkdir(exist_ok=True)
-    (base / "additional_chat_templates" / "tool.jinja").write_text("tool")
     merge_adapter(base, adapter, tmp_path / "two")
+    wanted -= {"vocab.txt", "tokenizer_config.json", "target_vocab.json", "additional_chat_templates/tool.jinja"}
     found = contents(tmp_path / "two")
-    assert found["tokenizer_config.json"] == b'{"of": "the adapter"}'
-    assert found["chat_template.jinja"] == b"adapter"
-    assert "vocab.txt" not in found
-    assert (tmp_path / "two" / "additional_chat_templates" / "tool.jinja").read_text() == "tool"
+    assert set(found) == wanted | {"chat_template.jinja"}
+    assert found["tekken.json"] == found["chat_template.jinja"] == b"adapter"
+    (adapter / "additional_chat_templates").mkdir()
+    (adapter / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    merge_adapter(base, adapter, tmp_path / "three")
+    assert set(contents(tmp_path / "three")) == {*found, "additional_chat_templates/rag.jinja"}
+
+
+def test_a_config_with_infinity_comes_along(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """As older versions of transformers wrote it for state space models."""
+    base = Path(shutil.copytree(base, tmp_path / "base"))
+    change_json(base / "config.json", time_step_limit=[0.0, math.inf])
+    merge_adapter(base, adapter, tmp_path / "one")
+    merge_weights(base, tmp_path / "two")
+    for out in (tmp_path / "one", tmp_path / "two"):
+        assert AutoConfig.from_pretrained(out).time_step_limit == [0.0, math.inf]
 
 
 def test_never_onto_its_own_source(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.loading import torch_saves
 from tests.quantized import quantizing
 from tests.saving.adapters import tensors_of
-from tests.support.files import change_json
+from tests.small_checkpoints import small_qwen3
+from tests.support.files import change_json, contents
 from tests.truth import require_equal as same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
@@ -81,6 +82,14 @@ def test_the_folder_of_the_model_is_found_and_the_config_above_it(inner: str, sm
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
+@pytest.mark.parametrize("inner", ["", "pytorch_model_fsdp_0"])
+def test_the_tokenizer_of_a_run_is_taken_before_that_of_the_base(inner: str, small, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(small[0].parent / "wanted", tmp_path / "base"))
+    (base / "tokenizer_config.json").write_text('{"of": "the base"}')
+    merge_weights(small[0] / inner, tmp_path / "out", base=base)
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
+
+
 def test_without_a_config_names_stay_and_that_is_reported(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
     (step / "config.json").unlink()
@@ -136,12 +145,24 @@ def test_the_names_of_the_base_are_those_of_the_outcome(tmp_path: Path) -> None:
 def test_each_tensor_keeps_its_dtype_which_the_config_states(small, tmp_path: Path) -> None:
     step = copied(small[0], tmp_path)
     change_json(step / "config.json", dtype="bfloat16")
-    merge_weights(step, tmp_path / "out")
-    same(tensors_of(tmp_path / "out"), small[1])
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
-    merge_weights(step, tmp_path / "half", dtype="bfloat16")
-    same(tensors_of(tmp_path / "half"), {key: value.bfloat16() for key, value in small[1].items()})
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    for dtype in (None, "auto"):
+        merge_weights(step, tmp_path / "out", dtype=dtype)
+        same(tensors_of(tmp_path / "out"), small[1])
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    for dtype in ("bfloat16", torch.bfloat16):
+        merge_weights(step, tmp_path / "half", dtype=dtype)
+        same(tensors_of(tmp_path / "half"), {key: value.bfloat16() for key, value in small[1].items()})
+        assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_head_with_values_of_its_own_is_not_tied_in_the_config(tmp_path: Path) -> None:
+    base = zoo.save_original(small_qwen3(tie_word_embeddings=True), tmp_path / "base")
+    trained = small_qwen3()
+    save_distributed(trained.state_dict(), tmp_path / "run")
+    report = merge_weights(tmp_path / "run", tmp_path / "out", base=base)
+    same(tensors_of(tmp_path / "out"), trained.state_dict())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert "lm_head.weight is not tied any more: it has its own values" in report.notes
 
 
 def test_a_quantized_checkpoint_is_dequantized(tmp_path: Path) -> None:
@@ -152,6 +173,17 @@ def test_a_quantized_checkpoint_is_dequantized(tmp_path: Path) -> None:
     same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "wanted"))
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("fp8", "out")]
     assert ["quantization_config" in config for config in configs] == [True, False]
+
+
+def test_quantized_tensors_that_are_carried_along_get_the_dtype_of_the_output(tmp_path: Path) -> None:
+    folder = zoo.save_original(zoo.build(specimen("qwen3")), tmp_path / "fp8")
+    others = {"mtp.up_proj.weight": torch.ones(16, 16), "mtp.norm.weight": torch.ones(16)}
+    file = min(folder.glob("*.safetensors"))
+    save_file({**load_file(file), **others}, file, metadata={"format": "pt"})
+    quantizing.quantize(folder, "fp8 of a tensor")
+    merge_weights(folder, tmp_path / "out", dtype="bfloat16")
+    found = tensors_of(tmp_path / "out")
+    assert [found[key].dtype for key in others] == [torch.bfloat16, torch.float32]
 
 
 def test_files_of_torch_and_safetensors_are_merged_as_well(small, tmp_path: Path) -> None:
@@ -211,6 +243,13 @@ def test_a_source_that_holds_more_than_the_model_is_not_removed(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"optimizer.*would be lost"):
         merge_weights(tmp_path / "run", tmp_path / "out", remove_source=True)
     assert any("optimizer" in note for note in merge_weights(tmp_path / "run", tmp_path / "out").notes)
+    folder = zoo.save_original(model, tmp_path / "fp8")
+    quantizing.quantize(folder, "fp8 of a tensor")  # with scales of activations
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"qscale_act.*would be lost"):
+        merge_weights(folder, tmp_path / "dequantized", remove_source=True)
+    assert contents(folder) == before
+    assert not (tmp_path / "dequantized").exists()
 
 
 def test_the_metadata_of_another_checkpoint_in_the_folder_stays(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Tensors that are hard to save, casts, and what is refused."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import peft
 import pytest
 import torch
@@ -9,6 +12,7 @@ from tests.saving import hard_models
 from tests.saving.adapters import tensors_of
 from tests.saving.hard_models import OPTIONS, Odd, expected
 from tests.small_checkpoints import MIXTRAL, small_qwen3
+from tests.support.files import contents
 from tests.support.world import require_same_error
 from tests.truth import unlike
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -93,11 +97,20 @@ def test_the_tokenizer_is_put_beside(tmp_path):
         assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
 
 
-def test_a_tokenizer_that_writes_folders_is_refused_before_anything_is_written(tmp_path):
+def test_a_tokenizer_with_several_templates_is_put_beside(tmp_path):
     made = tokenizer(chat_template={"default": "{{ messages }}", "tools": "{{ tools }}"})
+    made.save_pretrained(tmp_path / "alone")
+    shardwise.save(small_qwen3(), tmp_path / "saved", tokenizer=made)
+    beside, saved = contents(tmp_path / "alone"), contents(tmp_path / "saved")
+    assert "additional_chat_templates/tools.jinja" in beside
+    assert {name: saved[name] for name in beside} == beside
+    assert shardwise.verify(tmp_path / "saved").is_sound
+
+
+def test_a_tokenizer_that_writes_folders_is_refused_before_anything_is_written(tmp_path):
+    made = SimpleNamespace(save_pretrained=lambda folder: Path(folder, "voices").mkdir())
     with pytest.raises(
-        shardwise.ConfigError,
-        match="the tokenizer or the model's code writes a folder, additional_chat_templates.*Leave tokenizer",
+        shardwise.ConfigError, match="the tokenizer or the model's code writes a folder, voices.*Leave tokenizer"
     ):
         shardwise.save(small_qwen3(), tmp_path / "saved", tokenizer=made)
     assert not (tmp_path / "saved").exists()

@@ -474,16 +474,15 @@ def contents(reader: StorageReader, entries: Sequence[TensorEntry]) -> dict[str,
     return {entry.key: content for entry, content in zip(entries, read, strict=True)}
 
 
-def parse_object(text: bytes, *, what: str) -> dict[str, object]:
+def parse_object(text: bytes, *, what: str, allow_constants: bool = False) -> dict[str, object]:
     """Return the JSON object in ``text``. ``what`` names it in messages (file and part of it).
 
-    Stricter than :func:`json.loads`: UTF-8 only, no key twice in one object, no NaN or Infinity, no lone
-    surrogates in names. A :class:`FormatError` for all else, never another exception.
+    Stricter than :func:`json.loads`: UTF-8 only, no key twice in one object, no NaN or Infinity unless
+    ``allow_constants``, no lone surrogates in names. A :class:`FormatError` for all else, never another exception.
     """
+    constants = None if allow_constants else _refuse_constant
     try:
-        value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_require_distinct_keys, parse_constant=_refuse_constant
-        )
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_require_distinct_keys, parse_constant=constants)
     except (ValueError, RecursionError) as error:  # not UTF-8, too deep, our own refusals, integers of many digits
         raise invalid_file(what, f"it is not valid JSON ({error})") from error
     if not isinstance(value, dict):

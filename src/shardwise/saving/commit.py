@@ -39,6 +39,8 @@ from shardwise.saving.plan import ADAPTER, SavePlan
 from shardwise.saving.rename_journal import finish_renames, remove_empty, remove_pending, work_folder
 from shardwise.transfer import fingerprints
 
+TEMPLATES_FOLDER = "additional_chat_templates"
+
 _BLOCK_BYTES = 8 << 20
 
 # Any save
@@ -216,6 +218,14 @@ def _restore(
         if is_mixed and step.file in commit.final_files:
             continue
         writer.rename(step.name, step.file)
+
+
+def write_templates(root: str | os.PathLike[str], templates: Mapping[str, bytes]) -> None:
+    """Write additional chat templates into their folder, after the commit: a tokenizer opens without them."""
+    if templates:
+        with LocalWriter(os.path.join(root, TEMPLATES_FOLDER)) as writer:
+            for name, content in templates.items():
+                writer.replace(name, content)
 
 
 # Files of others

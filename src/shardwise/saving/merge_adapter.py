@@ -44,12 +44,13 @@ from shardwise.models.former_names import LowRankPair, fuse_experts, match_forme
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
 from shardwise.saving import merge_plan, merge_steps
+from shardwise.saving.commit import write_templates
 from shardwise.saving.merge_steps import (
     config_content,
+    find_tokenizer_folder,
     parse_config,
     read_companions,
     read_templates,
-    write_templates,
 )
 from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.stream_out import TensorsToSave, apply_edits
@@ -392,15 +393,17 @@ def merge_adapter(
     # The adapter is in another repository than the base, with revisions and folders of its own.
     of_adapter = replace(in_cache, revision=None, subfolder="")
     base_path = resolve(base, in_cache, download=False)
-    lora_folder = find_adapter_folder(resolve(adapter, of_adapter, download=False), adapter_name)
+    adapter_path = resolve(adapter, of_adapter, download=False)
+    lora_folder = find_adapter_folder(adapter_path, adapter_name)
     folder, out = base_path if base_path.is_dir() else base_path.parent, Path(out).expanduser()
     merge_steps.require_other_folder(out, [base_path, lora_folder])
     with ExitStack() as stack:
         merge = _plan_edits(base_path, folder, lora_folder, adapter_name, options, stack)
         source, plan = merge.source, merge.plan
-        # The tokenizer of the adapter, if it has one. The config is the base's, with the fields that the merge
-        # changes.
-        companions = read_companions(folder, lora_folder)
+        # A Trainer writes the tokenizer above adapters in folders of their own. The config is the base's, with the
+        # fields that the merge changes.
+        tokenizer = find_tokenizer_folder([lora_folder, adapter_path, folder])
+        companions = read_companions(folder, tokenizer)
         companions["config.json"] = merge.config_content(options.get("dtype", "auto"))
         tensors = source.layout.tensors
         with LocalWriter(out) as writer:
@@ -412,7 +415,7 @@ def merge_adapter(
                 companions=companions,
                 check=lambda _: merge.require_effect(lora_folder),
             )
-        write_templates(out, read_templates([lora_folder, folder]))
+        write_templates(out, read_templates(tokenizer))
     return MergeAdapterReport(
         base=str(base_path),
         adapter=str(lora_folder),
@@ -446,15 +449,8 @@ class _PlannedEdits:
     def config_content(self, dtype: object) -> bytes:
         """Return the output's ``config.json``."""
         dtype_name = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-        # T5 and its kin scale the decoder's output if the config is tied, so the field stays. transformers unties
-        # names that are stored with separate values.
-        is_encoder_decoder = pretrained.is_encoder_decoder(self.source.built.model)
-        return config_content(
-            self.config,
-            dtype=dtype_name,
-            untied=bool(self.source.untied) and not is_encoder_decoder,
-            vocab_size=self.vocab_size,
-        )
+        untied = self.source.is_untied()
+        return config_content(self.config, dtype=dtype_name, untied=untied, vocab_size=self.vocab_size)
 
     def notes(self) -> list[str]:
         """Return notes on a resized vocabulary."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from transformers import PreTrainedConfig
 
@@ -21,20 +21,19 @@ from shardwise.core.layout import ModelLayout, Origin, TensorKind
 from shardwise.core.tensors import DType
 from shardwise.files.checkpoint_index import CheckpointIndex, parse_object, wrapper_notes
 from shardwise.files.local_reader import OpenStorage
-from shardwise.files.local_writer import LocalWriter
 from shardwise.files.open_checkpoint import dequantize_index, open_checkpoint
 from shardwise.files.storage import StorageReader, StorageWriter
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
-from shardwise.fsdp.torch_private import to_torch
+from shardwise.fsdp.torch_private import from_torch, to_torch
 from shardwise.loading.meta_model import MetaModel, compare_ties
 from shardwise.loading.plan import LoadPlan, Tie, plan_load
 from shardwise.loading.prepare import get_rules
 from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
-from shardwise.saving.commit import begin_save, commit_save, undo_save
+from shardwise.saving.commit import TEMPLATES_FOLDER, begin_save, commit_save, undo_save
 from shardwise.saving.plan import plan_save
 from shardwise.saving.prepare import find_main_dtype
 from shardwise.saving.saving_lock import new_save_id
@@ -68,6 +67,17 @@ class OfflineModel:
     carried: tuple[str, ...]
     untied: tuple[str, ...]
     notes: list[str]
+
+    def is_untied(self) -> bool:
+        """Return whether the output's config says that nothing is tied, which it only can of all ties at once."""
+        # T5 and its kin scale the decoder's output if the config is tied, so the field stays. transformers unties
+        # names that are stored with separate values.
+        model = self.built.model
+        return (
+            bool(self.untied)
+            and not pretrained.get_declared_ties(model)
+            and not pretrained.is_encoder_decoder(model)
+        )
 
     def as_stored(self) -> OfflineModel:
         """Return the model with the stored dtype for every tensor that is not computed."""
@@ -242,11 +252,13 @@ def substitute_outputs(
     tensors: dict[str, tuple[DType, Expression]] = {}
     for key, output in outputs.items():
         tensors[key] = output.dtype, substitute(output.expression, expressions)
-    # Tensors that the model does not have are written unchanged, unless an output has their key.
+    # Tensors that the model does not have are written unchanged, or dequantized, unless an output has their key.
     stored = {item.key: item for item in source.index.tensors()}
+    model_dtype: Any = source.config.dtype
     for key in source.carried:
         if key not in outputs and key in stored:
-            tensors[key] = stored[key].dtype, source.stored[key]
+            dtype = from_torch(model_dtype, key) if computes(source.stored[key]) else stored[key].dtype
+            tensors[key] = dtype, source.stored[key]
     return tensors
 
 
@@ -255,38 +267,40 @@ _TOKENIZER: Final = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    "*vocab.json",
     "vocab-*.json",
+    "vocab.txt",
+    "dict.txt",
+    "merges.txt",
+    "byte_maps.json",
+    "emoji.json",
     "normalizer.json",
+    "word_*.json",
+    "*tekken*.json",
     "*.model",
     "*.spm",
     "*.codes",
     "*.tiktoken",
+    "*.tokenizer",
     "chat_template.*",
 )
-
-
-_COMPANIONS: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
-_TEMPLATES = "additional_chat_templates"
+_MAIN_TOKENIZER_FILES: Final = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "tekken.json")
 _MAX_COMPANION_BYTES = 256 << 20
 
 
-def read_companions(base: Path, own: Path | None = None) -> dict[str, bytes]:
-    """Return the small files of a model by name.
+def find_tokenizer_folder(folders: Sequence[Path]) -> Path:
+    """Return the first folder that has a tokenizer, otherwise the last one."""
+    found = (folder for folder in folders if any((folder / name).is_file() for name in _MAIN_TOKENIZER_FILES))
+    return next(found, folders[-1])
 
-    Configs, tokenizer, chat template, and the code that they refer to.
 
-    If the folder ``own`` has a tokenizer, its tokenizer files replace the base's.
+def read_companions(base: Path, tokenizer: Path) -> dict[str, bytes]:
+    """Return the small files of a model by name: configs, tokenizer, chat template, and the code they refer to.
+
+    Those of the tokenizer are all of the folder ``tokenizer``: a mix of files of two tokenizers is neither.
     """
-    companions, code = read_files(base, _COMPANIONS), _read_code(base)
-    # All of one tokenizer or all of the other: a mix of files of two tokenizers is neither.
-    if own is not None and read_files(own, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
-        companions = {name: content for name, content in companions.items() if not _is_any(name, _TOKENIZER)}
-        companions |= read_files(own, _TOKENIZER)
-        code |= _read_code(own)
-    return companions | code
+    configs = read_files(base, ("generation_config.json", "*processor_config.json"))
+    return configs | read_files(tokenizer, _TOKENIZER) | _read_code(base) | _read_code(tokenizer)
 
 
 def _read_code(folder: Path) -> dict[str, bytes]:
@@ -328,27 +342,16 @@ def config_content(
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def read_templates(folders: Sequence[Path]) -> dict[str, bytes]:
-    """Return additional chat templates, from the first folder that has any."""
-    for folder in folders:
-        templates = read_files(folder / _TEMPLATES, ("*.jinja",))
-        if templates:
-            return templates
-    return {}
-
-
-def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
-    """Write additional chat templates into a folder of their own."""
-    if templates:
-        with LocalWriter(out / _TEMPLATES) as writer:
-            for name, content in templates.items():
-                writer.replace(name, content)
+def read_templates(tokenizer: Path) -> dict[str, bytes]:
+    """Return the additional chat templates of a tokenizer in a folder."""
+    return read_files(tokenizer / TEMPLATES_FOLDER, ("*.jinja",))
 
 
 def parse_config(folder: Path) -> dict[str, object]:
     """Return the content of a folder's ``config.json``, empty if there is none."""
     content = read_files(folder, (_CONFIG,)).get(_CONFIG)
-    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
+    # transformers has written Infinity into the configs of state space models.
+    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}", allow_constants=True)
 
 
 def _is_any(name: str, patterns: Sequence[str]) -> bool:
@@ -374,6 +377,6 @@ def read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
 def choose_config_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
     """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
     if dtype is not None:
-        return dtype.removeprefix("torch.")
+        return dtype
     main = find_main_dtype(to_save.tensors())
     return None if main is None else str(to_torch(main)).removeprefix("torch.")

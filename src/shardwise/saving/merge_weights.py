@@ -37,14 +37,14 @@ from shardwise.models.pretrained import assign_keys, rename_keys
 from shardwise.ranks.call_arguments import check_options, get_hints
 from shardwise.ranks.world import World
 from shardwise.saving import merge_steps
-from shardwise.saving.commit import commit_written
+from shardwise.saving.commit import commit_written, write_templates
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.saving.merge_steps import (
     config_content,
+    find_tokenizer_folder,
     parse_config,
     read_companions,
     read_templates,
-    write_templates,
 )
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
 from shardwise.saving.prepare import MAX_SHARD_SIZE
@@ -74,7 +74,7 @@ _OF_AN_ADAPTER = ".lora_"
 
 @dataclass(frozen=True)
 class NamedOutputs:
-    """Outputs by name, and the folder of the config that determined the names.
+    """Outputs by name, and the folder of the config that determined the names. ``untied``: its ties are given up.
 
     For a ``torch.save`` file: its name, the path of the tensors in it, and its other content.
     """
@@ -84,6 +84,7 @@ class NamedOutputs:
     folder: Path | None = None
     parameters: int = 0
     notes: tuple[str, ...] = ()
+    untied: bool = False
     torch_file: str = "pytorch_model.bin"
     nest: Mapping[str, Levels] = field(default_factory=dict)
     objects: Mapping[Levels, object] = field(default_factory=dict)
@@ -117,7 +118,7 @@ def merge_weights(
     out: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str] | None = None,
-    dtype: str | None = None,
+    dtype: torch.dtype | str | None = None,
     key_mapping: Mapping[str, str] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     file_format: Format = "safetensors",
@@ -134,7 +135,7 @@ def merge_weights(
         out: a folder, created if missing. A model in it is replaced once all is written.
         base: a folder, or hub id in the cache, with the model's config. Default: the nearest ``config.json`` in the
             checkpoint's folder and the two above it. Its names are those of the outcome, if it has weights.
-        dtype: of the output. By default each tensor keeps its own.
+        dtype: of the output. By default (None or "auto") each tensor keeps its own.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         max_shard_size: as in ``"5GB"``: of one file's tensors.
         file_format: ``"bin"`` writes ``pytorch_model.bin``.
@@ -150,28 +151,29 @@ def merge_weights(
     """
     check_options(get_hints(merge_weights), {"file_format": file_format, "remove_source": remove_source})
     checkpoint, out, limit = Path(checkpoint).expanduser(), Path(out).expanduser(), parse_size(max_shard_size)
+    dtype = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
     start = time.perf_counter()
     with ExitStack() as stack:
-        # 1. Open the checkpoint, and refuse what cannot be carried out, before anything is written.
+        # 1. Open the checkpoint.
         reader, index, is_optimizer = _open(checkpoint, stack)
         folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
         merge_steps.require_other_folder(out, [folder, *_checkpoint_folders(folder, index)])
-        if remove_source and index.ignored:
-            raise ConfigError(
-                f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which "
-                "would be lost with it. Merge it without removing it"
-            )
-        # 2. Choose the names, and write.
+        # 2. Choose the names, refuse what cannot be carried out, and write.
         executor = merge_steps.create_executor(reader, index)
         if is_optimizer:
             outputs = name_optimizer_outputs(reader, index, executor, (base, dtype, key_mapping))
             file_format = "bin"
         else:
             outputs = name_outputs(folder, index, executor, base=base, dtype=dtype, key_mapping=key_mapping or {})
-        companions = _companions(outputs, folder, dtype)
+        # Of the dequantized checkpoint, whose scales of activations are not written.
+        if remove_source and (ignored := outputs.to_save.executor.index.ignored):
+            raise ConfigError(
+                f"the checkpoint in {index.root} also holds {', '.join(map(shown, ignored[:5]))}, which "
+                "would be lost with it. Merge it without removing it"
+            )
+        companions, templates = _companions(outputs, folder, dtype)
         written, files = _write(outputs, companions, file_format, out, limit)
-        if outputs.folder is not None:
-            write_templates(out, read_templates([folder, outputs.folder]))
+        write_templates(out, templates)
     removed = ""
     if remove_source:
         # After the readers are closed, and from the files: a comparison with memory would miss a disk that loses
@@ -211,13 +213,22 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
     return reader, index, is_optimizer
 
 
-def _companions(outputs: NamedOutputs, folder: Path, dtype: str | None) -> dict[str, bytes]:
-    """Return the small files of the output. Empty if the model is unknown."""
+def _companions(
+    outputs: NamedOutputs, folder: Path, dtype: str | None
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Return the small files of the output and its additional chat templates. Empty if the model is unknown."""
     if outputs.folder is None:
-        return {}
+        return {}, {}
     dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
-    config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=False)
-    return {**read_companions(outputs.folder, folder), "config.json": config}
+    config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=outputs.untied)
+    tokenizer = find_tokenizer_folder([*_nearest_folders(folder), outputs.folder])
+    return {**read_companions(outputs.folder, tokenizer), "config.json": config}, read_templates(tokenizer)
+
+
+def _nearest_folders(folder: Path) -> list[Path]:
+    """Return a folder and the two above it: trainers write checkpoints one or two folders below the config."""
+    absolute = folder.absolute()
+    return [absolute, *absolute.parents[:2]]
 
 
 def _write(
@@ -431,10 +442,7 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path}: there is no config.json. Pass a folder with the model's config")
         return path
-    # Trainers write checkpoints one or two folders below the config.
-    absolute = folder.absolute()
-    folders = [absolute, *absolute.parents[:2]]
-    return next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)
+    return next((path for path in _nearest_folders(folder) if (path / "config.json").is_file()), None)
 
 
 def _keep_names(
@@ -515,7 +523,8 @@ def _name_as_on_hub(
     outputs = source.revert()
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
     to_save = TensorsToSave(merge_steps.substitute_outputs(source, outputs, source.by_every_name()), executor)
-    return NamedOutputs(to_save, f"the hub's, by {folder / 'config.json'}", folder, parameters, tuple(source.notes))
+    names = f"the hub's, by {folder / 'config.json'}"
+    return NamedOutputs(to_save, names, folder, parameters, tuple(source.notes), source.is_untied())
 
 
 def _find_conversions(folder: Path, config: PreTrainedConfig, source: merge_steps.OfflineModel) -> list[Any]:

@@ -32,7 +32,14 @@ from shardwise.models.selection import AdapterOnly
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving import prepare
-from shardwise.saving.commit import CommitState, begin_save, commit_save, undo_save
+from shardwise.saving.commit import (
+    TEMPLATES_FOLDER,
+    CommitState,
+    begin_save,
+    commit_save,
+    undo_save,
+    write_templates,
+)
 from shardwise.saving.plan import SavePlan
 from shardwise.saving.saving_lock import new_save_id, require_lock
 from shardwise.saving.write import ShardWriter, write_by_owners
@@ -87,10 +94,11 @@ class _SaveFolder:
     plan: SavePlan
     state: CommitState | None = None
     small_files: Mapping[str, bytes] = field(default_factory=dict)
+    templates: Mapping[str, bytes] = field(default_factory=dict)
 
     def begin(self, request: prepare.SaveRequest, *, creates_files: bool) -> None:
         # Before the lock: a model whose config cannot be written fails without any trace in the folder.
-        self.small_files = _config_files(request, self.plan)
+        self.small_files, self.templates = _config_files(request, self.plan)
         self.state = begin_save(self.writer, self.plan)
         # If files have owners, each owner creates its own. Otherwise all ranks write into these.
         for file in self.plan.files if creates_files else ():
@@ -99,7 +107,9 @@ class _SaveFolder:
 
     def commit(self, sums: Mapping[str, int]) -> list[str]:
         assert self.state is not None
-        return commit_save(self.writer, self.plan, self.state, self.small_files, sums)
+        removed = commit_save(self.writer, self.plan, self.state, self.small_files, sums)
+        write_templates(self.writer.root, self.templates)
+        return removed
 
     def undo(self) -> None:
         if self.state is not None:
@@ -225,8 +235,8 @@ def _write_by_owners(
     shard_writer.sums.update(written.fingerprints)
 
 
-def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, bytes]:
-    """Return the small files that are saved with weights: configs, code, and the tokenizer's files."""
+def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Return the small files of a save (configs, code, tokenizer), and additional chat templates."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, AdapterOnly):
             peft_private.save_config(request.model, request.names.adapter, folder)
@@ -243,13 +253,14 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> dict[str, byt
             tokenizer.save_pretrained(folder)
         # Written to a folder first, because these libraries write files only. The save commits their content.
         paths = sorted(Path(folder).iterdir())
-        folders = [path.name for path in paths if path.is_dir()]
+        folders = [path.name for path in paths if path.is_dir() and path.name != TEMPLATES_FOLDER]
         if folders:
             raise ConfigError(
                 f"the tokenizer or the model's code writes a folder, {folders[0]}, and a save writes files only. "
                 "Leave tokenizer=... out, and call its save_pretrained afterwards"
             )
-        return {path.name: path.read_bytes() for path in paths}
+        files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        return files, {path.name: path.read_bytes() for path in Path(folder, TEMPLATES_FOLDER).glob("*.jinja")}
 
 
 @cache  # once for an adapter that is saved many times
