@@ -109,7 +109,7 @@ def preparing_together(
         yield
 
 
-def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyDataset:
+def convert_to_messages(dataset: AnyDataset, method: TrainMethod, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT, Alpaca and JSON to ``messages``, and null ``chat_template_kwargs`` to empty ones.
 
     Other datasets are returned unchanged.
@@ -117,8 +117,8 @@ def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyData
     names = get_column_names(dataset)
     has_chats = is_foreign(names) or (
         "messages" in names
-        and {"prompt", "chosen"}.isdisjoint(names)
-        and isinstance(next(iter(without_decoding(dataset)))["messages"], str)
+        and (method == "sft" or {"prompt", "chosen"}.isdisjoint(names))
+        and isinstance(_first_row_with("messages", dataset).get("messages"), str)
     )
     if not has_chats and "chat_template_kwargs" not in names:
         return dataset
@@ -144,25 +144,35 @@ def _convert_row(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
     """Remove columns that TRL would take for a part of the chats that a method trains on.
 
-    These are texts beside the whole chat (ultrachat_200k, ultrafeedback_binarized), and ``messages`` beside pairs
-    or completions. Methods that sample keep all columns, for their rewards.
+    These are texts beside the whole chat (ultrachat_200k, ultrafeedback_binarized), a prompt without a completion
+    beside ``messages``, and ``messages`` beside pairs or completions. Methods that sample keep all, for rewards.
     """
     if method in SAMPLING:
         return dataset
-    first = next(iter(without_decoding(dataset)))
+    names = get_column_names(dataset)
     dropped = []
-    if method != "sft" and "messages" in first and not {"chosen", "completion"}.isdisjoint(first):
+    if method != "sft" and "messages" in names and not {"chosen", "completion"}.isdisjoint(names):
         dropped.append("messages")
-    messages = first.get("messages" if method == "sft" else "chosen")
+    chats = "messages" if method == "sft" else "chosen"
+    first = _first_row_with(chats, dataset)
+    messages = first.get(chats)
     opening = messages[0] if isinstance(messages, list) and messages else None
     # An answer alone needs its prompt.
     if isinstance(opening, Mapping) and opening.get("role") != "assistant":
+        is_prompt_alone = method == "sft" and "completion" not in names
         for name in ("prompt", "completion"):
-            # By the column, too: in a mixture the text may be null in the first row.
+            # By the column, too: in a mixture the text may be null in this row.
             feature = (dataset.features or {}).get(name)
-            if isinstance(feature, datasets.Value) or isinstance(first.get(name), str):
+            is_text = isinstance(feature, datasets.Value) or isinstance(first.get(name), str)
+            if name in names and (is_text or is_prompt_alone):
                 dropped.append(name)
     return dataset.remove_columns(dropped) if dropped else dataset
+
+
+def _first_row_with(column: str, dataset: AnyDataset) -> Mapping[str, Any]:
+    """Return the first row that has a value in a column, as not all rows of a mixture do, or an empty one."""
+    rows = iter(without_decoding(dataset)) if column in get_column_names(dataset) else iter(())
+    return next((row for row in rows if row.get(column) is not None), {})
 
 
 def add_system_prompt(
