@@ -172,6 +172,40 @@ def test_rows_keep_their_own_tools_and_columns_may_be_null_for_long() -> None:
     assert messages[1000] == {"category": None, "messages": ASKED}
 
 
+def test_nulls_that_arrow_adds_to_tools_and_calls_are_removed() -> None:
+    def row(name: str, **further: Any) -> dict[str, Any]:
+        call = {"function": {"name": name, "arguments": {name: "x", "content": 1 / 3}}}
+        answers = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        tools = [{"name": name, "parameters": {name: {"default": None, "type": "string"}}}]
+        return {"prompt": ASKED[:1], "completion": answers, "tools": tools, "facts": {name: 1}, **further}
+
+    def prepared(*rows: dict[str, Any]) -> Any:
+        stored = datasets.Dataset.from_list(list(rows))
+        return stored, dataset_preparation.convert_to_messages(stored, "sft", num_proc=None)
+
+    first, second, bare = row("city"), row("sum"), row("city", tools=None)
+    stored, alike = prepared(first, first, bare)
+    assert alike is stored
+    assert alike[0]["completion"] == first["completion"]
+    _, varied = prepared(first, second, bare)
+    for found, wanted in zip(varied, (first, second, bare), strict=True):
+        [call], [wanted_call] = (one["completion"][0]["tool_calls"] for one in (found, wanted))
+        assert call["function"]["arguments"].keys() == wanted_call["function"]["arguments"].keys()
+        assert found["completion"][0]["content"] is None
+        assert (found["prompt"], found["facts"]) == (
+            wanted["prompt"],
+            {"city": None, "sum": None} | wanted["facts"],
+        )
+        names = [wanted["tools"] and wanted["tools"][0]["name"], found["tools"] and found["tools"][0]["name"]]
+        assert names[0] == names[1]
+    assert [varied[0]["tools"], varied[2]["tools"]] == [
+        [{"name": "city", "parameters": {"city": {"type": "string"}}}],
+        None,
+    ]
+    _, further = prepared({**first, "chat_template_kwargs": {}}, {**second, "chat_template_kwargs": {"a": 1}})
+    assert further[0]["completion"][0]["tool_calls"][0]["function"]["arguments"].keys() == {"city", "content"}
+
+
 def test_messages_of_json_and_variables_of_some_templates(tmp_path: Path) -> None:
     rows = [{"messages": json.dumps(ASKED), "chat_template_kwargs": variables} for variables in ({"a": 1}, None)]
     name = tiny.write_rows(tmp_path / "rows.jsonl", *rows)

@@ -14,6 +14,8 @@ from typing import Any, Final
 from unittest import mock
 
 import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -32,8 +34,11 @@ from shardwise.training.chat_rows import (
     require_no_media_parts,
     require_turns,
     to_messages,
+    without_nulls,
 )
 from shardwise.training.dataset_loading import AnyDataset
+
+_CHAT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
 
 _TOKEN_PARTS: Final = ("prompt", "completion", "chosen", "rejected", "reference", "KL_completion")
 
@@ -112,7 +117,8 @@ def preparing_together(
 def convert_to_messages(dataset: AnyDataset, method: TrainMethod, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT, Alpaca and JSON to ``messages``, and null ``chat_template_kwargs`` to empty ones.
 
-    Other datasets are returned unchanged.
+    Nulls that Arrow has added to tools and their calls are removed, except in streamed rows. Other datasets are
+    returned unchanged.
     """
     names = get_column_names(dataset)
     has_chats = is_foreign(names) or (
@@ -120,13 +126,18 @@ def convert_to_messages(dataset: AnyDataset, method: TrainMethod, *, num_proc: i
         and (method == "sft" or {"prompt", "chosen"}.isdisjoint(names))
         and isinstance(_first_row_with("messages", dataset).get("messages"), str)
     )
+    widened = _find_widened_columns(dataset) if isinstance(dataset, datasets.Dataset) else []
     if not has_chats and "chat_template_kwargs" not in names:
-        return dataset
+        if not widened:
+            return dataset
+        as_json = dict.fromkeys(widened, datasets.List(datasets.Json()))
+        return _map_rows(dataset, partial(_remove_nulls, widened), num_proc, {**dataset.features, **as_json})
     features = None
     if isinstance(dataset, datasets.Dataset):
         used = SHAREGPT_COLUMNS if set(names) & {"conversations", "conversation"} else ALPACA_COLUMNS
         features = {name: dataset.features[name] for name in names if not has_chats or name not in used}
         # Of JSON: an Arrow struct gives each tool the parameters of all, and each batch has one of its own.
+        features.update(dict.fromkeys(widened, datasets.List(datasets.Json())))
         if has_chats or "messages" in names:
             features["messages"] = datasets.List(datasets.Json())
         if "tools" in names:
@@ -139,6 +150,32 @@ def convert_to_messages(dataset: AnyDataset, method: TrainMethod, *, num_proc: i
 def _convert_row(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     chat = to_messages(row)
     return [{"chat_template_kwargs": {}, **chat} if "chat_template_kwargs" in row else chat]
+
+
+def _remove_nulls(columns: Sequence[str], row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return [{**row, **{name: without_nulls(row[name]) for name in columns}}]
+
+
+def _find_widened_columns(dataset: datasets.Dataset) -> list[str]:
+    """Return the columns of tools, or of messages with calls, in which Arrow has added keys of other rows."""
+    found = []
+    for name, feature in dataset.features.items():
+        column, fields = dataset.data.column(name), getattr(feature, "feature", None)  # of each message or tool
+        if name in _CHAT_COLUMNS and isinstance(fields, dict) and "tool_calls" in fields:
+            column = pc.struct_field(pc.list_flatten(column), "tool_calls")
+        elif name != "tools":
+            continue
+        if _has_added_nulls(column):
+            found.append(name)
+    return found
+
+
+def _has_added_nulls(values: Any) -> bool:
+    """Return whether structs in lists of Arrow have nulls. A key that is null in all of them was not added."""
+    if pa.types.is_struct(values.type):
+        fields = [field for field in values.flatten() if not pa.types.is_null(field.type)]
+        return any(field.null_count or _has_added_nulls(field) for field in fields)
+    return pa.types.is_nested(values.type) and _has_added_nulls(pc.list_flatten(values))
 
 
 def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
@@ -282,7 +319,7 @@ def _require_usable_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> N
 def _text_columns(dataset: AnyDataset, text_field: str) -> list[str]:
     """Return the columns with text or messages that the first row has, or all if it has none."""
     first: Mapping[str, Any] = next(iter(dataset))
-    names = [text_field, "messages", "prompt", "completion", "chosen", "rejected"]
+    names = [text_field, *_CHAT_COLUMNS]
     columns = [name for name in names if name in first]
     return [name for name in columns if first[name] is not None] or columns
 
