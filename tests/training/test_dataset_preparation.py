@@ -276,6 +276,16 @@ def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
             load_data(file, tiny.tokenizer(), masked=masked, own=keys)
 
 
+def test_rows_of_json_are_searched_for_images_once(tmp_path: Path) -> None:
+    name = tiny.write_rows(tmp_path / "rows.jsonl", {"conversations": ASKED})
+    search = dataset_preparation.require_no_media_parts
+    with mock.patch.object(dataset_preparation, "require_no_media_parts", side_effect=search) as searches:
+        load_data(name, tiny.tokenizer())
+        assert searches.call_count == len(ASKED)
+        load_data(name, tiny.tokenizer())
+    assert searches.call_count == len(ASKED)
+
+
 def test_only_columns_of_tokens_need_embeddings() -> None:
     tokenizer, small = tiny.tokenizer(), tiny.model()
     tokenizer.add_tokens([f"<{number}>" for number in range(10)])

@@ -270,12 +270,14 @@ def tokenize_with_masks(
     return _map_rows(dataset, partial(_tokenize, AssistantMasks(tokenizer), of_prompt), num_proc)
 
 
-def check_when_read(dataset: AnyDataset, text_field: str, method: TrainMethod) -> AnyDataset:
+def check_when_read(
+    dataset: AnyDataset, text_field: str, method: TrainMethod, *, num_proc: int | None
+) -> AnyDataset:
     """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged, after a search.
 
     Prompts of methods that sample are searched for a malformed row, because TRL reads them only when it trains.
     Other rows are searched for one only if TRL fails (``preparing_together``), and here for images inside of
-    messages, which TRL would leave out.
+    messages, which TRL would leave out. That search is cached.
 
     Raises:
         ConfigError: naming the first such row.
@@ -287,7 +289,10 @@ def check_when_read(dataset: AnyDataset, text_field: str, method: TrainMethod) -
         if method in SAMPLING:
             _require_usable_rows(dataset, columns)
         else:
-            _require_no_media(dataset, [name for name in columns if not _is_text(dataset.features[name])])
+            if searched := [name for name in columns if not _is_text(dataset.features[name])]:
+                # A filter that keeps all rows, because datasets caches filters.
+                is_usable = partial(_require_no_media, _digest_code(), searched)
+                dataset.select_columns(searched).filter(is_usable, with_indices=True, num_proc=num_proc)
         return dataset
     check = partial(_require_usable, columns)
     checked: AnyDataset = dataset.map(check, with_indices=True, features=dataset.features)
@@ -300,15 +305,18 @@ def _is_text(feature: Any) -> bool:
     return isinstance(fields.get("content") if isinstance(fields, dict) else feature, datasets.Value)
 
 
-def _require_no_media(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
-    if not columns:
-        return
-    for index, row in enumerate(dataset.select_columns(columns)):
-        with naming_row(index):
-            for name in columns:
-                for number, message in enumerate(row[name] if isinstance(row[name], list) else ()):
-                    if isinstance(message, Mapping):
-                        require_no_media_parts(message.get("content"), f"{name}[{number}]")
+def _require_no_media(
+    digest: str,  # noqa: ARG001
+    columns: Sequence[str],
+    row: Mapping[str, Any],
+    index: int,
+) -> bool:
+    with naming_row(index):
+        for name in columns:
+            for number, message in enumerate(row[name] if isinstance(row[name], list) else ()):
+                if isinstance(message, Mapping):
+                    require_no_media_parts(message.get("content"), f"{name}[{number}]")
+    return True
 
 
 def _require_usable_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
@@ -490,7 +498,7 @@ def _map_rows(
 
 @cache
 def _digest_code() -> str:
-    """Return a digest of the code that makes examples."""
+    """Return a digest of the code that makes and searches examples."""
     digest = hashlib.sha256()
     for name in ("dataset_preparation", "chat_rows", "chat_masks", "chat_rendering", "chat_checks"):
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())

@@ -487,7 +487,8 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
         # Rows that TRL tokenizes. It would not say which one is malformed.
         if not column and "input_ids" not in dataset_preparation.get_column_names(datasets[0]):
             datasets = [
-                dataset_preparation.check_when_read(dataset, _text_field(training), method) for dataset in datasets
+                dataset_preparation.check_when_read(rows, _text_field(training), method, num_proc=num_proc)
+                for rows in datasets
             ]
     # All ranks at once, since nothing is cached: each reads a share of the rows.
     if check is not None:
