@@ -167,7 +167,10 @@ def test_a_pass_that_exceeds_the_memory_is_refused_before_it_runs(base: Path) ->
     assert needed[1] < needed[0]
     half = bank_of(base, {"ada": members()["ada"]})
     prepare_blocks(half._model, shardwise.Sharding(activation_checkpointing=2))
-    assert needed[1] < estimate_pass(half._base, [half._adapters["ada"]], 2, 48, 94, 1, free=1) < needed[0]
+    # Without the name that transformers 6 removes from models. PEFT asks another class, that of the outline.
+    former = mock.PropertyMock(side_effect=AttributeError)
+    with mock.patch.object(type(half._model), "is_gradient_checkpointing", former):
+        assert needed[1] < estimate_pass(half._base, [half._adapters["ada"]], 2, 48, 94, 1, free=1) < needed[0]
     # What a pass keeps of a chunk has no view of its logits.
     logits = torch.zeros(4, 64, requires_grad=True)
     kept = passes._select_logprobs(logits, torch.zeros(4, 1, dtype=torch.int64), 0)

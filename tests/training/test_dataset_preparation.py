@@ -158,7 +158,7 @@ def test_rows_keep_their_own_tools_and_columns_may_be_null_for_long() -> None:
     tools = [{"name": name, "parameters": {"properties": {name: {"type": "string"}}}} for name in ("city", "sum")]
     rows = [{"conversations": answered, "tools": "", "category": "x", "facts": {"a": 1, "b": None}}] * 1000
     rows += [{"conversations": called, "tools": json.dumps([tool]), "category": None} for tool in tools]
-    messages = dataset_preparation.convert_to_messages(datasets.Dataset.from_list(rows), num_proc=None)
+    messages = dataset_preparation.convert_to_messages(datasets.Dataset.from_list(rows), "sft", num_proc=None)
     assert sorted(messages.column_names or ()) == ["category", "facts", "messages", "tools"]
     first, *called_rows = (messages[index] for index in (0, 1000, 1001))
     assert first == {"category": "x", "facts": {"a": 1, "b": None}, "messages": ASKED, "tools": None}
@@ -168,8 +168,42 @@ def test_rows_keep_their_own_tools_and_columns_may_be_null_for_long() -> None:
         assert row["category"] is None
     alpaca = [{"instruction": "Hi", "output": "Ho", "category": "x"}] * 1000
     alpaca += [{"instruction": "Hi", "output": "Ho", "category": None}]
-    messages = dataset_preparation.convert_to_messages(datasets.Dataset.from_list(alpaca), num_proc=None)
+    messages = dataset_preparation.convert_to_messages(datasets.Dataset.from_list(alpaca), "sft", num_proc=None)
     assert messages[1000] == {"category": None, "messages": ASKED}
+
+
+def test_nulls_that_arrow_adds_to_tools_and_calls_are_removed() -> None:
+    def row(name: str, **further: Any) -> dict[str, Any]:
+        call = {"function": {"name": name, "arguments": {name: "x", "content": 1 / 3}}}
+        answers = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        tools = [{"name": name, "parameters": {name: {"default": None, "type": "string"}}}]
+        return {"prompt": ASKED[:1], "completion": answers, "tools": tools, "facts": {name: 1}, **further}
+
+    def prepared(*rows: dict[str, Any]) -> Any:
+        stored = datasets.Dataset.from_list(list(rows))
+        return stored, dataset_preparation.convert_to_messages(stored, "sft", num_proc=None)
+
+    first, second, bare = row("city"), row("sum"), row("city", tools=None)
+    stored, alike = prepared(first, first, bare)
+    assert alike is stored
+    assert alike[0]["completion"] == first["completion"]
+    _, varied = prepared(first, second, bare)
+    for found, wanted in zip(varied, (first, second, bare), strict=True):
+        [call], [wanted_call] = (one["completion"][0]["tool_calls"] for one in (found, wanted))
+        assert call["function"]["arguments"].keys() == wanted_call["function"]["arguments"].keys()
+        assert found["completion"][0]["content"] is None
+        assert (found["prompt"], found["facts"]) == (
+            wanted["prompt"],
+            {"city": None, "sum": None} | wanted["facts"],
+        )
+        names = [wanted["tools"] and wanted["tools"][0]["name"], found["tools"] and found["tools"][0]["name"]]
+        assert names[0] == names[1]
+    assert [varied[0]["tools"], varied[2]["tools"]] == [
+        [{"name": "city", "parameters": {"city": {"type": "string"}}}],
+        None,
+    ]
+    _, further = prepared({**first, "chat_template_kwargs": {}}, {**second, "chat_template_kwargs": {"a": 1}})
+    assert further[0]["completion"][0]["tool_calls"][0]["function"]["arguments"].keys() == {"city", "content"}
 
 
 def test_messages_of_json_and_variables_of_some_templates(tmp_path: Path) -> None:
@@ -196,17 +230,30 @@ def test_texts_of_prompts_beside_chats_are_left_out(tmp_path: Path) -> None:
         ("chosen", [pair], own, {**sft, "chosen": ASKED, "rejected": rejected}),
         ("pairs", [pair], replace(own, method="dpo"), {"chosen": system + ASKED, "rejected": system + rejected}),
         ("texts", [{**chat, "completion": "Ho"}], own, sft),
+        ("json", [{**chat, "messages": json.dumps(ASKED)}], own, sft),
+        ("prompts", [{**chat, "prompt": ASKED[:1]}], own, sft),
+        ("nulls", [{"prompt": "Hi", "messages": None}, chat], ShardwiseArguments(), {"messages": None}),
         ("answers", [{**pair, **answers}], ShardwiseArguments(method="dpo"), answers),
         ("sampled", [pair], ShardwiseArguments(method="grpo"), pair),
+        ("rewards", [{**chat, "messages": "[]"}], ShardwiseArguments(method="grpo"), {**chat, "messages": "[]"}),
         ("column", [pair], problems, {**pair, "prompt": system + ASKED[:1]}),
     ]
     for name, rows, keys, wanted in cases:
         file = tiny.write_rows(tmp_path / f"{name}.jsonl", *rows)
         assert load_data(file, tiny.tokenizer(), own=keys)[0][0] == wanted, name
-    file = tmp_path / "chats.jsonl"
-    tokenized, is_left_to_trl = load_data(file, tiny.tokenizer(tiny.UNMARKED), masked=True)
-    assert not is_left_to_trl
-    assert sum(tokenized[0]["assistant_masks"]) == len("Ho") + 1
+    for name in ("chats", "prompts"):
+        file = tmp_path / f"{name}.jsonl"
+        tokenized, is_left_to_trl = load_data(file, tiny.tokenizer(tiny.UNMARKED), masked=True)
+        assert not is_left_to_trl
+        assert sum(tokenized[0]["assistant_masks"]) == len("Ho") + 1
+
+
+def test_a_prompt_may_be_null_where_chats_are_looked_for(tmp_path: Path) -> None:
+    parts = {"prompt": ASKED[:1], "completion": ASKED[1:], "messages": None}
+    rows = [{**dict.fromkeys(parts), "messages": ASKED}, parts]
+    name = tiny.write_rows(tmp_path / "rows.jsonl", *rows)
+    tokenized, _ = load_data(name, tiny.tokenizer(tiny.UNMARKED), masked=True)
+    assert [sum(row["assistant_masks"]) for row in tokenized] == [len("Ho") + 1] * 2
 
 
 def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
@@ -227,6 +274,16 @@ def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
         file = tiny.write_rows(tmp_path / f"{number}.jsonl", *rows)
         with pytest.raises(ConfigError, match=message):
             load_data(file, tiny.tokenizer(), masked=masked, own=keys)
+
+
+def test_rows_of_json_are_searched_for_images_once(tmp_path: Path) -> None:
+    name = tiny.write_rows(tmp_path / "rows.jsonl", {"conversations": ASKED})
+    search = dataset_preparation.require_no_media_parts
+    with mock.patch.object(dataset_preparation, "require_no_media_parts", side_effect=search) as searches:
+        load_data(name, tiny.tokenizer())
+        assert searches.call_count == len(ASKED)
+        load_data(name, tiny.tokenizer())
+    assert searches.call_count == len(ASKED)
 
 
 def test_only_columns_of_tokens_need_embeddings() -> None:
@@ -288,9 +345,9 @@ def test_only_completions_are_trained_of_prompts_with_completions() -> None:
 
 def test_examples_of_other_code_are_not_taken_from_the_cache() -> None:
     rows: Any = datasets.Dataset.from_list([{"conversations": ASKED}])
-    same, again = (dataset_preparation.convert_to_messages(rows, num_proc=None) for _ in "12")
+    same, again = (dataset_preparation.convert_to_messages(rows, "sft", num_proc=None) for _ in "12")
     with mock.patch.object(dataset_preparation, "_digest_code", return_value="of another version"):
-        other = dataset_preparation.convert_to_messages(rows, num_proc=None)
+        other = dataset_preparation.convert_to_messages(rows, "sft", num_proc=None)
     assert isinstance(other, datasets.Dataset)
     assert same._fingerprint == again._fingerprint != other._fingerprint
 

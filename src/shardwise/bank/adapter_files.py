@@ -79,7 +79,7 @@ def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str])
     """
     root = Path(os.path.expanduser(folder))
     file, config = find_adapter_weights(root), read_lora_config(root)
-    peft_private.require_supported(config, is_new=False)
+    peft_private.require_supported(config, str(root))
     config.inference_mode = False
     # The matrices are read. Whether the base was changed has been checked above.
     config.init_lora_weights = True

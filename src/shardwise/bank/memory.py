@@ -68,7 +68,9 @@ def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:
         try:
             blocks = find_repeated_blocks(traced_base)
             # True is every block, as of the model's own checkpointing. Of Recomputed, every n-th, by their number.
-            every: ActivationCheckpointing = base.model.is_gradient_checkpointing
+            every: ActivationCheckpointing = any(
+                getattr(module, "gradient_checkpointing", False) for module in base.model.modules()
+            )
             if num_recomputed:
                 every = math.ceil(len(blocks) / num_recomputed)
             prepare_blocks(traced_base, Sharding(activation_checkpointing=every))

@@ -43,6 +43,11 @@ WITHOUT_EFFECT: Final = frozenset(
 CHANGES_THE_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """What ``init_lora_weights``, in lower case, begins with if PEFT changes the base's weights."""
 
+SAVE_AS_LORA: Final = (
+    "Save it as a plain LoRA first (PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
+)
+"""What to do with such an adapter."""
+
 _MAX_RANK: Final = 1 << 20
 
 
@@ -105,8 +110,7 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     if isinstance(init, str) and init.lower().startswith(CHANGES_THE_BASE):
         raise ConfigError(
             f"{what}: init_lora_weights is {shown(repr(init))}, which changes the base's weights before training, "
-            "so that the adapter does not fit the base as it is stored. Save it as a plain LoRA first (PEFT's "
-            "save_pretrained with path_initial_model_for_weight_conversion)"
+            f"so that the adapter does not fit the base as it is stored. {SAVE_AS_LORA}"
         )
     # All invalid fields are reported together.
     faults: list[str] = []

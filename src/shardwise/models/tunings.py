@@ -146,7 +146,7 @@ class _LoraTuning(Tuning):
         if stored is not None:
             stored = rename_adapter(base, stored)
             config = stored.config
-        peft_private.require_supported(config, is_new=stored is None)
+        peft_private.require_supported(config, stored.directory if stored else None)
         is_new, is_replicated = stored is None, self.placement == "replicated"
         return inject.inject_lora(
             base, bindings, config, self.adapter, stored, is_new=is_new, is_replicated=is_replicated

@@ -41,7 +41,7 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         MalformedRowError: naming the key that is malformed.
     """
-    columns = {key: _parse_json(key, _without_nulls(value)) for key, value in row.items() if value is not None}
+    columns = {key: _parse_json(key, without_nulls(value)) for key, value in row.items() if value is not None}
     # An empty list of tools is no tools.
     if tools := columns.pop("tools", None):
         columns["tools"] = _to_functions(tools)
@@ -177,11 +177,12 @@ def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "messages": messages}
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Return a value without keys that are None, at any depth, except for the content of a message with calls."""
     if isinstance(value, Mapping):
-        cleaned = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        cleaned = {key: without_nulls(item) for key, item in value.items() if item is not None}
         # Some templates render an absent content of a message with tool calls otherwise than a null.
         if "content" in value and value["content"] is None and cleaned.get("tool_calls"):
             cleaned["content"] = None
         return cleaned
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

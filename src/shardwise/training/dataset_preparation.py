@@ -14,6 +14,8 @@ from typing import Any, Final
 from unittest import mock
 
 import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -32,8 +34,11 @@ from shardwise.training.chat_rows import (
     require_no_media_parts,
     require_turns,
     to_messages,
+    without_nulls,
 )
 from shardwise.training.dataset_loading import AnyDataset
+
+_CHAT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
 
 _TOKEN_PARTS: Final = ("prompt", "completion", "chosen", "rejected", "reference", "KL_completion")
 
@@ -109,24 +114,30 @@ def preparing_together(
         yield
 
 
-def convert_to_messages(dataset: AnyDataset, *, num_proc: int | None) -> AnyDataset:
+def convert_to_messages(dataset: AnyDataset, method: TrainMethod, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT, Alpaca and JSON to ``messages``, and null ``chat_template_kwargs`` to empty ones.
 
-    Other datasets are returned unchanged.
+    Nulls that Arrow has added to tools and their calls are removed, except in streamed rows. Other datasets are
+    returned unchanged.
     """
     names = get_column_names(dataset)
     has_chats = is_foreign(names) or (
         "messages" in names
-        and {"prompt", "chosen"}.isdisjoint(names)
-        and isinstance(next(iter(without_decoding(dataset)))["messages"], str)
+        and (method == "sft" or {"prompt", "chosen"}.isdisjoint(names))
+        and isinstance(_first_row_with("messages", dataset).get("messages"), str)
     )
+    widened = _find_widened_columns(dataset) if isinstance(dataset, datasets.Dataset) else []
     if not has_chats and "chat_template_kwargs" not in names:
-        return dataset
+        if not widened:
+            return dataset
+        as_json = dict.fromkeys(widened, datasets.List(datasets.Json()))
+        return _map_rows(dataset, partial(_remove_nulls, widened), num_proc, {**dataset.features, **as_json})
     features = None
     if isinstance(dataset, datasets.Dataset):
         used = SHAREGPT_COLUMNS if set(names) & {"conversations", "conversation"} else ALPACA_COLUMNS
         features = {name: dataset.features[name] for name in names if not has_chats or name not in used}
         # Of JSON: an Arrow struct gives each tool the parameters of all, and each batch has one of its own.
+        features.update(dict.fromkeys(widened, datasets.List(datasets.Json())))
         if has_chats or "messages" in names:
             features["messages"] = datasets.List(datasets.Json())
         if "tools" in names:
@@ -141,28 +152,64 @@ def _convert_row(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [{"chat_template_kwargs": {}, **chat} if "chat_template_kwargs" in row else chat]
 
 
+def _remove_nulls(columns: Sequence[str], row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return [{**row, **{name: without_nulls(row[name]) for name in columns}}]
+
+
+def _find_widened_columns(dataset: datasets.Dataset) -> list[str]:
+    """Return the columns of tools, or of messages with calls, in which Arrow has added keys of other rows."""
+    found = []
+    for name, feature in dataset.features.items():
+        column, fields = dataset.data.column(name), getattr(feature, "feature", None)  # of each message or tool
+        if name in _CHAT_COLUMNS and isinstance(fields, dict) and "tool_calls" in fields:
+            column = pc.struct_field(pc.list_flatten(column), "tool_calls")
+        elif name != "tools":
+            continue
+        if _has_added_nulls(column):
+            found.append(name)
+    return found
+
+
+def _has_added_nulls(values: Any) -> bool:
+    """Return whether structs in lists of Arrow have nulls. A key that is null in all of them was not added."""
+    if pa.types.is_struct(values.type):
+        fields = [field for field in values.flatten() if not pa.types.is_null(field.type)]
+        return any(field.null_count or _has_added_nulls(field) for field in fields)
+    return pa.types.is_nested(values.type) and _has_added_nulls(pc.list_flatten(values))
+
+
 def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
     """Remove columns that TRL would take for a part of the chats that a method trains on.
 
-    These are texts beside the whole chat (ultrachat_200k, ultrafeedback_binarized), and ``messages`` beside pairs
-    or completions. Methods that sample keep all columns, for their rewards.
+    These are texts beside the whole chat (ultrachat_200k, ultrafeedback_binarized), a prompt without a completion
+    beside ``messages``, and ``messages`` beside pairs or completions. Methods that sample keep all, for rewards.
     """
     if method in SAMPLING:
         return dataset
-    first = next(iter(without_decoding(dataset)))
+    names = get_column_names(dataset)
     dropped = []
-    if method != "sft" and "messages" in first and not {"chosen", "completion"}.isdisjoint(first):
+    if method != "sft" and "messages" in names and not {"chosen", "completion"}.isdisjoint(names):
         dropped.append("messages")
-    messages = first.get("messages" if method == "sft" else "chosen")
+    chats = "messages" if method == "sft" else "chosen"
+    first = _first_row_with(chats, dataset)
+    messages = first.get(chats)
     opening = messages[0] if isinstance(messages, list) and messages else None
     # An answer alone needs its prompt.
     if isinstance(opening, Mapping) and opening.get("role") != "assistant":
+        is_prompt_alone = method == "sft" and "completion" not in names
         for name in ("prompt", "completion"):
-            # By the column, too: in a mixture the text may be null in the first row.
+            # By the column, too: in a mixture the text may be null in this row.
             feature = (dataset.features or {}).get(name)
-            if isinstance(feature, datasets.Value) or isinstance(first.get(name), str):
+            is_text = isinstance(feature, datasets.Value) or isinstance(first.get(name), str)
+            if name in names and (is_text or is_prompt_alone):
                 dropped.append(name)
     return dataset.remove_columns(dropped) if dropped else dataset
+
+
+def _first_row_with(column: str, dataset: AnyDataset) -> Mapping[str, Any]:
+    """Return the first row that has a value in a column, as not all rows of a mixture do, or an empty one."""
+    rows = iter(without_decoding(dataset)) if column in get_column_names(dataset) else iter(())
+    return next((row for row in rows if row.get(column) is not None), {})
 
 
 def add_system_prompt(
@@ -223,12 +270,14 @@ def tokenize_with_masks(
     return _map_rows(dataset, partial(_tokenize, AssistantMasks(tokenizer), of_prompt), num_proc)
 
 
-def check_when_read(dataset: AnyDataset, text_field: str, method: TrainMethod) -> AnyDataset:
+def check_when_read(
+    dataset: AnyDataset, text_field: str, method: TrainMethod, *, num_proc: int | None
+) -> AnyDataset:
     """Have a streamed dataset name a malformed row when it is read. Others are returned unchanged, after a search.
 
     Prompts of methods that sample are searched for a malformed row, because TRL reads them only when it trains.
     Other rows are searched for one only if TRL fails (``preparing_together``), and here for images inside of
-    messages, which TRL would leave out.
+    messages, which TRL would leave out. That search is cached.
 
     Raises:
         ConfigError: naming the first such row.
@@ -240,7 +289,10 @@ def check_when_read(dataset: AnyDataset, text_field: str, method: TrainMethod) -
         if method in SAMPLING:
             _require_usable_rows(dataset, columns)
         else:
-            _require_no_media(dataset, [name for name in columns if not _is_text(dataset.features[name])])
+            if searched := [name for name in columns if not _is_text(dataset.features[name])]:
+                # A filter that keeps all rows, because datasets caches filters.
+                is_usable = partial(_require_no_media, _digest_code(), searched)
+                dataset.select_columns(searched).filter(is_usable, with_indices=True, num_proc=num_proc)
         return dataset
     check = partial(_require_usable, columns)
     checked: AnyDataset = dataset.map(check, with_indices=True, features=dataset.features)
@@ -253,15 +305,18 @@ def _is_text(feature: Any) -> bool:
     return isinstance(fields.get("content") if isinstance(fields, dict) else feature, datasets.Value)
 
 
-def _require_no_media(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
-    if not columns:
-        return
-    for index, row in enumerate(dataset.select_columns(columns)):
-        with naming_row(index):
-            for name in columns:
-                for number, message in enumerate(row[name] if isinstance(row[name], list) else ()):
-                    if isinstance(message, Mapping):
-                        require_no_media_parts(message.get("content"), f"{name}[{number}]")
+def _require_no_media(
+    digest: str,  # noqa: ARG001
+    columns: Sequence[str],
+    row: Mapping[str, Any],
+    index: int,
+) -> bool:
+    with naming_row(index):
+        for name in columns:
+            for number, message in enumerate(row[name] if isinstance(row[name], list) else ()):
+                if isinstance(message, Mapping):
+                    require_no_media_parts(message.get("content"), f"{name}[{number}]")
+    return True
 
 
 def _require_usable_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
@@ -272,7 +327,7 @@ def _require_usable_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> N
 def _text_columns(dataset: AnyDataset, text_field: str) -> list[str]:
     """Return the columns with text or messages that the first row has, or all if it has none."""
     first: Mapping[str, Any] = next(iter(dataset))
-    names = [text_field, "messages", "prompt", "completion", "chosen", "rejected"]
+    names = [text_field, *_CHAT_COLUMNS]
     columns = [name for name in names if name in first]
     return [name for name in columns if first[name] is not None] or columns
 
@@ -443,7 +498,7 @@ def _map_rows(
 
 @cache
 def _digest_code() -> str:
-    """Return a digest of the code that makes examples."""
+    """Return a digest of the code that makes and searches examples."""
     digest = hashlib.sha256()
     for name in ("dataset_preparation", "chat_rows", "chat_masks", "chat_rendering", "chat_checks"):
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())

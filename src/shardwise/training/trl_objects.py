@@ -457,7 +457,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
             rows = splits[name]
             prompt, column = arguments.own.system_prompt, arguments.own.dataset_prompt_column
             if column is None:
-                rows = dataset_preparation.convert_to_messages(rows, num_proc=num_proc)
+                rows = dataset_preparation.convert_to_messages(rows, method, num_proc=num_proc)
                 rows = dataset_preparation.drop_other_chats(rows, method)
             datasets.append(dataset_preparation.add_system_prompt(rows, prompt, column, num_proc=num_proc))
         # Rows with images are checked, and rows of text are tokenized here if TRL's masks would not be right.
@@ -466,7 +466,7 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
             check = _make_image_check(arguments, processor, column, datasets)
             datasets = [image_rows.check_when_read(one, check) for one in datasets]
         elif is_masked and "input_ids" not in (first := next(iter(datasets[0]))):
-            if not isinstance(first.get("prompt", first.get("messages")), list):
+            if not isinstance(first.get("prompt") or first.get("messages"), list):
                 raise ConfigError(
                     "assistant_only_loss: the rows have no chats. Write messages, or prompt and completion as "
                     "messages, or remove that key"
@@ -487,7 +487,8 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
         # Rows that TRL tokenizes. It would not say which one is malformed.
         if not column and "input_ids" not in dataset_preparation.get_column_names(datasets[0]):
             datasets = [
-                dataset_preparation.check_when_read(dataset, _text_field(training), method) for dataset in datasets
+                dataset_preparation.check_when_read(rows, _text_field(training), method, num_proc=num_proc)
+                for rows in datasets
             ]
     # All ranks at once, since nothing is cached: each reads a share of the rows.
     if check is not None:

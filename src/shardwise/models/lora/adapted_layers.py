@@ -147,7 +147,7 @@ def _require_matrices(config: LoraConfig) -> None:
     Raises:
         ConfigError: the message has these settings.
     """
-    peft_private.require_supported(config, is_new=True)
+    peft_private.require_supported(config, None)
     errors = []
     if config.use_dora:
         errors.append("use_dora=True needs norms of whole weights at each step. Leave it out")

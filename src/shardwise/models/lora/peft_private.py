@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import ConfigError, find_private, private, require_private
 from shardwise.core.untrusted import Pattern
-from shardwise.files.peft_adapter import ADAPTER_CONFIG, CHANGES_THE_BASE, read_peft_version
+from shardwise.files.peft_adapter import ADAPTER_CONFIG, CHANGES_THE_BASE, SAVE_AS_LORA, read_peft_version
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
@@ -108,8 +108,12 @@ def _require_lora(config: object) -> None:
         raise ConfigError(f"config: is {what}. Pass a peft.LoraConfig")
 
 
-def require_supported(config: LoraConfig, *, is_new: bool) -> None:
+def require_supported(config: LoraConfig, folder: str | None) -> None:
     """Reject settings that cannot be initialized on meta exactly as in PEFT.
+
+    Args:
+        config: the settings.
+        folder: that of the adapter. None if it is new.
 
     Raises:
         ConfigError: the message has all such settings.
@@ -127,21 +131,26 @@ def require_supported(config: LoraConfig, *, is_new: bool) -> None:
             errors.append(f"{field.name}={value!r}: is not supported. Leave it out")
     init = config.init_lora_weights
     init_name = str(init).lower()
-    why = ""
+    why, remedy = "", "Pass True, False or 'gaussian'"
     if init_name.startswith(CHANGES_THE_BASE):
         why = "changes the base's weights"
+        # With another value in its config, the adapter would be loaded on the base as it was before.
+        remedy = SAVE_AS_LORA if folder else remedy
     elif init_name == "mica":
         why = "freezes lora_B, which would be trained here"
-    elif is_new and not isinstance(init, bool) and init_name != "gaussian":
+        remedy = "Use the adapter in PEFT" if folder else remedy
+    elif folder is None and not isinstance(init, bool) and init_name != "gaussian":
         why = "needs full weights, or data"
     if why:
-        errors.append(f"init_lora_weights={init!r}: {why}. Pass True, False or 'gaussian'")
-    if config.use_dora and is_new and init is False:
+        errors.append(f"init_lora_weights={init!r}: {why}. {remedy}")
+    if config.use_dora and folder is None and init is False:
         errors.append(f"init_lora_weights={init!r}: needs full products of matrices with use_dora. Pass True")
     if config.ensure_weight_tying:
         errors.append("ensure_weight_tying=True: ties adapters by views, which cannot be sharded. Leave it out")
     if errors:
-        raise ConfigError("LoraConfig: is not supported on a sharded model.\n  " + "\n  ".join(errors))
+        raise ConfigError(
+            f"{folder or 'LoraConfig'}: is not supported on a sharded model.\n  " + "\n  ".join(errors)
+        )
 
 
 def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -> PeftModel:
