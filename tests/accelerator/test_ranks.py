@@ -79,6 +79,10 @@ def test_saves_and_streams(two_ranks, mixtral, tmp_path):
     require_same(two_ranks, checks.saves, mixtral, str(tmp_path))
 
 
+def test_saves_and_streams_by_a_group_that_moves_no_tensors_of_the_host(two_ranks, llama, tmp_path):
+    require_same(two_ranks, checks.saves_by_the_device_alone, llama, str(tmp_path))
+
+
 def test_steps_and_states(two_ranks, llama):
     require_same(two_ranks, checks.steps, llama)
 
