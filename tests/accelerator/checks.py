@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 from tests.accelerator import simulated
 from tests.integrations import runs
 from tests.saving.adapters import tensors_of
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
 
 import shardwise
 from shardwise.checkpoints import write
@@ -154,6 +155,24 @@ def saves(folder: str, out: str) -> list[str]:
         {name: tensor.cpu().clone() for name, tensor in shardwise.iter_hf_tensors(model)} for model in (there, here)
     ]
     return unlike(*files) + unlike(*streams)
+
+
+def saves_by_the_device_alone(folder: str, out: str) -> list[str]:
+    """An adapter that is whole on each rank, written by owners, and the stream of a model on each host.
+
+    ``dist.init_process_group()`` makes such a group.
+    """
+    group, options = dist.new_group(backend="hccl"), shardwise.options
+    lora = shardwise.Lora(LoraConfig(r=2, target_modules="all-linear"), placement="replicated")
+    model: Any = shardwise.from_pretrained(folder, tuning=lora, options=options.LoadOptions(process_group=group))
+    with mock.patch.object(save, "_has_owners", return_value=True):
+        shardwise.save_adapter(model, out, options=options.SaveOptions(process_group=group))
+    saved = tensors_of(Path(out))
+    adapter = {key: value.cpu() for key, value in get_peft_model_state_dict(model).items()}
+    whole: Any = LlamaForCausalLM.from_pretrained(folder)
+    streamed = dict(shardwise.iter_hf_tensors(whole, options=options.StreamOptions(process_group=group)))
+    dist.destroy_process_group(group)
+    return unlike(saved, adapter) + unlike(streamed, {key: whole.state_dict()[key] for key in streamed})
 
 
 def trained(folder: str, **keywords: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:

@@ -79,6 +79,10 @@ def test_saves_and_streams(two_ranks, mixtral, tmp_path):
     require_same(two_ranks, checks.saves, mixtral, str(tmp_path))
 
 
+def test_saves_and_streams_by_a_group_that_moves_no_tensors_of_the_host(two_ranks, llama, tmp_path):
+    require_same(two_ranks, checks.saves_by_the_device_alone, llama, str(tmp_path))
+
+
 def test_steps_and_states(two_ranks, llama):
     require_same(two_ranks, checks.steps, llama)
 
@@ -341,7 +345,7 @@ class _Marks(TrainerCallback):
         self.found.append(("log", simulated.counters()))
 
 
-def steps(folder: str, out: str, by: str) -> dict[str, list[list[int]]]:
+def steps(folder: str, out: str, by: str, model: str = "whole") -> dict[str, list[list[int]]]:
     """Waits between two marks, without those of the first step. Every third loss is logged."""
     arguments = {
         "output_dir": out,
@@ -352,7 +356,7 @@ def steps(folder: str, out: str, by: str) -> dict[str, list[list[int]]]:
         "gradient_accumulation_steps": 1,
     }
     with launched(), WITHOUT_MASKS:
-        trainer = runs.made(runs.Run(folder, by=by, arguments=arguments))
+        trainer = runs.made(runs.Run(folder, model=model, by=by, arguments=arguments))
         trainer.add_callback(marks := _Marks())
         trainer.train()
     found: dict[str, list[list[int]]] = {}
@@ -369,6 +373,8 @@ def test_steps_of_the_trainer(two_ranks, tmp_path):
     assert ours["log to step"] == [[0, 0, 0]]
     assert ours["step to log"] == theirs["step to log"]
     assert [waits for waits, *_ in theirs["step to step"]] == [2] * 3, "for batches that are not in pinned memory"
+    averaged = two_ranks.run(steps, folder, str(tmp_path / "lora"), "shardwise", "replicated lora")[0]
+    assert averaged["step to step"] == [[0, 0, 0]] * 3
 
 
 def experts(folder: str) -> dict[str, list[int]]:

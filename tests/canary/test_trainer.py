@@ -22,7 +22,7 @@ from shardwise.integrations import trainer_compat as compat  # noqa: E402
 @pytest.fixture
 def model() -> Any:
     made = tiny.model()
-    compat.add_marks(made, 2, by_fsdp=True)
+    compat.add_marks(made, 2)
     return made
 
 

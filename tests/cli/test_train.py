@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli.running import RUNNER
 from tests.support.local_ranks import LocalRanks
 from tests.training import tiny
 from tests.training.on_ranks import by_command
 
 from shardwise.cli import main
-from shardwise.cli.launch import read_launch
+from shardwise.cli.launch import read_launch, run_ranks
 from shardwise.cli.train import SOME_FAILED, STOPPED, _exit_code, _print_outcome
 from shardwise.core.errors import ConfigError
 
@@ -180,6 +181,14 @@ def test_where_ranks_come_from() -> None:
     for environment, nproc_per_node in (({}, 1), ({}, 4), ({"WORLD_SIZE": "8"}, 1)):
         assert read_launch(environment, nproc_per_node) is None
     assert read_launch(TORCHRUN) == {"RANK": 3, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "MASTER_PORT": 29500}
+
+
+def test_one_rank_is_this_process_if_there_is_no_accelerator(monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("shardwise.ranks.processes.run_spawned", lambda size, *_, **__: f"{size} spawned")
+    for device, expected in ((None, [3]), (torch.device("cuda"), "1 spawned")):
+        monkeypatch.setattr("shardwise.fsdp.torch_private.accelerator", lambda device=device: device)
+        assert run_ranks(1, sum, (1, 2), libraries=None) == expected
 
 
 @pytest.mark.parametrize(

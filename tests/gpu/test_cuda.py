@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import truth, zoo
+from tests.integrations.requirements import require_patched_names
 from tests.loading import on_ranks
 from tests.quantized import quantizing
 from tests.quantized.requirements import needs_packed_shards
 from tests.state import sharding
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
+from transformers import AutoModelForSequenceClassification, MixtralForCausalLM, Trainer, TrainingArguments
 from transformers.models.llama import modeling_llama
 
 import shardwise
@@ -101,6 +102,20 @@ def test_it_trains(mixtral, one_rank, kind):
     found = on_ranks.loss_and_gradients(model, tokens)
     assert all(value.isfinite().all() for value in found.values())
     assert len(found) > 5
+
+
+def test_the_trainer_moves_a_model_of_one_process_to_its_device(mixtral, kind, tmp_path):
+    require_patched_names()
+    from shardwise.integrations import ShardwiseTrainer, for_trainer
+
+    model = for_trainer(shardwise.from_pretrained(mixtral, dtype="float32"))
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no")
+    ids = list(range(8))
+    trainer = type("Mine", (ShardwiseTrainer, Trainer), {})(
+        model=model, args=arguments, train_dataset=[{"input_ids": ids, "labels": ids}]
+    )
+    trainer.train()
+    assert {parameter.device.type for parameter in model.parameters()} == {kind}
 
 
 def test_liger_has_the_losses_of_the_model_itself(one_rank, kind, tmp_path):

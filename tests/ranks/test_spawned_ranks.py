@@ -12,19 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import faults
 from tests.support.fork_server import start_server
 from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import start_processes
 
 from shardwise.core.errors import RankLostError, ShardingError, StorageError
+from shardwise.fsdp import wrap
+from shardwise.fsdp.torch_private import select_accelerator
 from shardwise.ranks import processes
 from shardwise.ranks.processes import (
     RankEndedError,
     RankError,
     _priority,
     run_spawned,
-    select_accelerator,
 )
 from shardwise.ranks.stop_signals import StoppedNowError
 
@@ -92,7 +94,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path):
 def machine_with(monkeypatch):
     """``machine_with("xpu", 4)``: torch has four of these. What ranks take is told."""
     taken = []
-    module = SimpleNamespace(set_device=taken.append)
+    module = SimpleNamespace(set_device=taken.append, is_initialized=lambda: bool(taken))
 
     def pretend(kind: str, count: int) -> list[int]:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -128,6 +130,27 @@ def test_a_rank_of_a_launcher_takes_the_device_that_it_is_shown(machine_with):
     machine_with("cuda", 4)
     select_accelerator({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4)
     assert taken == [0, 3]
+
+
+def test_a_mesh_of_a_process_group_takes_the_device_of_a_launchers_rank(machine_with, monkeypatch):
+    """As torch's ``init_device_mesh`` does, and ``from_group`` does not."""
+    taken = machine_with("cuda", 4)
+    monkeypatch.setattr(wrap, "has_collectives", lambda *_: True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrap.default_mesh(dist.group.WORLD)
+        assert taken == [], "there is no launcher"
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        for _ in range(2):
+            assert wrap.default_mesh(dist.group.WORLD).device_type == "cuda"
+        assert taken == [3], "by the first"
+        taken.clear()
+        machine_with("cuda", 1)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        wrap.default_mesh(dist.group.WORLD)
+        assert taken == [0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_with):

@@ -43,7 +43,7 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
 
 
 def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any, libraries: str | None) -> list[Any]:
-    """Call ``function(*args)`` on every rank of the launcher, or on new ranks.
+    """Call ``function(*args)`` on every rank of the launcher, or on new ranks. One rank on the CPU is this process.
 
     A first stop signal is passed on to new ranks. Return the values by rank, in all processes of a launcher. Say
     that these ``libraries`` are imported, or nothing if they have been.
@@ -54,10 +54,12 @@ def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any, libraries
     """
     launch = read_launch(os.environ, nproc_per_node)
     with nullcontext() if libraries is None else importing(libraries):
+        from shardwise.fsdp.torch_private import accelerator
         from shardwise.ranks.processes import run_launched, run_spawned
     if launch is not None:
         return run_launched(os.environ, function, *args)
-    if nproc_per_node == 1:
+    # On an accelerator one rank has a process group, too: its mesh is what places a model there.
+    if nproc_per_node == 1 and accelerator() is None:
         return [function(*args)]
     with signs_of_life(""):  # until the first rank shows its own
         return run_spawned(nproc_per_node, function, *args, asks_first=True)

@@ -164,7 +164,7 @@ def run_on_rank(config: RunConfig, prints_to_stderr: bool = False) -> TrlOutcome
     # First, because it applies to blocks that are allocated afterwards.
     return_freed_blocks(os.environ)
     rank, size = get_rank_and_size()
-    if size > 1:
+    if size:
         # Ranks that are started here are all on this machine, so the local rank is the rank.
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
             os.environ.setdefault(name, str(value))

@@ -130,7 +130,9 @@ class Averaging:
                 buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for parameters in buckets.values():
             # First, which of them have a gradient: 1 or 0 for each. The mean tells which have one on any rank.
-            parts = [parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])]
+            flags = [parameter.grad is not None for parameter in parameters]
+            flags_on_host = torch.tensor(flags, dtype=parameters[0].dtype, device="cpu")
+            parts = [torch_private.to_device(flags_on_host, parameters[0].device)]
             for parameter in parameters:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parts.append(gradient.flatten())

@@ -11,7 +11,7 @@ such as mps, are rejected. Without a supported accelerator, tensors stay on the 
 import contextlib
 import ctypes
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +57,34 @@ def both_backends(kind: torch.device) -> str:
 def has_collectives(kind: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether a process group (None: the default one) has a backend for an accelerator."""
     return dist.get_default_backend_for_device(kind) in str(dist.get_backend_config(group))
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+"""Variables in which a scheduler names the devices of a process."""
+
+
+def select_accelerator(environment: Mapping[str, str], local_rank: int, local_size: int) -> str:
+    """Select the accelerator of a rank. Return the backends of its process group, as in "cpu:gloo,cuda:nccl".
+
+    The device is that of the local rank, or device 0 if the environment makes one device visible
+    (``srun --gpus-per-task=1``).
+
+    Raises:
+        ShardingError: there are accelerators, but not one for each rank of this machine.
+    """
+    kind = accelerator()
+    if kind is None:
+        return "gloo"
+    # A launcher that gives no size of the machine still gives the local rank, which needs a device of that number.
+    count, size = torch.accelerator.device_count(), max(local_rank + 1, local_size)
+    shows_own = count == 1 and any("," not in environment.get(name, ",") for name in _VISIBLE)
+    if size > count and not shows_own:
+        raise ShardingError(
+            f"{size} ranks on a machine: each needs a device, and this process sees {count}. Start at most "
+            f"{count}, or hide the devices to compute on the CPU ({_VISIBLE[0]}=)"
+        )
+    accelerator_module(kind).set_device(0 if shows_own else local_rank)
+    return both_backends(kind)
 
 
 def free_memory(device: torch.device) -> int:

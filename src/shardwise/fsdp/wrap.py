@@ -46,7 +46,7 @@ from shardwise.fsdp.policies import (
     group_parameters,
     shard_dim,
 )
-from shardwise.fsdp.torch_private import accelerator, has_collectives
+from shardwise.fsdp.torch_private import accelerator, accelerator_module, has_collectives, select_accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,7 @@ def default_mesh(group: dist.ProcessGroup | None = None, replicas: int = 1) -> D
     if not dist.is_initialized():
         return None
     kind = _device_type(group)
+    _select_launched_device(kind)
     if replicas > 1:
         # It creates process groups, for which all ranks of the default group meet.
         if ranks < dist.get_world_size():
@@ -158,6 +159,17 @@ def default_mesh(group: dist.ProcessGroup | None = None, replicas: int = 1) -> D
     if group is not None:
         return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
     return init_device_mesh(kind, (ranks,), mesh_dim_names=("fsdp",))
+
+
+def _select_launched_device(kind: str) -> None:
+    """Select the device of a launcher's rank, unless this process has used one.
+
+    torch does so in ``init_device_mesh`` alone, and not for a rank that is shown one device.
+    """
+    environment = os.environ  # noqa: TID251 - as torch does
+    rank = environment.get("LOCAL_RANK")
+    if rank is not None and kind != "cpu" and not accelerator_module(torch.device(kind)).is_initialized():
+        select_accelerator(environment, int(rank), 1)
 
 
 def _device_type(group: dist.ProcessGroup | None) -> str:

@@ -65,7 +65,7 @@ def require_names() -> None:
     require_private("transformers:Trainer", "create_accelerator_and_postprocess")
 
 
-def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
+def add_marks(model: PreTrainedModel, replicas: int) -> None:
     """Mark a model as sharded by transformers, so that the Trainer neither moves nor wraps it.
 
     ``_tp_size`` and ``_fsdp_size`` are not set, because PEFT's saving and generation read them, and the Trainer
@@ -75,10 +75,9 @@ def add_marks(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
     if hasattr(Trainer, "_defer_fsdp_gradient_reduction"):  # 5.23; older ones exchange gradients each time
         make_config = private("transformers.distributed.configuration_utils:DistributedConfig")
         setattr(model.config, _CONFIG, make_config(dp_replicate_size=replicas))
-    if by_fsdp:
-        setattr(model, _MANAGED, True)
-        # By this name, which FSDP2 changes, label smoothing decides whether labels are those of the next token.
-        vars(model)[_NAME] = partial(str, original_class(model).__name__)
+    setattr(model, _MANAGED, True)
+    # By this name, which FSDP2 changes, label smoothing decides whether labels are those of the next token.
+    vars(model)[_NAME] = partial(str, original_class(model).__name__)
 
 
 def is_open(model: nn.Module) -> bool:

@@ -96,8 +96,8 @@ def for_trainer(model: ModelT) -> ModelT:
             average_replicated_gradients(model, mesh)
         with world.collective("check gradient synchronization"):
             require_synchronized(model, world.size)
-    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1  # (replicas, shards) of HSDP
-    compat.add_marks(inner, replicas, by_fsdp=mesh is not None)
+    if mesh is not None:  # otherwise the Trainer moves the model to its device
+        compat.add_marks(inner, mesh.size(0) if mesh.ndim == 2 else 1)  # (replicas, shards) of HSDP
     # After average_replicated_gradients, which decides which gradients are averaged.
     for parameter in model.parameters():
         if is_averaged(parameter):

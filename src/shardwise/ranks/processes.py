@@ -1,4 +1,4 @@
-"""Starts ranks as processes of this machine, or joins those of a launcher. Selects each rank's accelerator."""
+"""Starts ranks as processes of this machine, or joins those of a launcher."""
 
 from __future__ import annotations
 
@@ -188,6 +188,8 @@ def _run_rank(rank: int, size: int, folder: str, function: RankFunction, args: S
 
 def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> Any:
     """Return the function's value on a rank of a new process group, or its failure."""
+    from shardwise.fsdp.torch_private import select_accelerator
+
     try:
         torch.set_num_threads(max(1, machine.processor_count() // size))
         store = FileStore(str(Path(folder, "store")), size)
@@ -203,36 +205,6 @@ def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, ar
     except BaseException:
         text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
         return Failure(RankError.__name__, text.strip())
-
-
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
-"""Variables in which a scheduler names the devices of a process."""
-
-
-def select_accelerator(environment: Mapping[str, str], local_rank: int, local_size: int) -> str:
-    """Select the accelerator of a rank. Return the backends of its process group, as in "cpu:gloo,cuda:nccl".
-
-    The device is that of the local rank, or device 0 if the environment makes one device visible
-    (``srun --gpus-per-task=1``).
-
-    Raises:
-        ShardingError: there are accelerators, but not one for each rank of this machine.
-    """
-    from shardwise.fsdp.torch_private import accelerator, accelerator_module, both_backends
-
-    kind = accelerator()
-    if kind is None:
-        return "gloo"
-    # A launcher that gives no size of the machine still gives the local rank, which needs a device of that number.
-    count, size = torch.accelerator.device_count(), max(local_rank + 1, local_size)
-    shows_own = count == 1 and any("," not in environment.get(name, ",") for name in _VISIBLE)
-    if size > count and not shows_own:
-        raise ShardingError(
-            f"{size} ranks on a machine: each needs a device, and this process sees {count}. Start at most "
-            f"{count}, or hide the devices to compute on the CPU ({_VISIBLE[0]}=)"
-        )
-    accelerator_module(kind).set_device(0 if shows_own else local_rank)
-    return both_backends(kind)
 
 
 def try_collectives() -> None:
@@ -277,7 +249,7 @@ def run_launched(environment: Mapping[str, str], function: RankFunction, *args: 
         RankLostError: ranks have not come within ten minutes, or could not connect to each other.
         ShardingError: there are more ranks than accelerators.
     """
-    from shardwise.fsdp.torch_private import default_store, set_timeout
+    from shardwise.fsdp.torch_private import default_store, select_accelerator, set_timeout
     from shardwise.ranks.world import World
 
     local_size = int(environment.get("LOCAL_WORLD_SIZE") or 1)
@@ -387,5 +359,5 @@ def _set_malloc(values: Mapping[int, int], environment: Mapping[str, str]) -> No
 
 
 def get_rank_and_size() -> tuple[int, int]:
-    """Return this rank, and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """Return this rank, and the number of ranks, or twice 0 without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 0)

@@ -43,7 +43,7 @@ from shardwise.saving.commit import (
 from shardwise.saving.plan import SavePlan
 from shardwise.saving.saving_lock import new_save_id, require_lock
 from shardwise.saving.write import ShardWriter, write_by_owners
-from shardwise.transfer.memory import get_model_device
+from shardwise.transfer.memory import staging_device
 from shardwise.transfer.progress import progress_bar
 from shardwise.transfer.replicas import ShardSender, agree_on_shares
 
@@ -228,7 +228,7 @@ def _write_by_owners(
             {name: item for item in prepared.tensors for name in item.names}, prepared.shares.by_name, world.rank
         ),
         budget_bytes=options.budget_bytes,
-        device=get_model_device(prepared.tensors, None),
+        device=staging_device(prepared.tensors, [item.tensor for item in prepared.tensors]),
         progress=progress,
     )
     shard_writer.written_bytes.update(written.bytes_by_file)

@@ -81,7 +81,7 @@ def _gather_full(
         moves.append(Move(key, item.expression, dtypes[key].itemsize, target_boxes))
     with world.collective("plan the rounds"):
         rounds = plan_rounds([moves], sender.shares, bucket_bytes)
-    # Of the kind that the process group's backend moves. The yielded tensors may be on another device.
+    # The yielded tensors may be on another device.
     staging_device = get_model_device(refs, refs[0].local.device if refs else None)
     shapes = {key: item.shape for key, item in outputs.items()}
     received = _ReceivedTensors(shapes, dtypes, device or staging_device)

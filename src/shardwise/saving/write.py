@@ -186,7 +186,7 @@ def write_by_owners(
         expressions: by key, over the model's tensors.
         sender: source of this rank's shares.
         budget_bytes: of memory that a rank may use.
-        device: device of the buffers that are sent: of the kind that the process group's backend moves.
+        device: device of the buffers that are sent and received.
         progress: updated with the bytes that this rank writes.
 
     Collective: yes.

@@ -22,6 +22,7 @@ from shardwise.core.expression import Stored
 from shardwise.core.layout import LocalBox, locate_box
 from shardwise.core.tensors import Box, DType, Strided, numel
 from shardwise.fsdp.named_tensors import local_boxes, local_tensor, strided_view
+from shardwise.fsdp.torch_private import object_device
 from shardwise.ranks.world import World
 from shardwise.transfer import move_plan
 from shardwise.transfer.memory import trim_heap
@@ -101,7 +102,7 @@ class ShardExchange:
         buffer_for: returns memory for each block that this rank receives, before the block's round is yielded. If
             None, blocks are put into ``received``, on ``device``, and the caller removes them after each round.
         dtypes: the dtype in which a tensor is sent, by key. Sources cast to it.
-        device: of staging memory: of the kind that the process group's backend moves.
+        device: of staging memory, unless it is the host and the process group moves an accelerator's tensors only.
         staging: for copies between the host and an accelerator.
         failure: what has failed on this rank outside of a phase. The next round raises it on all ranks.
     """
@@ -173,7 +174,9 @@ class ShardExchange:
         # Only now: both rounds use the same staging memory, and the arriving one has been unpacked.
         if leaving is not None:
             if self._staging.numel() < self.traffic.staging_bytes:
-                self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=self.device)
+                # A group may move no tensors of the host: dist.init_process_group() without a backend.
+                device = object_device(self.world.group) if self.device.type == "cpu" else self.device
+                self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=device)
             for block, pieces, starts in leaving.sends:
                 offsets = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
                 by_target = [self._staging_views(block, pieces, offset) for offset in offsets]
