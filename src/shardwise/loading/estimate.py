@@ -21,7 +21,7 @@ from shardwise.files.urls import is_url
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.policies import WrapPolicy, find_repeated_blocks
 from shardwise.fsdp.torch_private import from_torch
-from shardwise.fsdp.wrap import Sharding, prepare_blocks, require_replicas
+from shardwise.fsdp.wrap import Sharding, prepare_blocks, require_divisor, require_replicas
 from shardwise.loading import estimate_arithmetic, meta_model
 from shardwise.loading.estimate_arithmetic import BankSizes, Head, Step
 from shardwise.loading.estimate_layout import predict_layout
@@ -89,7 +89,8 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 
     Raises:
         ConfigError: the config, the mesh or an argument cannot be used, or the model cannot run without data.
-        ShardingError: the wrap policy matches nothing, or the model has a parameter that ``fully_shard`` rejects.
+        ShardingError: the wrap policy matches nothing, the model has a parameter that ``fully_shard`` rejects, or
+            ``reshard_after_forward`` does not divide the mesh.
         KeyMismatchError: checkpoint and model do not cover each other, as for a load.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
@@ -176,6 +177,7 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
 
     Raises:
         ConfigError: ranks and mesh contradict each other.
+        ShardingError: ``reshard_after_forward`` does not divide the mesh.
     """
     count: object = ranks
     if not isinstance(count, int) or count < 1:
@@ -191,7 +193,10 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
         if axes not in (None, replicated):
             raise ConfigError(f"mesh={axes}: contradicts replicas={sharding.replicas} of sharding. Leave one out")
         axes = replicated
-    return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
+    mesh = MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
+    if ranks > 1:
+        require_divisor(sharding.reshard_after_forward, mesh.shard_size)
+    return mesh
 
 
 # Training
@@ -221,9 +226,14 @@ def _training(
         sizes = [rows] if memory_bytes is None else [rows, 2 * rows]
         traced = [_trace(tuned, world, (size, tokens), param_dtype, options) for size in sizes]
         step = replace(step, batch_size=rows, max_length=tokens, head=head, activations=traced[0], twice=traced[-1])
-    is_cast = sharding.mp_policy.param_dtype is not None
     return estimate_arithmetic.estimate_training(
-        world, groups, step, placement, param_dtype=is_cast, memory_bytes=memory_bytes
+        world,
+        groups,
+        step,
+        placement,
+        param_dtype=sharding.mp_policy.param_dtype is not None,
+        reshard_after_forward=sharding.reshard_after_forward,
+        memory_bytes=memory_bytes,
     )
 
 

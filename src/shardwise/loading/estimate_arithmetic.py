@@ -206,6 +206,7 @@ def estimate_training(
     placement: MemoryPlacement,
     *,
     param_dtype: bool,
+    reshard_after_forward: bool | int = True,
     memory_bytes: int | None = None,
 ) -> TrainingEstimate:
     """Forecast the memory of a training step on rank 0, which has the largest shards.
@@ -216,6 +217,7 @@ def estimate_training(
         step: settings of the training step.
         placement: placement of tensors.
         param_dtype: whether shards are cast before they are gathered.
+        reshard_after_forward: as in ``Sharding``.
         memory_bytes: memory of a rank, for which the largest batch is computed. None to compute none.
     """
     padded: dict[str, int] = {}  # bytes by FQN
@@ -234,7 +236,7 @@ def estimate_training(
         gradients = step.bank.gradients
         update = max(_step_bytes(optim, gradients, placement) for optim, _ in step.bank.adapters)
     # What does not depend on the number of rows is computed once. Activations and logits are added by phases().
-    sizes = _GroupSizes.from_groups(world, groups, placement)
+    sizes = _GroupSizes.from_groups(world, groups, placement, reshard_after_forward)
     fixed = _FixedSizes(
         groups=sizes,
         placement=placement,
@@ -264,6 +266,8 @@ class _GroupSizes:
 
     Attributes:
         root, block: gathered parameters.
+        others: parameters of all other blocks that stay gathered, or are held by fewer ranks, until their backward
+            pass.
         whole: unsharded gradients of a block.
         summed: input of a block's reduce-scatter.
         root_sum: unsharded gradients of the root and the input of its reduce-scatter.
@@ -271,23 +275,34 @@ class _GroupSizes:
 
     root: int
     block: int
+    others: int
     whole: int
     summed: int
     root_sum: int
 
     @classmethod
     def from_groups(
-        cls, world: WorldLayout, groups: Sequence[GroupEstimate], placement: MemoryPlacement
+        cls,
+        world: WorldLayout,
+        groups: Sequence[GroupEstimate],
+        placement: MemoryPlacement,
+        reshard_after_forward: bool | int,  # noqa: FBT001 - FSDP2's own
     ) -> _GroupSizes:
         copies = 2 if placement.device == "cpu" else 1  # gloo copies its input
         # On one rank nothing is gathered: FSDP2 uses the parameters themselves.
         if world.mesh.ranks == 1:
-            return cls(0, 0, 0, 0, 0)
+            return cls(0, 0, 0, 0, 0, 0)
         roots = [group for group in groups if "" in group.modules]
         blocks = [group for group in groups if "" not in group.modules]
+        gathered = [group.gathered_bytes for group in blocks]
+        block = max(gathered, default=0)
+        # Of blocks that are held by 2 of 8 ranks after their forward pass, each of the two has a half.
+        is_freed = reshard_after_forward in (True, world.mesh.shard_size)
+        others = 0 if is_freed else (sum(gathered) - block) // (int(reshard_after_forward) or 1)
         return cls(
             max((group.gathered_bytes for group in roots), default=0),
-            max((group.gathered_bytes for group in blocks), default=0),
+            block,
+            others,
             max((group.gradient_bytes for group in blocks), default=0),
             max((group.reduced_bytes for group in blocks), default=0) * copies,
             max((group.gradient_bytes + group.reduced_bytes * copies for group in roots), default=0),
@@ -337,19 +352,19 @@ class _FixedSizes:
         gathered, ended = sizes.root + sizes.block, max(self.in_blocks, earlier)
         terms: dict[str, dict[str, int]] = {
             # The unsharded root, and the largest of its all-gather's output, its cast shards, and two blocks (one
-            # computes while the next one is gathered).
+            # computes while the next one is gathered) beside those that stay.
             "forward": {
-                "gathered groups": sizes.root + max(sizes.root, self.cast, 2 * sizes.block),
+                "gathered groups": sizes.root + max(sizes.root, self.cast, 2 * sizes.block + sizes.others),
                 "gradients": earlier,
             },
             "loss": {
-                "gathered groups": gathered,
+                "gathered groups": gathered + sizes.others,
                 "activations": activations.kept + activations.loss,
                 "logits": step.logits_bytes,
                 "gradients": earlier,
             },
             "backward": {
-                "gathered groups": gathered + sizes.block,
+                "gathered groups": gathered + sizes.block + sizes.others,
                 "activations": activations.kept + activations.backward,
                 "gradients": earlier,
                 "whole gradients": sizes.whole + sizes.summed,
