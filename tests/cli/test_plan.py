@@ -214,6 +214,24 @@ def test_a_training_by_its_configuration(training):
     assert (swept["training"]["batch_size"], swept["training"]["max_length"]) == (2, 32)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's own
+@pytest.mark.parametrize(
+    ("arguments", "rows", "note"),
+    [
+        (["--method=dpo", "--use_peft=false", "--trainable_layers=1"], 2, "the reference model is not included"),
+        (["--method=reward", "--lora_task_type=SEQ_CLS"], 2, ""),
+        (["--method=orpo"], 2, "TRL computes the logits of all tokens at once"),
+        (["--method=cpo"], 2, "TRL computes the logits of all tokens at once"),
+        (["--method=tpo"], 3, "TRL computes the logits of all tokens at once"),
+        (["--method=tpo", "--tpo_alpha=0"], 2, "TRL computes the logits of all tokens at once"),
+    ],
+)
+def test_all_answers_of_an_example_are_rows(training, arguments, rows, note):
+    found = planned(training, "--ranks=2", "--device=cpu", "--per_device_train_batch_size=2", *arguments)
+    assert found["training"]["batch_size"] == 2 * rows
+    assert note in " ".join(found["notes"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -283,7 +283,7 @@ def _trace(
             in_root=in_root,
         )
     except Exception as error:  # the model's own code may raise any
-        first = str(error).strip().partition("\n")[0]
+        first = str(error).strip().partition("\n")[0].removesuffix(".")
         raise ConfigError(
             f"{type(tuned.base).__name__}: cannot run without data, {type(error).__name__}: {first}. Leave out "
             "per_device_train_batch_size and max_length to plan without activations"
