@@ -139,8 +139,22 @@ def test_offload_moves_states_to_the_host() -> None:
     for here, there in zip(plain.phases, moved.phases, strict=True):
         states = here.device["weights"] + here.device["optimizer"] + here.device.get("gradients", 0)
         assert not here.host
-        assert there.bytes_on("cpu") >= states
+        assert there.bytes_on("cpu") >= states - there.device["weights"]  # buffers
         assert "activations" not in there.host
+
+
+def test_offload_leaves_whole_adapters_on_the_device() -> None:
+    """In float32, with gradients and two moments."""
+    adapter = Lora(LoraConfig(r=16, target_modules="all-linear"), placement="replicated")
+    offload = Sharding(offload_policy=CPUOffloadPolicy())
+    made = planned("low", 2, tuning=adapter, device="cuda", optim="adamw_torch", sharding=offload)
+    assert made.training is not None
+    *_, last = made.training.phases
+    assert last.device["weights"] == made.ranks[0].device_bytes
+    assert last.device["gradients"] == 4 * made.trainable_parameters
+    assert last.device["optimizer"] == 8 * made.trainable_parameters
+    assert last.device["optimizer step"] == 4 * made.trainable_parameters
+    assert last.host.keys() == {"weights"}
 
 
 def test_checkpointing_and_accumulation() -> None:

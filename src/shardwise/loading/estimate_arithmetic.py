@@ -8,7 +8,7 @@ loss is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from shardwise.core.estimate_report import GroupEstimate, PhaseMemory, TrainingE
 from shardwise.core.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
 from shardwise.core.reports import RankEstimate
 from shardwise.core.tensors import DType, numel
-from shardwise.loading.memory_estimate import LoadSizes, MemoryPlacement, local_numel
+from shardwise.loading.memory_estimate import LoadSizes, MemoryPlacement, is_sharded, local_numel
 from shardwise.loading.plan import LoadPlan
 
 
@@ -80,15 +80,15 @@ Any other optimizer is counted as AdamW, with two moments. 8-bit and 4-bit state
 """
 
 
-def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
-    """Return the bytes of optimizer states at a position of the mesh, without padding."""
+def optimizer_bytes(world: WorldLayout, trained: Iterable[TensorLayout], optim: str, position: int) -> int:
+    """Return the bytes of the tensors' optimizer states at a position of the mesh, without padding."""
     # `moments` are tensors in the parameter's dtype, `more` bytes for each element. 2 moments of a bfloat16
     # parameter are 4 bytes for each element, in float32 they are 8.
     moments, more = _STATES.get(optim, (2, 0))
     if optim.endswith("_8bit") and optim not in _STATES:
         moments, more = (0, 1 + 4 / 256) if optim.startswith(("lion", "paged_lion")) else (0, 2 + 8 / 256)
     rates: dict[Spread, float] = {}
-    for tensor in filter(is_trained, world.rank0.tensors):
+    for tensor in trained:
         spread = world.spreads[tensor.fqn]
         if optim == "adafactor":
             # A row and a column of second moments: 4 * (4096 + 1024) bytes for a weight of shape (4096, 1024).
@@ -192,10 +192,6 @@ class Step:
         return replace(self, batch_size=rows, activations=activations)
 
 
-_ON_HOST: Final = ("weights", "optimizer", "gradients", "optimizer step")
-"""Terms that CPU offload moves to the host."""
-
-
 _MOST_ROWS: Final = 1 << 20
 
 
@@ -224,22 +220,34 @@ def estimate_training(
     for tensor in world.rank0.tensors:
         padded[tensor.fqn] = world.spreads[tensor.fqn].padded_numel * tensor.dtype.bits // 8
     trained = [tensor for tensor in world.rank0.tensors if is_trained(tensor)]
-    states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
+    states = [optimizer_bytes(world, trained, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
     gradients = [padded[tensor.fqn] for tensor in trained]
-    weights, update = sum(padded.values()), _step_bytes(step.optim, gradients, placement)
+    # CPU offload moves sharded parameters to the host, and their gradients and states.
+    offloaded = list(filter(is_sharded, world.rank0.tensors)) if placement.offloads_shards else []
+    moved = [padded[tensor.fqn] for tensor in offloaded if is_trained(tensor)]
+    staying = [padded[tensor.fqn] for tensor in trained if not (placement.offloads_shards and is_sharded(tensor))]
+    on_host = {
+        "weights": sum(padded[tensor.fqn] for tensor in offloaded),
+        "optimizer": optimizer_bytes(world, filter(is_trained, offloaded), step.optim, 0),
+        "gradients": sum(moved),
+        "optimizer step": _step_bytes(step.optim, moved, "cpu"),
+    }
+    weights = sum(padded.values())
+    update = on_host["optimizer step"] + _step_bytes(step.optim, staying, placement.device)
     # The adapters of the bank take the place of the layout's adapter. Their weights are as large as their
     # gradients.
     if step.bank is not None:
         weights += sum(step.bank.gradients) - sum(gradients)
         states = [step.bank.optimizer_bytes] * len(states)
         gradients = step.bank.gradients
-        update = max(_step_bytes(optim, gradients, placement) for optim, _ in step.bank.adapters)
+        update = max(_step_bytes(optim, gradients, placement.device) for optim, _ in step.bank.adapters)
     # What does not depend on the number of rows is computed once. Activations and logits are added by phases().
     sizes = _GroupSizes.from_groups(world, groups, placement, reshard_after_forward)
     fixed = _FixedSizes(
         groups=sizes,
         placement=placement,
+        on_host=on_host,
         weights=weights,
         optimizer=states[0],
         gradients=sum(gradients),
@@ -316,6 +324,7 @@ class _FixedSizes:
     Attributes:
         groups: gathered groups.
         placement: placement of tensors.
+        on_host: by term, the most that CPU offload moves to the host.
         weights: parameters and buffers, padding included.
         optimizer: optimizer states.
         gradients: sharded gradients.
@@ -326,6 +335,7 @@ class _FixedSizes:
 
     groups: _GroupSizes
     placement: MemoryPlacement
+    on_host: Mapping[str, int]
     weights: int
     optimizer: int
     gradients: int
@@ -379,10 +389,17 @@ class _FixedSizes:
             "optimizer step": {"gradients": self.gradients, "optimizer step": self.update},
         }
         base = {"weights": self.weights, "optimizer": self.optimizer}
-        return tuple(_phase_memory(phase, {**base, **more}, self.placement) for phase, more in terms.items())
+        return tuple(self._place(phase, {**base, **more}) for phase, more in terms.items())
+
+    def _place(self, phase: str, terms: Mapping[str, int]) -> PhaseMemory:
+        if self.placement.device == "cpu":
+            return PhaseMemory(phase, {}, terms)
+        host = {term: min(size, self.on_host.get(term, 0)) for term, size in terms.items()}
+        device = {term: size - host[term] for term, size in terms.items() if size > host[term] or not size}
+        return PhaseMemory(phase, device, {term: size for term, size in host.items() if size})
 
 
-def _step_bytes(optim: str, gradients: Sequence[int], placement: MemoryPlacement) -> int:
+def _step_bytes(optim: str, gradients: Sequence[int], device: str) -> int:
     """Return the bytes of an optimizer step's temporary tensors, of all parameters (foreach) or one at a time.
 
     ``gradients`` are the bytes of each sharded gradient.
@@ -390,17 +407,9 @@ def _step_bytes(optim: str, gradients: Sequence[int], placement: MemoryPlacement
     if not gradients or optim.endswith("_fused") or optim == "sgd":
         return 0
     # Foreach is for accelerators. Elsewhere, and by these optimizers, parameters are updated one at a time.
-    if placement.device == "cpu" or placement.offloads_shards or optim.endswith(("_8bit", "_4bit")):
+    if device == "cpu" or optim.endswith(("_8bit", "_4bit")):
         return 2 * max(gradients)
     return sum(gradients)
-
-
-def _phase_memory(phase: str, terms: Mapping[str, int], placement: MemoryPlacement) -> PhaseMemory:
-    if placement.device == "cpu":
-        return PhaseMemory(phase, {}, terms)
-    # Without offloading, everything is on the device.
-    host = {term: size for term, size in terms.items() if placement.offloads_shards and term in _ON_HOST}
-    return PhaseMemory(phase, {term: size for term, size in terms.items() if term not in host}, host)
 
 
 _TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768
