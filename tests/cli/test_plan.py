@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,6 +215,22 @@ def test_a_training_by_its_configuration(training):
     assert swept["training"]["optimizer_bytes"] == [8 * swept["trainable_parameters"]] * 4
     assert swept["training"]["gradient_bytes"] == 4 * swept["trainable_parameters"]
     assert (swept["training"]["batch_size"], swept["training"]["max_length"]) == (2, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's own
+def test_a_model_is_found_in_the_cache_that_the_configuration_names(training, checkpoint, tmp_path):
+    cached = tmp_path / "hub" / "models--own--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(checkpoint, cached / "snapshots" / ("0" * 40))
+    Path(training).write_text(
+        Path(training).read_text().replace(checkpoint, "own/tiny") + f"env:\n  HF_HUB_CACHE: {cached.parent}\n"
+    )
+    program = "from shardwise.cli import main; main()"  # torch reads the environment once
+    command = [sys.executable, "-c", program, "plan", training, "--ranks=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("plan for ")
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's own
