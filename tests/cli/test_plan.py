@@ -52,7 +52,7 @@ def test_text(checkpoint):
 
 
 def test_json(checkpoint):
-    found = planned(checkpoint, "--ranks", "4", "--device", "cpu")
+    found = planned(checkpoint, "--ranks", "4", "--device", "cpu:0")
     assert len(found["ranks"]) == 4
     assert found["mesh"] == {"fsdp": 4}
     assert found["ranks"][0]["device_bytes"] == 0
@@ -75,6 +75,7 @@ def test_options_reach_the_plan(checkpoint):
         (["--ranks=4", "--tuning=freeze=0"], "tuning='freeze=0' is not known"),
         (["--ranks=4", "--tuning=full=1"], "tuning='full=1' is not known"),
         (["--ranks=4", "--dtype=float17"], "float17"),
+        (["--ranks=4", "--device=gpu"], "device='gpu': is no device of torch"),
         (["--ranks=4", "--tuning=full", "--optim=adam"], "optim: adam is none of TrainingArguments"),
     ],
 )

@@ -97,6 +97,11 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     options = meta_model.check_keywords("plan", options, PlanOptions)
     if (optim := options.get("optim", _OPTIM)) not in {name.value for name in OptimizerNames}:
         raise ConfigError(f"optim: {optim} is none of TrainingArguments. Pass adamw_torch, sgd, ...")
+    for name in ("per_device_train_batch_size", "max_length", "gradient_accumulation_steps"):
+        count: object = options.get(name, 1)
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name}={count!r}: is not a number. Use 1 or more")
+    options = {**options, "device": _device_type(options.get("device", "cuda"))}
     mesh = build_mesh(ranks, options)
     # A plan downloads nothing, so a model that is not in the cache is an error.
     cached: Any = options
@@ -108,6 +113,13 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         stack.enter_context(torch.device("cpu"))
         with world.collective("estimate the memory"):
             return estimate(opened, mesh, options)
+
+
+def _device_type(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: is no device of torch. Use cpu, cuda, ...") from error
 
 
 @gc_disabled()

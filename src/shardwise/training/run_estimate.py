@@ -66,10 +66,11 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
         "tuning": (tuning := build_tuning(arguments)),
         "optim": getattr(training.optim, "value", training.optim),
         "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
-        "max_length": getattr(training, "max_length", None) or 0,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "mixed_precision": "no",
     }
+    if max_length := getattr(training, "max_length", None):
+        options["max_length"] = max_length
     if training.gradient_checkpointing:
         options["sharding"] = recompute_blocks(options["sharding"], arguments)
     if training.bf16 or training.fp16:
