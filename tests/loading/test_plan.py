@@ -56,6 +56,16 @@ def test_blocks_that_stay_gathered_are_counted(worlds, qwen3, reshards):
     assert planned["backward"] == planned["loss"] + max(group.gathered_bytes for group in made.groups[:-1])
 
 
+@pytest.mark.parametrize("attention", ["flash_attention_2", {"": "flash_attention_2"}, "sdpa"])
+def test_flash_attention_is_planned_where_it_cannot_run(qwen3, attention):
+    step = {"tuning": shardwise.Full(), "per_device_train_batch_size": 2, "max_length": 8}
+    made, plain = (
+        shardwise.plan(qwen3, ranks=2, **step, **more) for more in ({"attn_implementation": attention}, {})
+    )
+    assert made.training == plain.training
+    assert ("FlashAttention" in " ".join(made.notes)) == (attention != "sdpa")
+
+
 def test_nothing_is_left_behind(qwen3):
     default = torch.get_default_dtype()
     shardwise.plan(qwen3, ranks=8, dtype="bfloat16")

@@ -35,6 +35,7 @@ from shardwise.ranks.world import World
 from shardwise.transfer.memory import gc_disabled
 
 _OPTIM = "adamw_torch_fused"
+_FLASH = "FlashAttention is planned as the model's default, which does not keep scores if that is sdpa"
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 
 
@@ -102,6 +103,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         if not isinstance(count, int) or count < 1:
             raise ConfigError(f"{name}={count!r}: is not a number. Use 1 or more")
     options = {**options, "device": _device_type(options.get("device", "cuda"))}
+    notes = _leave_out_kernels(options)
     mesh = build_mesh(ranks, options)
     # A plan downloads nothing, so a model that is not in the cache is an error.
     cached: Any = options
@@ -112,7 +114,18 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         opened = open_model(world, name_or_path, cached, stack)
         stack.enter_context(torch.device("cpu"))
         with world.collective("estimate the memory"):
-            return estimate(opened, mesh, options)
+            made = estimate(opened, mesh, options)
+    return replace(made, notes=(*made.notes, *notes))
+
+
+def _leave_out_kernels(options: PlanOptions) -> list[str]:
+    """Remove FlashAttention from the options, as it needs a GPU, and return a note if it was there."""
+    attention = options.pop("attn_implementation", None)
+    parts = attention if isinstance(attention, dict) else {"": attention}
+    planned = {part: name for part, name in parts.items() if name is not None and "flash" not in name}
+    if planned:
+        options["attn_implementation"] = planned if isinstance(attention, dict) else planned[""]
+    return [f"attn_implementation: {_FLASH}"] if len(planned) < len(parts) and attention is not None else []
 
 
 def _device_type(device: str) -> str:
