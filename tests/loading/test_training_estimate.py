@@ -122,7 +122,16 @@ def test_recorded_trainings(
     assert held == pytest.approx(measured["held"], rel=0.01)
 
 
-@pytest.mark.parametrize(("optim", "nbytes"), [("adamw_torch", 8), ("adamw_torch_8bit", 2), ("adafactor", 0)])
+@pytest.mark.parametrize(
+    ("optim", "nbytes"),
+    [
+        ("adamw_torch", 8),
+        ("adamw_torch_8bit", 2),
+        ("adafactor", 0),
+        ("paged_lion_32bit", 4),
+        ("rmsprop_bnb_8bit", 1),
+    ],
+)
 def test_optimizer_states(optim: str, nbytes: float) -> None:
     made = planned("36m", 3, dtype="float32", tuning=Full(), optim=optim)
     assert made.training is not None
@@ -141,6 +150,12 @@ def test_offload_moves_states_to_the_host() -> None:
         assert not here.host
         assert there.bytes_on("cpu") >= states - there.device["weights"]  # buffers
         assert "activations" not in there.host
+
+
+@pytest.mark.parametrize(("optim", "is_known"), [("ademamix", False), ("paged_adamw_8bit", True)])
+def test_a_plan_says_whose_states_it_does_not_know(optim: str, is_known: bool) -> None:
+    note = f"{optim}: its states are not known, and counted as those of AdamW"
+    assert (note not in planned("low", 1, tuning=Full(), optim=optim).notes) == is_known
 
 
 def test_offload_leaves_whole_adapters_on_the_device() -> None:

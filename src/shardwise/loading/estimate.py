@@ -170,6 +170,8 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
         training = _training(tuned, world, groups, placement, options)
     notes = [*wrapper_notes(built.bindings.wrapped), *tuned.notes]
     notes += [f"{name} = {other}: {_STORED_TWICE}" for name, other in stored_twice]
+    if "tuning" in options and not estimate_arithmetic.has_known_states(options.get("optim", _OPTIM)):
+        notes.append(f"{options.get('optim')}: its states are not known, and counted as those of AdamW")
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
     return Estimate(

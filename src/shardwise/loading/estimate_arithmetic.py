@@ -69,15 +69,27 @@ _STATES: Final[Mapping[str, tuple[float, float]]] = {
     "rmsprop": (1, 0),
     "adagrad": (1, 0),
     "schedule_free_sgd": (1, 0),
-    "lion_32bit": (1, 0),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), (1, 0)),
+    "rmsprop_bnb_8bit": (0, 1 + 4 / 256),
     "adamw_torch_8bit": (0, 2 + 8 / 256),
     "adamw_torch_4bit": (0, 1 + 8 / 128),
 }
 """Optimizer states by ``optim``: tensors in the dtype of the parameter, and further bytes for each element.
 
-Any other optimizer is counted as AdamW, with two moments. 8-bit and 4-bit states have a scale for each block: with
-``adamw_torch_8bit`` two moments of one byte, and two float32 scales for 256 elements.
+Any other optimizer but Adafactor is counted as AdamW, with two moments. 8-bit and 4-bit states have a scale for
+each block: with ``adamw_torch_8bit`` two moments of one byte, and two float32 scales for 256 elements.
 """
+
+
+_OTHER_KNOWN: Final = (
+    *("adamw", "paged_adamw", "stable_adamw", "schedule_free_adamw", "schedule_free_radam"),
+    *("lion_8bit", "paged_lion_8bit", "adafactor"),
+)
+"""Beginnings of the names of optimizers whose states :func:`optimizer_bytes` computes without the table."""
+
+
+def has_known_states(optim: str) -> bool:
+    return optim in _STATES or optim.startswith(_OTHER_KNOWN)
 
 
 def optimizer_bytes(world: WorldLayout, trained: Iterable[TensorLayout], optim: str, position: int) -> int:
