@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,7 +52,7 @@ def test_text(checkpoint):
 
 
 def test_json(checkpoint):
-    found = planned(checkpoint, "--ranks", "4", "--device", "cpu")
+    found = planned(checkpoint, "--ranks", "4", "--device", "cpu:0")
     assert len(found["ranks"]) == 4
     assert found["mesh"] == {"fsdp": 4}
     assert found["ranks"][0]["device_bytes"] == 0
@@ -72,6 +75,7 @@ def test_options_reach_the_plan(checkpoint):
         (["--ranks=4", "--tuning=freeze=0"], "tuning='freeze=0' is not known"),
         (["--ranks=4", "--tuning=full=1"], "tuning='full=1' is not known"),
         (["--ranks=4", "--dtype=float17"], "float17"),
+        (["--ranks=4", "--device=gpu"], "device='gpu': is no device of torch"),
         (["--ranks=4", "--tuning=full", "--optim=adam"], "optim: adam is none of TrainingArguments"),
     ],
 )
@@ -212,6 +216,40 @@ def test_a_training_by_its_configuration(training):
     assert swept["training"]["optimizer_bytes"] == [8 * swept["trainable_parameters"]] * 4
     assert swept["training"]["gradient_bytes"] == 4 * swept["trainable_parameters"]
     assert (swept["training"]["batch_size"], swept["training"]["max_length"]) == (2, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's own
+def test_a_model_is_found_in_the_cache_that_the_configuration_names(training, checkpoint, tmp_path):
+    cached = tmp_path / "hub" / "models--own--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(checkpoint, cached / "snapshots" / ("0" * 40))
+    Path(training).write_text(
+        Path(training).read_text().replace(checkpoint, "own/tiny") + f"env:\n  HF_HUB_CACHE: {cached.parent}\n"
+    )
+    program = "from shardwise.cli import main; main()"  # torch reads the environment once
+    command = [sys.executable, "-c", program, "plan", training, "--ranks=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("plan for ")
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's own
+@pytest.mark.parametrize(
+    ("arguments", "rows", "note"),
+    [
+        (["--method=dpo", "--use_peft=false", "--trainable_layers=1"], 2, "the reference model is not included"),
+        (["--method=reward", "--lora_task_type=SEQ_CLS"], 2, ""),
+        (["--method=orpo"], 2, "TRL computes the logits of all tokens at once"),
+        (["--method=cpo"], 2, "TRL computes the logits of all tokens at once"),
+        (["--method=tpo"], 3, "TRL computes the logits of all tokens at once"),
+        (["--method=tpo", "--tpo_alpha=0"], 2, "TRL computes the logits of all tokens at once"),
+    ],
+)
+def test_all_answers_of_an_example_are_rows(training, arguments, rows, note):
+    found = planned(training, "--ranks=2", "--device=cpu", "--per_device_train_batch_size=2", *arguments)
+    assert found["training"]["batch_size"] == 2 * rows
+    assert note in " ".join(found["notes"])
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,11 @@ def test_weights_name_of_another_kind(name: str) -> None:
     assert f"{name} in <memory>: this layout is not supported for loading" in message
 
 
+def test_weights_name_that_is_no_text() -> None:
+    told = refusal({"model.safetensors": A}, weights_name=5)
+    assert "<memory>: transformers_weights is 5, not the name of a file" in told
+
+
 def test_weights_name_that_climbs_out(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(A)
     (tmp_path / "sub").mkdir()

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_u
 
 import shardwise
 from shardwise.files.local_reader import LocalReader
+from shardwise.fsdp.torch_private import iter_fsdp_param_groups
 from shardwise.fsdp.wrap import wrap
 from shardwise.models import build
 from shardwise.ranks.world import World
@@ -40,6 +41,20 @@ def whole_values(directory: str, keywords: dict[str, Any]) -> dict[str, torch.Te
 def report_of(directory: str, keywords: dict[str, Any]) -> dict[str, Any]:
     _, report = shardwise.from_pretrained(directory, output_loading_info=True, **keywords)
     return report.to_dict()
+
+
+def gathered_at_the_loss(directory: str, sharding: shardwise.Sharding) -> int:
+    """Bytes that groups have gathered, and those that fewer ranks hold than the shards."""
+    model = bring_up(directory, dtype=torch.float32, sharding=sharding, tuning=shardwise.Full())
+    output = model(input_ids=batch(97, rows=1, seed=0), use_cache=False)
+    kept = 0
+    for group in iter_fsdp_param_groups(model):
+        for param in group.fsdp_params:
+            kept += sum(gathered.untyped_storage().nbytes() for gathered in param.all_gather_outputs)
+            held = getattr(param, "_sharded_post_forward_param_data", None)
+            kept += 0 if held is None else held.nbytes
+    output.logits.sum().backward()
+    return kept
 
 
 def error_of(directory: str, keywords: dict[str, Any]) -> tuple[str, str]:

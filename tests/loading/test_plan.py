@@ -45,6 +45,27 @@ def test_a_load_equals_its_estimate(worlds, name, request):
     assert made.cast == facts[0]["cast"]
 
 
+@pytest.mark.parametrize("reshards", [True, False, 2])
+def test_blocks_that_stay_gathered_are_counted(worlds, qwen3, reshards):
+    sharding = Sharding(reshard_after_forward=reshards)
+    made = shardwise.plan(qwen3, ranks=4, device="cpu", dtype="float32", tuning=shardwise.Full(), sharding=sharding)
+    planned = {phase.phase: phase.host.get("gathered groups", 0) for phase in made.training.phases}
+    kept = worlds(4).run(on_ranks.gathered_at_the_loss, str(qwen3), sharding)[0]
+    # The plan also has the last block's buffer.
+    assert kept <= planned["loss"] <= kept + made.largest_group.gathered_bytes
+    assert planned["backward"] == planned["loss"] + max(group.gathered_bytes for group in made.groups[:-1])
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", {"": "flash_attention_2"}, "sdpa"])
+def test_flash_attention_is_planned_where_it_cannot_run(qwen3, attention):
+    step = {"tuning": shardwise.Full(), "per_device_train_batch_size": 2, "max_length": 8}
+    made, plain = (
+        shardwise.plan(qwen3, ranks=2, **step, **more) for more in ({"attn_implementation": attention}, {})
+    )
+    assert made.training == plain.training
+    assert ("FlashAttention" in " ".join(made.notes)) == (attention != "sdpa")
+
+
 def test_nothing_is_left_behind(qwen3):
     default = torch.get_default_dtype()
     shardwise.plan(qwen3, ranks=8, dtype="bfloat16")
@@ -135,6 +156,9 @@ def test_consent_is_honoured(qwen3, changed):
         ({"ranks": 8, "mesh": {"shrad": 8}}, ConfigError, "no axis 'shrad'"),
         ({"ranks": 2, "sharding": Sharding(replicas=2)}, ConfigError, "2 replicas: 2 ranks cannot be divided"),
         ({"ranks": 8, "sharding": Sharding(replicas=3)}, ConfigError, "3 replicas: 8 ranks .* Use 6 ranks or"),
+        ({"ranks": 2, "sharding": Sharding(reshard_after_forward=3)}, ShardingError, "Pass one of .2., True or"),
+        ({"ranks": 2, "max_length": -1}, ConfigError, "max_length=-1: is not a number"),
+        ({"ranks": 2, "gradient_accumulation_steps": 0}, ConfigError, "gradient_accumulation_steps=0: is not"),
         ({"ranks": 2, "dtype": "int8"}, ConfigError, "int8"),
         ({"ranks": 2, "sharding": Sharding(wrap=Classes(("Bert",)))}, ShardingError, "matches nothing in Qwen3"),
         ({"ranks": 2, "config_overrides": {"num_layers": 3}}, ConfigError, "num_layers"),

@@ -122,7 +122,16 @@ def test_recorded_trainings(
     assert held == pytest.approx(measured["held"], rel=0.01)
 
 
-@pytest.mark.parametrize(("optim", "nbytes"), [("adamw_torch", 8), ("adamw_torch_8bit", 2), ("adafactor", 0)])
+@pytest.mark.parametrize(
+    ("optim", "nbytes"),
+    [
+        ("adamw_torch", 8),
+        ("adamw_torch_8bit", 2),
+        ("adafactor", 0),
+        ("paged_lion_32bit", 4),
+        ("rmsprop_bnb_8bit", 1),
+    ],
+)
 def test_optimizer_states(optim: str, nbytes: float) -> None:
     made = planned("36m", 3, dtype="float32", tuning=Full(), optim=optim)
     assert made.training is not None
@@ -139,8 +148,28 @@ def test_offload_moves_states_to_the_host() -> None:
     for here, there in zip(plain.phases, moved.phases, strict=True):
         states = here.device["weights"] + here.device["optimizer"] + here.device.get("gradients", 0)
         assert not here.host
-        assert there.bytes_on("cpu") >= states
+        assert there.bytes_on("cpu") >= states - there.device["weights"]  # buffers
         assert "activations" not in there.host
+
+
+@pytest.mark.parametrize(("optim", "is_known"), [("ademamix", False), ("paged_adamw_8bit", True)])
+def test_a_plan_says_whose_states_it_does_not_know(optim: str, is_known: bool) -> None:
+    note = f"{optim}: its states are not known, and counted as those of AdamW"
+    assert (note not in planned("low", 1, tuning=Full(), optim=optim).notes) == is_known
+
+
+def test_offload_leaves_whole_adapters_on_the_device() -> None:
+    """In float32, with gradients and two moments."""
+    adapter = Lora(LoraConfig(r=16, target_modules="all-linear"), placement="replicated")
+    offload = Sharding(offload_policy=CPUOffloadPolicy())
+    made = planned("low", 2, tuning=adapter, device="cuda", optim="adamw_torch", sharding=offload)
+    assert made.training is not None
+    *_, last = made.training.phases
+    assert last.device["weights"] == made.ranks[0].device_bytes
+    assert last.device["gradients"] == 4 * made.trainable_parameters
+    assert last.device["optimizer"] == 8 * made.trainable_parameters
+    assert last.device["optimizer step"] == 4 * made.trainable_parameters
+    assert last.host.keys() == {"weights"}
 
 
 def test_checkpointing_and_accumulation() -> None:

@@ -33,7 +33,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from shardwise.cli.train import move_token_to_environment, run_on_rank
+from shardwise.cli.train import apply_environment, run_on_rank
 from shardwise.core.errors import ShardwiseError
 from shardwise.fsdp.torch_private import get_given_timeout, is_compiled_in_place
 from shardwise.integrations import ShardwiseTrainer
@@ -152,7 +152,7 @@ def words(values: dict[str, Any]) -> list[str]:
 def train(values: dict[str, Any]) -> tuple[TrlOutcome, list[float]]:
     """Train on this rank; what came of it, and the losses of all steps."""
     with mock.patch.object(torch, "multinomial", quantile) if values.get("method") in SAMPLING else nullcontext():
-        outcome = run_on_rank(move_token_to_environment(read_run_config(words({**COMMON, **values}))))
+        outcome = run_on_rank(apply_environment(read_run_config(words({**COMMON, **values}))))
     return outcome, [entry["loss"] for entry in outcome.history if "loss" in entry]
 
 
@@ -166,7 +166,7 @@ def train_without_upload(values: dict[str, Any]) -> tuple[TrlOutcome, list[float
 def train_file(method: str, file: str) -> tuple[list[float], list[float]]:
     """Train on this rank from a file; the losses and the norms of the gradients of all steps."""
     with mock.patch.object(torch, "multinomial", quantile) if method in SAMPLING else nullcontext():
-        outcome = run_on_rank(move_token_to_environment(read_run_config([method, file])))
+        outcome = run_on_rank(apply_environment(read_run_config([method, file])))
     steps = [entry for entry in outcome.history if "loss" in entry]
     return [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps]
 
@@ -485,7 +485,7 @@ def by_command(words: list[str], place: Path) -> TrlOutcome:
     """Do on this rank, in a folder, what ``shardwise train`` does on each."""
     place.mkdir(exist_ok=True)
     os.chdir(place)
-    return run_on_rank(move_token_to_environment(read_run_config(words)))
+    return run_on_rank(apply_environment(read_run_config(words)))
 
 
 def initial_adapter(values: dict[str, Any], folder: str) -> None:

@@ -85,9 +85,7 @@ def train_command(
         if check:
             click.echo(f"{config.source}: is a valid configuration of {config.method}")
             return
-        # Before ranks start and torch is imported: both read the environment.
-        os.environ.update({name: str(value) for name, value in (config.own.env or {}).items()})
-        config = move_token_to_environment(config)
+        config = apply_environment(config)
         ranks = nproc_per_node
         if "RANK" not in os.environ:  # no launcher has started the ranks
             ranks = ranks or _num_ranks(config, starts=True)
@@ -146,8 +144,12 @@ def _num_ranks(config: RunConfig, *, starts: bool = False) -> int | None:
     return int(count)
 
 
-def move_token_to_environment(config: RunConfig) -> RunConfig:
-    """Move ``hub_token`` from a configuration to the environment, as the Trainer saves its arguments."""
+def apply_environment(config: RunConfig) -> RunConfig:
+    """Set ``env`` in the environment, and move ``hub_token`` to it, as the Trainer saves its arguments.
+
+    Before ranks start and torch is imported: both read the environment.
+    """
+    os.environ.update({name: str(value) for name, value in (config.own.env or {}).items()})
     values = dict(config.values)
     if token := values.pop("hub_token", None):
         os.environ["HF_TOKEN"] = str(token)
@@ -288,7 +290,7 @@ def _estimate_config(
             raise ConfigError(f"--{name}: is for a model, and {file} is a configuration. Leave it out")
         if value:
             words.append(f"--{name}={value}")
-    config = _read_config(words)
+    config = apply_environment(_read_config(words))
     ranks = ranks or _num_ranks(config)
     if ranks is None:
         raise ConfigError("num_processes: is missing. Set it, or give --ranks")

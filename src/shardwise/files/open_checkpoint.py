@@ -93,6 +93,10 @@ def _formats() -> Iterator[CheckpointFormat]:
 
 
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
+    if not isinstance(weights_name, str | None):  # of an untrusted config
+        raise FormatError(
+            f"{reader.root}: transformers_weights is {weights_name!r}, not the name of a file. Correct config.json"
+        )
     # 1. Choose the files. 2. Read their headers into one index, faults included. 3. Raise all faults at once.
     faults = FormatFaults(reader.root)
     chosen, selection = _select(reader, weights_name, faults)

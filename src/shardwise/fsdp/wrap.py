@@ -363,7 +363,7 @@ def require_shardable(model: nn.Module, grouping: Grouping, sharding: Sharding) 
             "mesh whose axes dp_shard and cp are flattened into one"
         )
     _require_shardable_dtypes(model, grouping)
-    _require_divisor(sharding.reshard_after_forward, mesh.size(mesh.ndim - 1))
+    require_divisor(sharding.reshard_after_forward, mesh.size(mesh.ndim - 1))
 
 
 def require_contiguous(model: nn.Module, grouping: Grouping) -> None:
@@ -389,7 +389,8 @@ def _require_shardable_dtypes(model: nn.Module, grouping: Grouping) -> None:
             )
 
 
-def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
+def require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
+    """Raise ShardingError if ``reshard_after_forward`` is a number of ranks that does not divide the mesh."""
     fitting = [size for size in range(2, shard_size + 1) if shard_size % size == 0]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward not in fitting:
         raise ShardingError(

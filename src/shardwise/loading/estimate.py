@@ -21,7 +21,7 @@ from shardwise.files.urls import is_url
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.policies import WrapPolicy, find_repeated_blocks
 from shardwise.fsdp.torch_private import from_torch
-from shardwise.fsdp.wrap import Sharding, prepare_blocks, require_replicas
+from shardwise.fsdp.wrap import Sharding, prepare_blocks, require_divisor, require_replicas
 from shardwise.loading import estimate_arithmetic, meta_model
 from shardwise.loading.estimate_arithmetic import BankSizes, Head, Step
 from shardwise.loading.estimate_layout import predict_layout
@@ -35,6 +35,7 @@ from shardwise.ranks.world import World
 from shardwise.transfer.memory import gc_disabled
 
 _OPTIM = "adamw_torch_fused"
+_FLASH = "FlashAttention is planned as the model's default, which does not keep scores if that is sdpa"
 _STORED_TWICE = "stored twice, taken to be equal; a load compares them, and keeps both if they differ"
 
 
@@ -89,13 +90,20 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 
     Raises:
         ConfigError: the config, the mesh or an argument cannot be used, or the model cannot run without data.
-        ShardingError: the wrap policy matches nothing, or the model has a parameter that ``fully_shard`` rejects.
+        ShardingError: the wrap policy matches nothing, the model has a parameter that ``fully_shard`` rejects, or
+            ``reshard_after_forward`` does not divide the mesh.
         KeyMismatchError: checkpoint and model do not cover each other, as for a load.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
     options = meta_model.check_keywords("plan", options, PlanOptions)
     if (optim := options.get("optim", _OPTIM)) not in {name.value for name in OptimizerNames}:
         raise ConfigError(f"optim: {optim} is none of TrainingArguments. Pass adamw_torch, sgd, ...")
+    for name in ("per_device_train_batch_size", "max_length", "gradient_accumulation_steps"):
+        count: object = options.get(name, 1)
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name}={count!r}: is not a number. Use 1 or more")
+    options = {**options, "device": _device_type(options.get("device", "cuda"))}
+    notes = _leave_out_kernels(options)
     mesh = build_mesh(ranks, options)
     # A plan downloads nothing, so a model that is not in the cache is an error.
     cached: Any = options
@@ -106,7 +114,25 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         opened = open_model(world, name_or_path, cached, stack)
         stack.enter_context(torch.device("cpu"))
         with world.collective("estimate the memory"):
-            return estimate(opened, mesh, options)
+            made = estimate(opened, mesh, options)
+    return replace(made, notes=(*made.notes, *notes))
+
+
+def _leave_out_kernels(options: PlanOptions) -> list[str]:
+    """Remove FlashAttention from the options, as it needs a GPU, and return a note if it was there."""
+    attention = options.pop("attn_implementation", None)
+    parts = attention if isinstance(attention, dict) else {"": attention}
+    planned = {part: name for part, name in parts.items() if name is not None and "flash" not in name}
+    if planned:
+        options["attn_implementation"] = planned if isinstance(attention, dict) else planned[""]
+    return [f"attn_implementation: {_FLASH}"] if len(planned) < len(parts) and attention is not None else []
+
+
+def _device_type(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: is no device of torch. Use cpu, cuda, ...") from error
 
 
 @gc_disabled()
@@ -144,6 +170,8 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
         training = _training(tuned, world, groups, placement, options)
     notes = [*wrapper_notes(built.bindings.wrapped), *tuned.notes]
     notes += [f"{name} = {other}: {_STORED_TWICE}" for name, other in stored_twice]
+    if "tuning" in options and not estimate_arithmetic.has_known_states(options.get("optim", _OPTIM)):
+        notes.append(f"{options.get('optim')}: its states are not known, and counted as those of AdamW")
     if (needed := largest_computation(plan)) > budget_bytes:
         notes.append(f"a conversion needs budget_bytes={needed:,}; a load with {budget_bytes:,} refuses it")
     return Estimate(
@@ -176,6 +204,7 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
 
     Raises:
         ConfigError: ranks and mesh contradict each other.
+        ShardingError: ``reshard_after_forward`` does not divide the mesh.
     """
     count: object = ranks
     if not isinstance(count, int) or count < 1:
@@ -191,7 +220,10 @@ def build_mesh(ranks: int, options: PlanOptions) -> MeshShape:
         if axes not in (None, replicated):
             raise ConfigError(f"mesh={axes}: contradicts replicas={sharding.replicas} of sharding. Leave one out")
         axes = replicated
-    return MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
+    mesh = MeshShape.flat(ranks) if axes is None else MeshShape.from_axes(ranks, axes)
+    if ranks > 1:
+        require_divisor(sharding.reshard_after_forward, mesh.shard_size)
+    return mesh
 
 
 # Training
@@ -221,9 +253,14 @@ def _training(
         sizes = [rows] if memory_bytes is None else [rows, 2 * rows]
         traced = [_trace(tuned, world, (size, tokens), param_dtype, options) for size in sizes]
         step = replace(step, batch_size=rows, max_length=tokens, head=head, activations=traced[0], twice=traced[-1])
-    is_cast = sharding.mp_policy.param_dtype is not None
     return estimate_arithmetic.estimate_training(
-        world, groups, step, placement, param_dtype=is_cast, memory_bytes=memory_bytes
+        world,
+        groups,
+        step,
+        placement,
+        param_dtype=sharding.mp_policy.param_dtype is not None,
+        reshard_after_forward=sharding.reshard_after_forward,
+        memory_bytes=memory_bytes,
     )
 
 
@@ -273,7 +310,7 @@ def _trace(
             in_root=in_root,
         )
     except Exception as error:  # the model's own code may raise any
-        first = str(error).strip().partition("\n")[0]
+        first = str(error).strip().partition("\n")[0].removesuffix(".")
         raise ConfigError(
             f"{type(tuned.base).__name__}: cannot run without data, {type(error).__name__}: {first}. Leave out "
             "per_device_train_batch_size and max_length to plan without activations"

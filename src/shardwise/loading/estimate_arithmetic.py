@@ -8,7 +8,7 @@ loss is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from shardwise.core.estimate_report import GroupEstimate, PhaseMemory, TrainingE
 from shardwise.core.layout import Activations, Spread, TensorKind, TensorLayout, WorldLayout
 from shardwise.core.reports import RankEstimate
 from shardwise.core.tensors import DType, numel
-from shardwise.loading.memory_estimate import LoadSizes, MemoryPlacement, local_numel
+from shardwise.loading.memory_estimate import LoadSizes, MemoryPlacement, is_sharded, local_numel
 from shardwise.loading.plan import LoadPlan
 
 
@@ -69,26 +69,38 @@ _STATES: Final[Mapping[str, tuple[float, float]]] = {
     "rmsprop": (1, 0),
     "adagrad": (1, 0),
     "schedule_free_sgd": (1, 0),
-    "lion_32bit": (1, 0),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), (1, 0)),
+    "rmsprop_bnb_8bit": (0, 1 + 4 / 256),
     "adamw_torch_8bit": (0, 2 + 8 / 256),
     "adamw_torch_4bit": (0, 1 + 8 / 128),
 }
 """Optimizer states by ``optim``: tensors in the dtype of the parameter, and further bytes for each element.
 
-Any other optimizer is counted as AdamW, with two moments. 8-bit and 4-bit states have a scale for each block: with
-``adamw_torch_8bit`` two moments of one byte, and two float32 scales for 256 elements.
+Any other optimizer but Adafactor is counted as AdamW, with two moments. 8-bit and 4-bit states have a scale for
+each block: with ``adamw_torch_8bit`` two moments of one byte, and two float32 scales for 256 elements.
 """
 
 
-def optimizer_bytes(world: WorldLayout, optim: str, position: int) -> int:
-    """Return the bytes of optimizer states at a position of the mesh, without padding."""
+_OTHER_KNOWN: Final = (
+    *("adamw", "paged_adamw", "stable_adamw", "schedule_free_adamw", "schedule_free_radam"),
+    *("lion_8bit", "paged_lion_8bit", "adafactor"),
+)
+"""Beginnings of the names of optimizers whose states :func:`optimizer_bytes` computes without the table."""
+
+
+def has_known_states(optim: str) -> bool:
+    return optim in _STATES or optim.startswith(_OTHER_KNOWN)
+
+
+def optimizer_bytes(world: WorldLayout, trained: Iterable[TensorLayout], optim: str, position: int) -> int:
+    """Return the bytes of the tensors' optimizer states at a position of the mesh, without padding."""
     # `moments` are tensors in the parameter's dtype, `more` bytes for each element. 2 moments of a bfloat16
     # parameter are 4 bytes for each element, in float32 they are 8.
     moments, more = _STATES.get(optim, (2, 0))
     if optim.endswith("_8bit") and optim not in _STATES:
         moments, more = (0, 1 + 4 / 256) if optim.startswith(("lion", "paged_lion")) else (0, 2 + 8 / 256)
     rates: dict[Spread, float] = {}
-    for tensor in filter(is_trained, world.rank0.tensors):
+    for tensor in trained:
         spread = world.spreads[tensor.fqn]
         if optim == "adafactor":
             # A row and a column of second moments: 4 * (4096 + 1024) bytes for a weight of shape (4096, 1024).
@@ -192,10 +204,6 @@ class Step:
         return replace(self, batch_size=rows, activations=activations)
 
 
-_ON_HOST: Final = ("weights", "optimizer", "gradients", "optimizer step")
-"""Terms that CPU offload moves to the host."""
-
-
 _MOST_ROWS: Final = 1 << 20
 
 
@@ -206,6 +214,7 @@ def estimate_training(
     placement: MemoryPlacement,
     *,
     param_dtype: bool,
+    reshard_after_forward: bool | int = True,
     memory_bytes: int | None = None,
 ) -> TrainingEstimate:
     """Forecast the memory of a training step on rank 0, which has the largest shards.
@@ -216,28 +225,41 @@ def estimate_training(
         step: settings of the training step.
         placement: placement of tensors.
         param_dtype: whether shards are cast before they are gathered.
+        reshard_after_forward: as in ``Sharding``.
         memory_bytes: memory of a rank, for which the largest batch is computed. None to compute none.
     """
     padded: dict[str, int] = {}  # bytes by FQN
     for tensor in world.rank0.tensors:
         padded[tensor.fqn] = world.spreads[tensor.fqn].padded_numel * tensor.dtype.bits // 8
     trained = [tensor for tensor in world.rank0.tensors if is_trained(tensor)]
-    states = [optimizer_bytes(world, step.optim, position) for position in range(world.mesh.shard_size)]
+    states = [optimizer_bytes(world, trained, step.optim, position) for position in range(world.mesh.shard_size)]
     root_names = set(world.groups[-1].parameters) | set(world.whole)
     gradients = [padded[tensor.fqn] for tensor in trained]
-    weights, update = sum(padded.values()), _step_bytes(step.optim, gradients, placement)
+    # CPU offload moves sharded parameters to the host, and their gradients and states.
+    offloaded = list(filter(is_sharded, world.rank0.tensors)) if placement.offloads_shards else []
+    moved = [padded[tensor.fqn] for tensor in offloaded if is_trained(tensor)]
+    staying = [padded[tensor.fqn] for tensor in trained if not (placement.offloads_shards and is_sharded(tensor))]
+    on_host = {
+        "weights": sum(padded[tensor.fqn] for tensor in offloaded),
+        "optimizer": optimizer_bytes(world, filter(is_trained, offloaded), step.optim, 0),
+        "gradients": sum(moved),
+        "optimizer step": _step_bytes(step.optim, moved, "cpu"),
+    }
+    weights = sum(padded.values())
+    update = on_host["optimizer step"] + _step_bytes(step.optim, staying, placement.device)
     # The adapters of the bank take the place of the layout's adapter. Their weights are as large as their
     # gradients.
     if step.bank is not None:
         weights += sum(step.bank.gradients) - sum(gradients)
         states = [step.bank.optimizer_bytes] * len(states)
         gradients = step.bank.gradients
-        update = max(_step_bytes(optim, gradients, placement) for optim, _ in step.bank.adapters)
+        update = max(_step_bytes(optim, gradients, placement.device) for optim, _ in step.bank.adapters)
     # What does not depend on the number of rows is computed once. Activations and logits are added by phases().
-    sizes = _GroupSizes.from_groups(world, groups, placement)
+    sizes = _GroupSizes.from_groups(world, groups, placement, reshard_after_forward)
     fixed = _FixedSizes(
         groups=sizes,
         placement=placement,
+        on_host=on_host,
         weights=weights,
         optimizer=states[0],
         gradients=sum(gradients),
@@ -264,6 +286,8 @@ class _GroupSizes:
 
     Attributes:
         root, block: gathered parameters.
+        others: parameters of all other blocks that stay gathered, or are held by fewer ranks, until their backward
+            pass.
         whole: unsharded gradients of a block.
         summed: input of a block's reduce-scatter.
         root_sum: unsharded gradients of the root and the input of its reduce-scatter.
@@ -271,23 +295,34 @@ class _GroupSizes:
 
     root: int
     block: int
+    others: int
     whole: int
     summed: int
     root_sum: int
 
     @classmethod
     def from_groups(
-        cls, world: WorldLayout, groups: Sequence[GroupEstimate], placement: MemoryPlacement
+        cls,
+        world: WorldLayout,
+        groups: Sequence[GroupEstimate],
+        placement: MemoryPlacement,
+        reshard_after_forward: bool | int,  # noqa: FBT001 - FSDP2's own
     ) -> _GroupSizes:
         copies = 2 if placement.device == "cpu" else 1  # gloo copies its input
         # On one rank nothing is gathered: FSDP2 uses the parameters themselves.
         if world.mesh.ranks == 1:
-            return cls(0, 0, 0, 0, 0)
+            return cls(0, 0, 0, 0, 0, 0)
         roots = [group for group in groups if "" in group.modules]
         blocks = [group for group in groups if "" not in group.modules]
+        gathered = [group.gathered_bytes for group in blocks]
+        block = max(gathered, default=0)
+        # Of blocks that are held by 2 of 8 ranks after their forward pass, each of the two has a half.
+        is_freed = reshard_after_forward in (True, world.mesh.shard_size)
+        others = 0 if is_freed else (sum(gathered) - block) // (int(reshard_after_forward) or 1)
         return cls(
             max((group.gathered_bytes for group in roots), default=0),
-            max((group.gathered_bytes for group in blocks), default=0),
+            block,
+            others,
             max((group.gradient_bytes for group in blocks), default=0),
             max((group.reduced_bytes for group in blocks), default=0) * copies,
             max((group.gradient_bytes + group.reduced_bytes * copies for group in roots), default=0),
@@ -301,6 +336,7 @@ class _FixedSizes:
     Attributes:
         groups: gathered groups.
         placement: placement of tensors.
+        on_host: by term, the most that CPU offload moves to the host.
         weights: parameters and buffers, padding included.
         optimizer: optimizer states.
         gradients: sharded gradients.
@@ -311,6 +347,7 @@ class _FixedSizes:
 
     groups: _GroupSizes
     placement: MemoryPlacement
+    on_host: Mapping[str, int]
     weights: int
     optimizer: int
     gradients: int
@@ -337,19 +374,19 @@ class _FixedSizes:
         gathered, ended = sizes.root + sizes.block, max(self.in_blocks, earlier)
         terms: dict[str, dict[str, int]] = {
             # The unsharded root, and the largest of its all-gather's output, its cast shards, and two blocks (one
-            # computes while the next one is gathered).
+            # computes while the next one is gathered) beside those that stay.
             "forward": {
-                "gathered groups": sizes.root + max(sizes.root, self.cast, 2 * sizes.block),
+                "gathered groups": sizes.root + max(sizes.root, self.cast, 2 * sizes.block + sizes.others),
                 "gradients": earlier,
             },
             "loss": {
-                "gathered groups": gathered,
+                "gathered groups": gathered + sizes.others,
                 "activations": activations.kept + activations.loss,
                 "logits": step.logits_bytes,
                 "gradients": earlier,
             },
             "backward": {
-                "gathered groups": gathered + sizes.block,
+                "gathered groups": gathered + sizes.block + sizes.others,
                 "activations": activations.kept + activations.backward,
                 "gradients": earlier,
                 "whole gradients": sizes.whole + sizes.summed,
@@ -364,10 +401,17 @@ class _FixedSizes:
             "optimizer step": {"gradients": self.gradients, "optimizer step": self.update},
         }
         base = {"weights": self.weights, "optimizer": self.optimizer}
-        return tuple(_phase_memory(phase, {**base, **more}, self.placement) for phase, more in terms.items())
+        return tuple(self._place(phase, {**base, **more}) for phase, more in terms.items())
+
+    def _place(self, phase: str, terms: Mapping[str, int]) -> PhaseMemory:
+        if self.placement.device == "cpu":
+            return PhaseMemory(phase, {}, terms)
+        host = {term: min(size, self.on_host.get(term, 0)) for term, size in terms.items()}
+        device = {term: size - host[term] for term, size in terms.items() if size > host[term] or not size}
+        return PhaseMemory(phase, device, {term: size for term, size in host.items() if size})
 
 
-def _step_bytes(optim: str, gradients: Sequence[int], placement: MemoryPlacement) -> int:
+def _step_bytes(optim: str, gradients: Sequence[int], device: str) -> int:
     """Return the bytes of an optimizer step's temporary tensors, of all parameters (foreach) or one at a time.
 
     ``gradients`` are the bytes of each sharded gradient.
@@ -375,17 +419,9 @@ def _step_bytes(optim: str, gradients: Sequence[int], placement: MemoryPlacement
     if not gradients or optim.endswith("_fused") or optim == "sgd":
         return 0
     # Foreach is for accelerators. Elsewhere, and by these optimizers, parameters are updated one at a time.
-    if placement.device == "cpu" or placement.offloads_shards or optim.endswith(("_8bit", "_4bit")):
+    if device == "cpu" or optim.endswith(("_8bit", "_4bit")):
         return 2 * max(gradients)
     return sum(gradients)
-
-
-def _phase_memory(phase: str, terms: Mapping[str, int], placement: MemoryPlacement) -> PhaseMemory:
-    if placement.device == "cpu":
-        return PhaseMemory(phase, {}, terms)
-    # Without offloading, everything is on the device.
-    host = {term: size for term, size in terms.items() if placement.offloads_shards and term in _ON_HOST}
-    return PhaseMemory(phase, {term: size for term, size in terms.items() if term not in host}, host)
 
 
 _TOKEN_CHUNK, _VOCAB_CHUNK = 4096, 32768

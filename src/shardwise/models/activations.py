@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.core.layout import Activations, TensorKind
 from shardwise.fsdp.named_tensors import collect_tensors
@@ -52,6 +53,10 @@ def trace_activations(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in roots:
             parameter.register_post_accumulate_grad_hook(_free_gradient)
+    # A classifier needs a padding token for more than one row. TRL sets that of the tokenizer.
+    text_config = base.config.get_text_config() if isinstance(base, PreTrainedModel) else None
+    if text_config is not None and text_config.pad_token_id is None:
+        text_config.pad_token_id = 0
     model.train()
     # The model's own tensors count as 0 bytes. What operations create is measured.
     live_bytes = _LiveBytes((*model.parameters(), *model.buffers()))

@@ -26,13 +26,19 @@ from shardwise.training.trl_objects import (
 _NOT_PLANNED: Final = frozenset({"options", "revision", "use_kernels", "liger_kernel_config"})
 """Options of a load that a plan does not have. Kernels do not run on tensors without memory."""
 
+_ROWS: Final = {"dpo": 2, "reward": 2, "orpo": 2, "cpo": 2, "tpo": 3}
+"""Rows of an example, where it has more than one: the chosen, the rejected, and the reference answer."""
+
+_WHOLE_LOGITS: Final = ("orpo", "cpo", "tpo")
+"""Methods whose trainers compute the logits of all tokens at once."""
+
 
 def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     """Estimate a training run from its configuration, with TRL's defaults and rows of ``max_length`` tokens.
 
-    A pair of DPO is two rows. Generation and the models that a training compares with or asks are not included, as
-    a note states. Many LoRAs are estimated as a pass of ``tokens_per_pass`` tokens of the largest of them, with the
-    memory of all.
+    A pair of answers is two rows, with TPO's reference three. Generation and the models that a training compares
+    with or asks are not included, as a note states. Many LoRAs are estimated as a pass of ``tokens_per_pass``
+    tokens of the largest of them, with the memory of all.
 
     Args:
         config: the configuration.
@@ -47,9 +53,11 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     """
     if config.own.has_adapters:
         return _plan_bank(config, ranks, placed)
-    rows_per_example = 2 if config.method == "dpo" else 1
     arguments = parse(config, ranks)
     training = arguments.training
+    rows_per_example = _ROWS.get(config.method, 1)
+    if config.method == "tpo" and training.tpo_alpha == 0:  # without the reference answer
+        rows_per_example = 2
     # First the options of the load, then those of the training, and last ``placed``.
     loaded: Any = model_options(arguments)
     options: PlanOptions = {key: value for key, value in loaded.items() if key not in _NOT_PLANNED}  # type: ignore[assignment]
@@ -58,10 +66,11 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
         "tuning": (tuning := build_tuning(arguments)),
         "optim": getattr(training.optim, "value", training.optim),
         "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
-        "max_length": getattr(training, "max_length", None) or 0,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "mixed_precision": "no",
     }
+    if max_length := getattr(training, "max_length", None):
+        options["max_length"] = max_length
     if training.gradient_checkpointing:
         options["sharding"] = recompute_blocks(options["sharding"], arguments)
     if training.bf16 or training.fp16:
@@ -73,7 +82,9 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     notes = []
     if config.method in (*REWARDED, "distillation"):
         notes.append("generation and the models that give rewards or teach are not included")
-    if isinstance(tuning, Full) and has_reference(config.method, training):
+    if config.method in _WHOLE_LOGITS:
+        notes.append("TRL computes the logits of all tokens at once, which are not included beyond one tile")
+    if not arguments.model.use_peft and has_reference(config.method, training):
         notes.append("the reference model is not included: its weights and gathered groups are those of the model")
     # The plan counts rows. A batch of the configuration counts examples, of which a pair is one.
     step = estimate.training
