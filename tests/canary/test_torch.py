@@ -231,6 +231,20 @@ def test_the_dtype_of_gradients(dtype: torch.dtype | None) -> None:
     assert private.sets_grad_dtype(third) == hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 
+def test_hooks_of_a_parameter() -> None:
+    parameter, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    told: list[str] = []
+    handles = [parameter.register_hook(lambda _: told.append("gradient"))]
+    handles.append(parameter.register_post_accumulate_grad_hook(lambda _: told.append("accumulated")))
+    private.share_hooks(other, parameter)
+    (parameter + other).backward()
+    assert told == ["gradient", "accumulated"] * 2
+    for handle in handles:
+        handle.remove()
+    (parameter + other).backward()
+    assert len(told) == 4
+
+
 def test_tensors() -> None:
     tensor = torch.ones(3)
     version = private.get_version(tensor)

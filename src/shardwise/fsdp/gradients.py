@@ -155,14 +155,6 @@ def _find_hook(parameter: nn.Parameter) -> Averaging | None:
     return next((hook for hook in hooks.values() if isinstance(hook, Averaging)), None)
 
 
-def move_averaging(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
-    """Average the gradient of a parameter that takes the place of another, if the other's is averaged."""
-    if (average := _find_hook(parameter)) is not None:
-        is_trained = replacement.requires_grad  # maybe frozen since, and unfrozen later
-        replacement.requires_grad_().register_post_accumulate_grad_hook(average)
-        replacement.requires_grad_(is_trained)
-
-
 def is_averaged(parameter: nn.Parameter) -> bool:
     """Return whether :func:`average_replicated_gradients` averages a parameter's gradient."""
     return _find_hook(parameter) is not None

@@ -152,6 +152,13 @@ def copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
         parameter.grad_dtype = other.grad_dtype
 
 
+def share_hooks(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Give a parameter the hooks of another one. Their handles remove them from both."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(other, name, None)) is not None:
+            setattr(parameter, name, hooks)
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """``copy_`` all tensors by one call. Copies from accelerators may be in progress when this returns."""
     if targets:
