@@ -87,6 +87,16 @@ def compare(
         fault := _check_schedulers(state.all_schedulers, common["schedulers",])
     ):
         comparison.add("mismatched", "schedulers", f"schedulers: {fault}")
+    if "scaler" in comparison.components and state.scaler is not None:
+        is_enabled, was_enabled = (
+            bool(state.scaler.state_dict()),
+            bool(common["scaler",]),
+        )  # a disabled one has none
+        if is_enabled != was_enabled:
+            here, there = ("enabled" if each else "disabled" for each in (is_enabled, was_enabled))
+            comparison.add(
+                "mismatched", "scaler", f"scaler: saved by a scaler that was {there}, and it is {here} now"
+            )
     # Class and settings, and the layout of state that belongs to one rank. Other state is matched afterwards, entry
     # by entry, if these are equal.
     if "optimizers" in comparison.components:
