@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardwise.core.errors import ShardingError, lacks, private, require_private
@@ -347,6 +347,15 @@ def iter_fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
                 yield from state._fsdp_param_groups
             elif state._fsdp_param_group is not None:  # torch < 2.13 has one group for a module
                 yield state._fsdp_param_group
+
+
+def fsdp_policies(model: nn.Module) -> list[tuple[MixedPrecisionPolicy, OffloadPolicy]]:
+    """Return the policies of each FSDP2 group."""
+    policies: list[tuple[MixedPrecisionPolicy, OffloadPolicy]] = []
+    for group in iter_fsdp_param_groups(model):
+        kind = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+        policies.append((private(f"{kind}.mp_policy", group), private(f"{kind}.offload_policy", group)))
+    return policies
 
 
 def is_offloaded(fsdp_param: Any) -> bool:
