@@ -93,9 +93,14 @@ def test_gradient_groups_and_offloaded_parameters() -> None:
         module = nn.Linear(4, 4)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
         assert all(private.is_offloaded(inner) for inner in private.fsdp_params(module).values())
+        [(mixed, offload)] = private.fsdp_policies(module)
+        assert (mixed.param_dtype, type(offload)) == (None, CPUOffloadPolicy)
         averaging = gradients.Averaging(None, module)
         assert averaging.is_synchronizing()
         assert isinstance(module, FSDPModule)
+        assert averaging.scale(torch.ones(1)) is None
+        module.set_gradient_divide_factor(4.0)
+        assert averaging.scale(torch.ones(1)) == 0.5
         module.set_requires_gradient_sync(False)
         assert not averaging.is_synchronizing()
         module.set_requires_gradient_sync(True)

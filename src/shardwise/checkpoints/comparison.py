@@ -88,12 +88,9 @@ def compare(
     ):
         comparison.add("mismatched", "schedulers", f"schedulers: {fault}")
     if "scaler" in comparison.components and state.scaler is not None:
-        is_enabled, was_enabled = (
-            bool(state.scaler.state_dict()),
-            bool(common["scaler",]),
-        )  # a disabled one has none
-        if is_enabled != was_enabled:
-            here, there = ("enabled" if each else "disabled" for each in (is_enabled, was_enabled))
+        # The state of a disabled one is empty.
+        there, here = ("enabled" if each else "disabled" for each in (common["scaler",], state.scaler.state_dict()))
+        if there != here:
             comparison.add(
                 "mismatched", "scaler", f"scaler: saved by a scaler that was {there}, and it is {here} now"
             )
