@@ -93,9 +93,14 @@ def test_gradient_groups_and_offloaded_parameters() -> None:
         module = nn.Linear(4, 4)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
         assert all(private.is_offloaded(inner) for inner in private.fsdp_params(module).values())
+        [(mixed, offload)] = private.fsdp_policies(module)
+        assert (mixed.param_dtype, type(offload)) == (None, CPUOffloadPolicy)
         averaging = gradients.Averaging(None, module)
         assert averaging.is_synchronizing()
         assert isinstance(module, FSDPModule)
+        assert averaging.scale(torch.ones(1)) is None
+        module.set_gradient_divide_factor(4.0)
+        assert averaging.scale(torch.ones(1)) == 0.5
         module.set_requires_gradient_sync(False)
         assert not averaging.is_synchronizing()
         module.set_requires_gradient_sync(True)
@@ -229,6 +234,20 @@ def test_the_dtype_of_gradients(dtype: torch.dtype | None) -> None:
     assert other.grad_dtype == dtype
     third.grad_dtype = torch.bfloat16  # its own, which a wider copy of it is to keep
     assert private.sets_grad_dtype(third) == hasattr(torch.Tensor, "_has_grad_dtype_override")
+
+
+def test_hooks_of_a_parameter() -> None:
+    parameter, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    told: list[str] = []
+    handles = [parameter.register_hook(lambda _: told.append("gradient"))]
+    handles.append(parameter.register_post_accumulate_grad_hook(lambda _: told.append("accumulated")))
+    private.share_hooks(other, parameter)
+    (parameter + other).backward()
+    assert told == ["gradient", "accumulated"] * 2
+    for handle in handles:
+        handle.remove()
+    (parameter + other).backward()
+    assert len(told) == 4
 
 
 def test_tensors() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints import on_ranks
-from tests.checkpoints.tiny import Training
+from tests.checkpoints.tiny import Training, differences
 from tests.support.files import flip_bit
 from tests.support.world import require_same_error
 
@@ -21,7 +21,7 @@ from shardwise.checkpoints import header as header_module
 from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.files.distributed import read_metadata
 from shardwise.files.local_reader import LocalReader
-from shardwise.options import StateOptions
+from shardwise.options import Ignore, StateOptions
 
 CALLS = {
     "meta": ("ShardingError", "are on meta and have no values"),
@@ -138,6 +138,23 @@ MISFITS = {
     "step": ("StorageError", "no complete checkpoint of step 4. Saved steps: 3"),
     "which": ("RankMismatchError", "the list of arguments (step, only, on_...)"),
 }
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_a_scaler_that_is_enabled_on_one_side_only_is_refused(tmp_path, was_enabled):
+    saved, training = Training(), Training(seed=3)
+    scalers = [torch.amp.GradScaler("cpu", enabled=each) for each in (was_enabled, not was_enabled)]
+    Checkpointer(tmp_path).save(1, replace(saved.state, scaler=scalers[0]))
+    before = training.taken()
+    words = ["disabled", "enabled"]
+    text = f"scaler: saved by a scaler that was {words[was_enabled]}, and it is {words[not was_enabled]} now"
+    with pytest.raises(shardwise.KeyMismatchError, match=text):
+        Checkpointer(tmp_path).restore(replace(training.state, scaler=scalers[1]))
+    assert differences(training.taken(), before) == []
+    report = Checkpointer(tmp_path).restore(
+        replace(training.state, scaler=scalers[1]), on_mismatched=Ignore(only=("scaler",))
+    )
+    assert (report.mismatched, "scaler" in report.restored) == (("scaler",), False)
 
 
 @pytest.mark.parametrize("fault", MISFITS)

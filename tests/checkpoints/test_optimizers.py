@@ -1,14 +1,19 @@
 """Optimizers are told apart: a state goes into one of its own kind, or nothing is changed."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
 
 import shardwise
 from shardwise import Checkpointer
+from shardwise.checkpoints import checkpointer
 from shardwise.options import Ignore
 
 NAMES = "AdamW Adam NAdam RAdam Adamax SGD RMSprop Adagrad Adadelta ASGD Rprop"
@@ -134,6 +139,32 @@ def test_classes_of_others_go_by_their_names(tmp_path):
     with pytest.raises(shardwise.KeyMismatchError, match=words):
         Checkpointer(tmp_path).restore(Training(seed=1, make=Yours).state)
     assert Checkpointer(tmp_path).restore(Training(seed=1, make=Mine).state).mismatched == ()
+
+
+@pytest.fixture
+def wrapped():
+    Accelerator(cpu=True)
+    yield AcceleratedOptimizer
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("recorded", ["torch.optim.AdamW", "accelerate.optimizer.AcceleratedOptimizer"])
+def test_an_optimizer_inside_of_accelerate_s_wrapper_is_as_without(tmp_path, monkeypatch, wrapped, recorded):
+    """Also in checkpoints of earlier versions, which recorded the wrapper's class."""
+    for place, saved_in, restored_in in (
+        ("one", wrapped, lambda each: each),
+        ("other", lambda each: each, wrapped),
+    ):
+        saved, training = Training(), Training(seed=1)
+        saved.step(1)
+        with monkeypatch.context() as patch:
+            if recorded != "torch.optim.AdamW":
+                patch.setattr(checkpointer, "class_name", lambda _: recorded)
+            Checkpointer(tmp_path / place).save(1, replace(saved.state, optimizers=saved_in(saved.optimizer)))
+        assert recorded in (tmp_path / place / "step-1" / "shardwise.checkpoint.json").read_text()
+        Checkpointer(tmp_path / place).restore(replace(training.state, optimizers=restored_in(training.optimizer)))
+        assert differences(training.taken(), saved.taken()) == []
 
 
 def test_what_accelerate_and_the_trainer_wrote_is_distinguished_too(tmp_path):

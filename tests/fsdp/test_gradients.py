@@ -63,6 +63,15 @@ def test_gradients_of_whole_parameters_are_averaged_in_one_bucket(worlds, reentr
         torch.testing.assert_close(gradients, [2 * mean for mean in means])
 
 
+def test_a_divisor_of_one_s_own_counts_for_whole_parameters_too(worlds):
+    """FSDP2's: a sum over ranks and passes, of a loss that is divided by all tokens already."""
+    found = worlds(2).run(stepping.summed)
+    block = stepping.scaled_block()
+    block(stepping.rows_of_ranks()).sum().backward()
+    for each in found:
+        require_close(each, {name: 4 * value for name, value in stepping.gradients(block).items()})
+
+
 def test_ranks_may_use_different_parameters(worlds):
     """Of the mean over both ranks one has no part. What neither uses has no gradient, so that it is not stepped."""
     for first, second, third, fourth in worlds(2).run(stepping.averaged_experts):

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from tests.support.world import attempt
 from tests.truth import unlike as same_bits
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -325,3 +325,29 @@ def compiled(checkpoint: str) -> dict[str, float]:
             reference = scripted(checkpoint)
     reference.load_state_dict(initial)
     return furthest_of_all(seen, final, reference)
+
+
+def told_of_settings(checkpoint: str) -> list[list[str]]:
+    """What ``prepare`` logs of models that lack settings of the accelerator, and of one that has them."""
+    from shardwise.integrations import accelerate_patches
+
+    has_all = shardwise.Sharding(
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+        activation_checkpointing=True,
+        compile=True,
+    )
+    told: list[list[str]] = []
+    given = (
+        (torch.bfloat16, shardwise.Sharding()),
+        (torch.float32, shardwise.Sharding()),
+        (torch.float32, has_all),
+    )
+    for dtype, sharding in given:
+        warned = mock.patch.object(accelerate_patches._log, "warning")
+        with launched(), shardwise.integrations.accelerate(), warned as warning:
+            chosen = plugin(cpu_offload=True, activation_checkpointing=True, cpu_ram_efficient_loading=False)
+            accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=chosen, dynamo_backend="eager")
+            accelerator.prepare(shardwise.from_pretrained(checkpoint, dtype=dtype, sharding=sharding))
+            told.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
+    return told

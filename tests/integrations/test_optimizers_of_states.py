@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.faults.saving import sharded
 from tests.torture.libraries import accelerated, save_by_accelerate
 
 import shardwise
@@ -18,6 +19,20 @@ def test_a_second_optimizer_is_refused_by_name(tmp_path):
                 call(str(tmp_path / folder))
         assert int(model.steps) == 2
     assert not (tmp_path / "two").exists()
+
+
+def test_a_model_without_an_optimizer_may_be_prepared_first(tmp_path):
+    with accelerated(2, "SHARDED_STATE_DICT") as (accelerator, _):
+        [student] = accelerator._models
+        accelerator._models.clear()
+        accelerator._optimizers.clear()
+        teacher = accelerator.prepare(sharded(3))
+        accelerator.prepare(student, torch.optim.SGD(student.parameters(), lr=0.5))
+        assert accelerator._models == [student, teacher]
+        accelerator.save_state(str(tmp_path / "state"))
+        accelerator._optimizers[0].param_groups[0]["lr"] = 0.1
+        accelerator.load_state(str(tmp_path / "state"))
+        assert accelerator._optimizers[0].param_groups[0]["lr"] == 0.5
 
 
 def test_one_process_without_fsdp_does_not_load_a_state_of_fsdp(tmp_path, monkeypatch):

@@ -173,7 +173,9 @@ def load_plain(directory: str, kind: str, keywords: dict[str, Any]) -> dict[str,
         shard_plain(model)
         for parameter in model.parameters():
             parameter.grad_dtype = torch.float64
+        before = [id(parameter) for parameter in model.parameters()]
         shardwise.load(model, directory, buffers={"*.angles": angles}, **keywords)
+        assert before == [id(parameter) for parameter in model.parameters()]
         assert {parameter.grad_dtype for parameter in model.parameters()} == {torch.float64}
     elif kind == "meta by default":
         with torch.device("meta"):

@@ -51,6 +51,28 @@ def test_a_plain_module_alone(plain):
     assert report.recomputed == ("blocks.0.angles", "blocks.1.angles")
 
 
+def test_parameters_on_meta_become_real_in_place(plain):
+    """An optimizer that was made before steps them, and hooks run until their handles remove them."""
+    directory, _ = plain
+    model = on_meta(Plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    called = []
+    *others, weight = model.parameters()
+    handles = [weight.register_hook(lambda gradient: called.append("gradient"))]
+    handles += [weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter is weight))]
+    shardwise.load(model, directory, buffers={"*.angles": angles})
+    assert all(one is other for one, other in zip(model.parameters(), [*others, weight], strict=True))
+    before = weight.detach().clone()
+    for expected in (["gradient", True], []):
+        weight.sum().backward()
+        assert called == expected
+        called.clear()
+        for handle in handles:
+            handle.remove()
+    optimizer.step()
+    assert torch.equal(weight, before - 0.2)
+
+
 def test_real_buffers_of_a_plain_module_are_kept(plain):
     directory, expected = plain
     model = Plain()
@@ -141,7 +163,9 @@ def test_modules_that_keep_their_weights_in_a_list_too(tmp_path):
     expected = nn.LSTM(4, 3, num_layers=2)
     save_file(expected.state_dict(), tmp_path / "model.safetensors")
     model = on_meta(lambda: nn.LSTM(4, 3, num_layers=2))
+    model.weight_hh_l1.requires_grad_(False)
     shardwise.load(model, tmp_path)
+    assert not model.weight_hh_l1.requires_grad
     inputs = torch.rand(5, 4)
     assert torch.equal(model(inputs)[0], expected(inputs)[0])
 

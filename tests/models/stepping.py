@@ -310,3 +310,22 @@ def averaged(reentrant: bool) -> tuple[int, list[torch.Tensor], list[torch.Tenso
         run()
         run()
     return sums.call_count, [parameter.grad for parameter in net.parameters()], own
+
+
+def summed() -> dict[str, torch.Tensor]:
+    """Gradients of two passes with a divisor of the caller's own."""
+    net: Any = sharded(scaled_block(), wrap="whole_model")
+    net.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    net.set_gradient_divide_factor(0.5)
+    for _ in range(2):
+        net(rows_of_ranks()[dist.get_rank()]).sum().backward()
+    return gradients(net)
+
+
+def scaled_block() -> nn.Module:
+    torch.manual_seed(0)
+    return ScaledBlock(8)
+
+
+def rows_of_ranks() -> torch.Tensor:
+    return torch.arange(32.0).view(2, 2, 8) / 32

@@ -159,7 +159,9 @@ def onto_meta() -> tuple[list[str], dict[str, Any]]:
     state = plain("", 1).state_dict() if dist.get_rank() == 0 else None
     model = sharding.meta_model()
     shardwise.shard(model)
+    before = [id(parameter) for parameter in model.parameters()]
     report = shardwise.set_model_state_dict(model, state)
+    assert before == [id(parameter) for parameter in model.parameters()]
     faults = [fault for fault in sharding.differences(model, plain("", 1)) if ".angles" not in fault]
     return faults, report.to_dict()
 

@@ -222,7 +222,7 @@ class Checkpointer:
         """Restore a training run from a checkpoint.
 
         Values are copied into the existing tensors. A model on meta, as ``from_pretrained(load_weights=False)``
-        returns it, is materialized and filled, and the optimizers get its new parameters.
+        returns it, is materialized and filled in place.
 
         Collective: yes, over ``options.process_group`` (default: all ranks). Memory: ``options.budget_bytes``, and
         new state: that of optimizers, and a model that was on meta.

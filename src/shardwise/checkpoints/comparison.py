@@ -87,6 +87,13 @@ def compare(
         fault := _check_schedulers(state.all_schedulers, common["schedulers",])
     ):
         comparison.add("mismatched", "schedulers", f"schedulers: {fault}")
+    if "scaler" in comparison.components and state.scaler is not None:
+        # The state of a disabled one is empty.
+        there, here = ("enabled" if each else "disabled" for each in (common["scaler",], state.scaler.state_dict()))
+        if there != here:
+            comparison.add(
+                "mismatched", "scaler", f"scaler: saved by a scaler that was {there}, and it is {here} now"
+            )
     # Class and settings, and the layout of state that belongs to one rank. Other state is matched afterwards, entry
     # by entry, if these are equal.
     if "optimizers" in comparison.components:
@@ -182,6 +189,8 @@ def _get_settings(
     ):
         raise FormatError(f"{opened.folder}: its optimizers have no param_groups. It is damaged")
     classes = [name for name, count in opened.header.optimizers for _ in range(min(count, len(groups)))]
+    # Earlier versions recorded accelerate's wrapper, whose class says nothing of the optimizer's.
+    classes = ["" if name.startswith("accelerate.") else name for name in classes]
     if len(classes) != len(groups):
         raise FormatError(
             f"{opened.folder}: has {len(groups)} param_groups, and optimizers for {len(classes)}. It is damaged"

@@ -171,7 +171,7 @@ def _read_tensors(
     collected = plan.collected
     tensors = {key: collected.stored[fqn].tensor for fqn, key in plan.matched.model.items()}
     optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
-    # A load gives a model on meta new parameters, of which optimizers must have the state: they are bound anew
+    # A load may give a model on meta new parameters, of which optimizers must have the state: they are bound anew
     # before state is allocated.
     if any(item.tensor.is_meta for item in collected.model_tensors):
         executor.read_bytes += _materialize(world, opened, executor.reader, collected, plan.matched, options)

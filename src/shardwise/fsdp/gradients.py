@@ -84,6 +84,7 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     for parameter in model.parameters():
         is_alone = parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor)
         if is_alone and not is_averaged(parameter):
+            parameter.register_hook(average.scale)
             parameter.register_post_accumulate_grad_hook(average)
 
 
@@ -102,7 +103,7 @@ class Averaging:
         if self._group is not None:
             require_private(
                 "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-                "all_reduce_grads reduce_grads",
+                "all_reduce_grads gradient_divide_factor mesh_info reduce_grads",
                 self._group,
             )
         self._passes: set[int] = set()
@@ -111,6 +112,13 @@ class Averaging:
     def is_synchronizing(self) -> bool:
         """Return whether FSDP2 reduces gradients over all ranks in the current backward pass."""
         return self._group is None or bool(self._group.reduce_grads and self._group.all_reduce_grads)
+
+    def scale(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Scale the gradient of a pass so that the mean is FSDP2's sum by its ``set_gradient_divide_factor``."""
+        if self._group is None or (factor := self._group.gradient_divide_factor) is None:
+            return None
+        scaling: float = self._group.mesh_info.mesh.size() / factor
+        return gradient * scaling
 
     def __call__(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None or not self.is_synchronizing():
@@ -155,14 +163,6 @@ class Averaging:
 def _find_hook(parameter: nn.Parameter) -> Averaging | None:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return next((hook for hook in hooks.values() if isinstance(hook, Averaging)), None)
-
-
-def move_averaging(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
-    """Average the gradient of a parameter that takes the place of another, if the other's is averaged."""
-    if (average := _find_hook(parameter)) is not None:
-        is_trained = replacement.requires_grad  # maybe frozen since, and unfrozen later
-        replacement.requires_grad_().register_post_accumulate_grad_hook(average)
-        replacement.requires_grad_(is_trained)
 
 
 def is_averaged(parameter: nn.Parameter) -> bool:

@@ -133,7 +133,7 @@ def bind_optimizers(
     """Return the bound optimizers of a model.
 
     Args:
-        optimizers: of the model.
+        optimizers: of the model. Those inside of accelerate's wrappers are bound.
         tensors: those of the model.
         remedy: advice for state that cannot be sharded like its parameter.
         by_rank: whether rank-local state is accepted, as that of this rank.
@@ -146,6 +146,7 @@ def bind_optimizers(
     unchecked: object = optimizers
     if not isinstance(unchecked, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
         raise ConfigError("optimizers: is not a sequence of torch optimizers. Pass optimizers=(optimizer,)")
+    optimizers = list(map(plain_optimizer, optimizers))
     binder = _Binder({item.tensor: item.fqn for item in tensors if isinstance(item.tensor, nn.Parameter)}, by_rank)
     bounds = [binder.bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
     faults = [*binder.faults, *(f"{sentence}. {remedy}" for sentence in binder.unshardable)]

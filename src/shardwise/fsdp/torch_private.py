@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardwise.core.errors import ShardingError, lacks, private, require_private
@@ -178,6 +178,13 @@ def copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
     vars(parameter).update(vars(other))
     if sets_grad_dtype(other):
         parameter.grad_dtype = other.grad_dtype
+
+
+def share_hooks(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Give a parameter the hooks of another one. Their handles remove them from both."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(other, name, None)) is not None:
+            setattr(parameter, name, hooks)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -368,6 +375,15 @@ def iter_fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
                 yield from state._fsdp_param_groups
             elif state._fsdp_param_group is not None:  # torch < 2.13 has one group for a module
                 yield state._fsdp_param_group
+
+
+def fsdp_policies(model: nn.Module) -> list[tuple[MixedPrecisionPolicy, OffloadPolicy]]:
+    """Return the policies of each FSDP2 group."""
+    policies: list[tuple[MixedPrecisionPolicy, OffloadPolicy]] = []
+    for group in iter_fsdp_param_groups(model):
+        kind = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+        policies.append((private(f"{kind}.mp_policy", group), private(f"{kind}.offload_policy", group)))
+    return policies
 
 
 def is_offloaded(fsdp_param: Any) -> bool:

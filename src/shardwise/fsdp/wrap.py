@@ -330,9 +330,14 @@ def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
         if getattr(module, "gradient_checkpointing", False):
             raise ConfigError(_double_checkpointing_message(canonical_name(name) or type(model).__name__))
     for name in names:
-        if isinstance(vars(model.get_submodule(name)).get("forward"), Recomputed):
+        if is_recomputed(model.get_submodule(name)):
             raise ConfigError(f"{canonical_name(name)} is recomputed already. Prepare a model's blocks once")
     return names
+
+
+def is_recomputed(block: nn.Module) -> bool:
+    """Return whether :func:`prepare_blocks` has had a block recomputed."""
+    return isinstance(vars(block).get("forward"), Recomputed)
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:

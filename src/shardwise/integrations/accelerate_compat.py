@@ -57,7 +57,10 @@ def prepare_without_wrapping(
 ) -> tuple[Any, ...]:
     """Prepare objects as accelerate does, but only register models, and do not move optimizers to a device."""
     prepare = private("accelerate:Accelerator._prepare_one", accelerator)
-    registered, _ = get_prepared(accelerator)
+    registered, optimizers = get_prepared(accelerator)
+    # accelerate's states pair models and optimizers by number: models without an optimizer come after the others.
+    has_optimizer = any(isinstance(item, torch.optim.Optimizer) for item in objects)
+    number = len(optimizers) if has_optimizer else len(registered)
     first: list[Any] = []
     for item, placement in zip(objects, device_placement, strict=True):
         if isinstance(item, torch.optim.Optimizer):
@@ -70,7 +73,7 @@ def prepare_without_wrapping(
     for item in result:
         if isinstance(item, nn.Module):
             if not any(item is model for model in registered):
-                registered.append(item)
+                registered.insert(number, item)
             item._is_accelerate_prepared = True  # type: ignore[assignment]
     return tuple(result)
 

@@ -8,6 +8,7 @@ that other code has wrapped meanwhile stays, and delegates all calls.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,15 +18,17 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.core.errors import ConfigError, ShardingError, find_private, lacks
+from shardwise.fsdp import torch_private
 from shardwise.fsdp.gradients import average_replicated_gradients, clip_gradients, require_synchronized
 from shardwise.fsdp.named_tensors import collect_tensors, is_sharded, without_compile
 from shardwise.fsdp.rebind import bind_optimizers, plain_optimizer
+from shardwise.fsdp.wrap import is_recomputed
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import accelerate_writing as writing
 from shardwise.integrations import pending
@@ -40,6 +43,8 @@ from shardwise.ranks.world import World
 from shardwise.state.model_states import get_model_state_dict
 from shardwise.state.state_values import StateOptions
 from shardwise.transfer.matching import FileForm
+
+_log = logging.getLogger(__name__)
 
 
 def accelerate() -> AccelerateSwitch:
@@ -251,9 +256,33 @@ def _require_supported(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta. Call shardwise.load before prepare"
         )
     # For its errors only, before anything is changed.
-    bind_optimizers(
-        [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)], tensors, _PREPARE_FIRST
-    )
+    bind_optimizers([item for item in objects if isinstance(item, Optimizer)], tensors, _PREPARE_FIRST)
+
+
+def _list_unapplied(accelerator: Any, model: nn.Module) -> list[str]:
+    """Return what accelerate would have done to a model that is sharded already and lacks it, each with a cure."""
+    plain, plugin = without_compile(model), compat.get_plugin(accelerator)
+    modules, policies = list(plain.modules()), torch_private.fsdp_policies(plain)
+    lacking: list[str] = []
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    if dtype is not None:
+        computed = {policy.param_dtype for policy, _ in policies} | {each.dtype for each in plain.parameters()}
+        trained = {each.dtype for each in plain.parameters() if each.requires_grad}
+        if dtype not in computed or trained & {torch.bfloat16, torch.float16}:
+            lacking.append(
+                f"mixed_precision={accelerator.mixed_precision}, float32 weights that compute in {dtype}: "
+                f'pass dtype="float32" and Sharding(mp_policy=MixedPrecisionPolicy(param_dtype={dtype}))'
+            )
+    if isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy) and not any(
+        isinstance(policy, CPUOffloadPolicy) for _, policy in policies
+    ):
+        lacking.append("offload to the CPU: pass Sharding(offload_policy=CPUOffloadPolicy())")
+    if getattr(plugin, "activation_checkpointing", False) and not any(map(is_recomputed, modules)):
+        lacking.append("activation_checkpointing: pass Sharding(activation_checkpointing=True)")
+    is_compiled = plain is not model or any(map(torch_private.is_compiled_in_place, modules))
+    if accelerator.state.dynamo_plugin.backend.value != "NO" and not is_compiled:
+        lacking.append("the backend of dynamo: pass Sharding(compile=True)")
+    return lacking
 
 
 def _prepare_sharded(
@@ -271,6 +300,11 @@ def _prepare_sharded(
     with world.collective("check the arguments"):
         compat.require_ranks(accelerator.num_processes, world.size)
         _require_supported(accelerator, objects, models, device_placement)
+    if world.rank == 0 and (lacking := _list_unapplied(accelerator, models[0])):
+        _log.warning(
+            "prepare: the model is sharded already, and settings of the accelerator do not apply to it:\n  %s",
+            "\n  ".join(lacking),
+        )
     # First: accelerate prepares optimizers and data loaders by the distributed type.
     if not accelerator.is_fsdp2:
         compat.become_fsdp2(accelerator.state, compat.get_plugin(accelerator) or compat.fsdp2_plugin())

@@ -232,7 +232,7 @@ class ShardwiseTrainer(_Trainer):
         tensors = collect_tensors(self._trained)  # before super(), which takes the parameters: it reshards
         optimizer = super().create_optimizer(*positional, **keywords)
         require_sharded_parameters(plain_optimizer(optimizer), dict(self._trained.named_parameters()))
-        bind_optimizers([plain_optimizer(optimizer)], tensors, by_rank=True)
+        bind_optimizers([optimizer], tensors, by_rank=True)
         return optimizer
 
     # Training

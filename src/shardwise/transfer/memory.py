@@ -12,14 +12,14 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.machine import GROUPS, OWN_GROUP, control_groups, number_in, read_text
 from shardwise.core.reports import Available
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.gradients import move_averaging
 from shardwise.fsdp.named_tensors import TensorRef, computing_device, local_tensor
-from shardwise.fsdp.torch_private import copy_attributes
+from shardwise.fsdp.torch_private import copy_attributes, share_hooks
 
 
 def get_model_device(refs: Sequence[TensorRef], default: torch.device | None) -> torch.device:
@@ -69,9 +69,8 @@ def materialize(
     """Allocate uninitialized memory of this rank's shard for every meta tensor. Other tensors are unchanged.
 
     ``fsdp_params`` belong to the model. A parameter that is not among them is in no FSDP2 group. Returns this
-    rank's local tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with their
-    ``requires_grad``, attributes, and hooks that average gradients. Other hooks are lost. Memory: this rank's
-    shards.
+    rank's local tensors, by FQN. Parameters keep their attributes and hooks, and are the same objects where torch
+    can swap them. Memory: this rank's shards.
     """
     return {item.fqn: _allocate(item, fsdp_params, device) if item.tensor.is_meta else item.local for item in refs}
 
@@ -91,12 +90,15 @@ def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) ->
     if not isinstance(tensor, nn.Parameter):
         item.install(new)
         return local
-    # A parameter on meta cannot get memory in place: it is replaced at every place that registers it.
     parameter = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=tensor.requires_grad)
     copy_attributes(parameter, tensor)
-    move_averaging(tensor, parameter)
-    item.install(parameter)
-    # After install(): FSDP2 takes the parameter that is set on its modules.
+    share_hooks(parameter, tensor)
+    try:
+        swap_tensors(tensor, parameter)
+        parameter = tensor
+    except RuntimeError:  # nn.LSTM has weak references to it, or a graph of autograd has it
+        item.install(parameter)
+    # Afterwards: FSDP2 takes the parameter that is set on its modules.
     if fsdp_param is not None:
         torch_private.adopt_sharded(fsdp_param, parameter)
     return local
