@@ -132,13 +132,31 @@ def commit_third(folder: Path, limit: int | None) -> None:
     adapter: Any = SimpleNamespace(
         _folder=folder,
         _position=(0, 2),
-        _order=SimpleNamespace(count=4),
+        _order=SimpleNamespace(count=4, rows_per_step=2),
         state=TrainerState(global_step=3),
         args=SimpleNamespace(save_total_limit=limit),
     )
     for step in (1, 2):
         state(folder, step)
     AdapterTraining._commit(adapter, folder / "checkpoint-3")
+
+
+def test_an_adapter_resumes_with_as_many_rows_in_a_step(tmp_path: Path) -> None:
+    """Unless it is done. Earlier versions have not saved the number."""
+    (tmp_path / "earlier").mkdir()
+    state(tmp_path / "earlier", 2)
+    commit_third(tmp_path, None)
+    [(_, earlier), (_, found)] = map(_find_latest, (tmp_path / "earlier", tmp_path))
+    assert earlier is not None
+    assert found is not None
+    ada: Any = SimpleNamespace(_folder=tmp_path, _order=SimpleNamespace(rows_per_step=2), is_done=False)
+    AdapterTraining._require_equal_steps(ada, found)
+    ada._order.rows_per_step = 4
+    AdapterTraining._require_equal_steps(ada, earlier)
+    with pytest.raises(ConfigError, match=r"has a training with 2 rows in a step, not 4 \(per_device"):
+        AdapterTraining._require_equal_steps(ada, found)
+    ada.is_done = True
+    AdapterTraining._require_equal_steps(ada, found)
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_training(

@@ -288,6 +288,7 @@ class AdapterTraining:
         if state is None:
             self.bank.add_adapter(self.name, self._lora, **self._keywords())
             return
+        self._require_equal_steps(state)
         checkpoint = self._folder / f"checkpoint-{steps}"
         start = self.bank.load(self.name, checkpoint, **self._keywords())
         if not start.is_resumed:
@@ -303,6 +304,17 @@ class AdapterTraining:
             )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
+
+    def _require_equal_steps(self, state: TrainerState) -> None:
+        callbacks: Any = state.stateful_callbacks
+        now = self._order.rows_per_step
+        saved = callbacks[_POSITION].get("rows_per_step", now)  # earlier versions did not save it
+        if saved != now and not self.is_done:
+            raise ConfigError(
+                f"{self._folder}: has a training with {saved} rows in a step, not {now} "
+                "(per_device_train_batch_size * gradient_accumulation_steps * ranks). Keep the number of rows in a "
+                "step, or use another output_dir"
+            )
 
     def _keywords(self) -> AdapterOptions:
         args, total = self.args, self.state.max_steps
@@ -471,7 +483,8 @@ class AdapterTraining:
     def _commit(self, checkpoint: Path) -> None:
         """Complete a checkpoint with the state of the Trainer, and remove the oldest checkpoints."""
         epoch, offset = self._position
-        position = {_POSITION: {"count": self._order.count, "epoch": epoch, "offset": offset}}
+        order = {"count": self._order.count, "rows_per_step": self._order.rows_per_step}
+        position = {_POSITION: {**order, "epoch": epoch, "offset": offset}}
         content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
         with open_writer(checkpoint) as writer:
             writer.replace(STATE_FILE, content.encode())
