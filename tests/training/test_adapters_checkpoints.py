@@ -17,7 +17,9 @@ from tests.training.adapters_on_ranks import config
 from transformers import TrainerState
 
 from shardwise.bank.adapter import AdapterStep
+from shardwise.bank.rows import Request
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
+from shardwise.ranks.world import World
 from shardwise.training.adapter_rows import StepOrder
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
@@ -178,7 +180,7 @@ def test_no_checkpoint_is_due_every_0_steps() -> None:
 
 
 def test_an_evaluation_that_does_not_fit_into_memory_is_no_failure_of_its_adapter() -> None:
-    def proceed(_: AdapterStep) -> None:
+    def proceed(_: AdapterStep, _request: Any) -> None:
         raise TrainingError("a pass of 'ada' needs about 8 GiB")
 
     step = AdapterStep(is_taken=True, grad_norm=1.0, num_supervised_tokens=3, learning_rate=0.1)
@@ -194,6 +196,7 @@ def test_an_evaluation_that_does_not_fit_into_memory_is_no_failure_of_its_adapte
         state=TrainerState(max_steps=2),
         args=SimpleNamespace(disable_tqdm=True),
         is_done=False,
+        is_finished=False,
         next_requests=list,
         note_outcomes=list,
         find_failure=lambda _: None,
@@ -203,6 +206,60 @@ def test_an_evaluation_that_does_not_fit_into_memory_is_no_failure_of_its_adapte
     with pytest.raises(TrainingError, match="needs about 8 GiB"):
         train_together([ada], SimpleNamespace(is_made=False))
     assert deleted == []
+
+
+class Recorded(AdapterTraining):
+    """An adapter that computes nothing. A signal comes in its evaluation."""
+
+    def __init__(self, name: str, max_steps: int, calls: list[str], request: Any) -> None:
+        self.name, self._calls, self._request = name, calls, request
+        self.state = TrainerState(max_steps=max_steps)
+        step = AdapterStep(is_taken=True, grad_norm=1.0, num_supervised_tokens=3, learning_rate=0.1)
+        self.bank: Any = SimpleNamespace(
+            forward_backward=lambda _: SimpleNamespace(requests=[]),
+            optim_step=lambda steps: dict.fromkeys(steps, step),
+        )
+        self.args = SimpleNamespace(
+            disable_tqdm=True, max_grad_norm=0.0, eval_strategy="epoch", save_strategy="epoch"
+        )
+        self._loss, self._held_out, self._order = 1.0, Any, SimpleNamespace(offset=0)  # type: ignore[assignment]
+        self._shared: Any = SimpleNamespace(world=World.current())
+        self.is_finished = False
+
+    def next_requests(self) -> list[Request]:
+        return []
+
+    def note_outcomes(self, outcomes: Any) -> None:
+        assert not list(outcomes)
+
+    def _note_step(self, step: AdapterStep) -> None:
+        self.state.global_step += 1
+
+    def _evaluate(self, rows: Any) -> None:
+        self._calls.append(f"evaluate {self.name}")
+        self._request.is_made = True
+
+    def save_checkpoint(self) -> None:
+        self._calls.append(f"save {self.name}")
+
+    def _finish(self) -> None:
+        self._calls.append(f"finish {self.name}")
+        self.is_finished = True
+
+
+def test_a_stop_leaves_out_the_evaluations_that_are_due() -> None:
+    """Adapters are saved without them. Those that are done are evaluated when they resume."""
+    calls, request = list[str](), SimpleNamespace(is_made=False)
+    adapters = [Recorded(name, 2, calls, request) for name in "abc"]
+    assert train_together(adapters, request)[0]  # type: ignore[arg-type]
+    assert calls == ["evaluate a", "save a", "save a", "save b", "save c"]
+    calls.clear()
+    request.is_made = False
+    assert train_together(adapters, request)[0]  # type: ignore[arg-type]
+    assert calls == ["evaluate a", "save a", "finish a", "save b", "save c"]
+    calls.clear()
+    assert not train_together(adapters[1:], SimpleNamespace(is_made=False))[0]  # type: ignore[arg-type]
+    assert calls == ["evaluate b", "save b", "finish b", "evaluate c", "save c", "finish c"]
 
 
 @pytest.mark.parametrize(

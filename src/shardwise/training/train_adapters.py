@@ -162,16 +162,15 @@ def train_together(
                 step = steps.get(adapter.name)
                 failure = None if step is None else adapter.find_failure(step)
                 if failure is None:
-                    adapter.proceed(step)
+                    adapter.proceed(step, stop_request)
                 else:  # its values are equal on all ranks, so all delete it
                     adapter.bank.delete_adapter(adapter.name)
                     failures[adapter.name] = failure
-            waiting = [adapter for adapter in waiting if not adapter.is_done and adapter.name not in failures]
+            waiting = [adapter for adapter in waiting if not adapter.is_finished and adapter.name not in failures]
             if _num_logged(adapters) > num_logged:
                 num_logged = _num_logged(adapters)
                 memory.append({"step": _total_steps(adapters), **gather_memory(world)})
-            # A signal may have reached one rank only.
-            has_stopped = world.all_reduce_object(stop_request.is_made, any)
+            has_stopped = _is_stop_requested(world, stop_request)
             if has_stopped or not waiting:
                 break
             in_step, bank = waiting, waiting[0].bank
@@ -188,10 +187,15 @@ def train_together(
                 adapter.note_outcomes(outcomes)
             steps = bank.optim_step({adapter.name: adapter.step_settings for adapter in in_step})
             bar.update(len(in_step))
-        # Adapters that are left after a signal. Those that are done have saved themselves.
+        # Adapters that are left after a signal. Those that are finished have saved themselves.
         for adapter in waiting:
             adapter.save_checkpoint()
     return has_stopped and bool(waiting), failures, memory
+
+
+def _is_stop_requested(world: World, stop_request: StopRequest) -> bool:
+    # A signal may have reached one rank only.
+    return world.all_reduce_object(stop_request.is_made, any)
 
 
 def _total_steps(adapters: Sequence[AdapterTraining]) -> int:
@@ -263,6 +267,8 @@ class AdapterTraining:
         self._position = (0, 0)
         """Epoch and offset after the last step, as saved: ``_order`` is ahead of it within a step."""
         self._saved_step = 0
+        self.is_finished = False
+        """True if it is done, evaluated and saved, and the bank no longer has it."""
         self._loss = math.nan
         """Of the step that is taken."""
         self._losses: list[float] = []
@@ -395,8 +401,10 @@ class AdapterTraining:
             f"{step.grad_norm:.4g}. {remedy}"
         )
 
-    def proceed(self, step: AdapterStep | None) -> None:
+    def proceed(self, step: AdapterStep | None, stop_request: StopRequest) -> None:
         """Record a step if one was taken. Then log, evaluate and save if due. Collective: yes.
+
+        If a stop is requested, nothing is evaluated: an adapter that is done is evaluated when it resumes.
 
         Raises:
             TrainingError: an evaluation does not fit into the memory of a rank.
@@ -406,6 +414,8 @@ class AdapterTraining:
         elif not self.is_done:
             return
         if self._held_out is not None and (self.is_done or self._is_due("eval")):
+            if _is_stop_requested(self._shared.world, stop_request):
+                return  # before a save: train_together() saves all that are left
             self._evaluate(self._held_out)
         if self.is_done or self._is_due("save"):
             self.save_checkpoint()
@@ -501,6 +511,7 @@ class AdapterTraining:
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
         self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
         self.bank.delete_adapter(self.name)
+        self.is_finished = True
 
 
 def _complete_steps(folder: Path) -> list[int]:
