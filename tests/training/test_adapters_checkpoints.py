@@ -20,7 +20,8 @@ from shardwise.bank.adapter import AdapterStep
 from shardwise.bank.rows import Request
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
 from shardwise.ranks.world import World
-from shardwise.training.adapter_rows import StepOrder
+from shardwise.training.adapter_rows import StepOrder, TokenizedRows
+from shardwise.training.arguments import TrainMethod
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
 from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest, train_together
@@ -83,6 +84,22 @@ def test_fractions_of_epochs_are_as_many_steps_as_in_the_trainer() -> None:
     assert [order.steps_left(epochs) for epochs in (0.9, 1.1, 1.3, 0.5, 2)] == [9, 11, 13, 5, 20]
     order.take_step()
     assert [order.steps_left(epochs) for epochs in (0.9, 1.1, 0.05)] == [8, 10, 0]
+
+
+@pytest.mark.parametrize(("method", "numbers"), [("sft", [2, 0]), ("dpo", [4, 5, 0, 1])])
+def test_rows_of_a_step_are_read_at_once(
+    method: TrainMethod, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"input_ids": [n, n + 1], "labels": [-100, n + 1]} for n in range(6)]
+    tokenized = TokenizedRows(datasets.Dataset.from_list(rows), method)
+    reads, read = list[Any](), datasets.Dataset.__getitem__
+    monkeypatch.setattr(datasets.Dataset, "__getitem__", lambda self, key: reads.append(key) or read(self, key))
+    monkeypatch.setattr(datasets.Dataset, "select", mock.Mock(side_effect=AssertionError("another dataset")))
+    taken = tokenized.take([2, 0])
+    assert reads == [numbers]
+    assert [row["input_ids"].tolist() for row in taken] == [[n, n + 1] for n in numbers]
+    assert [row["targets"].tolist() for row in taken] == [[n + 1, -100] for n in numbers]
+    assert tokenized.take([]) == []
 
 
 def test_a_failure_after_a_save_says_what_keeps_the_learning_rate(tmp_path: Path) -> None:
