@@ -1,6 +1,7 @@
 """Passes are composed of all rows, each once, and cost no more than others that could be."""
 
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,37 @@ def test_no_pass_for_each_adapter_costs_less(lengths, most, overhead, data):
     cost = sum(rows_of(units, plan) * plan.tokens + overhead for plan in compose(units, most, overhead))
     if all(tokens <= most for tokens in alone):
         assert cost <= sum(alone) + overhead * len(alone)
+
+
+UNITS = st.builds(Unit, LENGTHS, st.integers(1, 3))
+
+
+@given(st.lists(UNITS, min_size=1, max_size=30), st.integers(1, 4000), st.integers(0, 300))
+def test_passes_are_those_of_a_search_through_all_cuts(units, most, overhead):
+    """The cheapest, of these with the fewest passes, and of these the one whose last pass begins first."""
+    order = sorted(range(len(units)), key=lambda number: (-units[number].length, number))
+    best: list[tuple[int, int, list[int]]] = [(0, 0, [])]  # cost, passes, and starts from the last pass on
+    for stop in range(1, len(order) + 1):
+        choices = []
+        for start in range(stop):
+            tokens = pad_length(units[order[start]].length, longest=LONGEST)
+            tokens *= sum(units[number].num_rows for number in order[start:stop])
+            if tokens <= most or start == stop - 1:
+                cost, passes, starts = best[start]
+                choices.append((cost + tokens + overhead, passes + 1, [start, *starts]))
+        best.append(min(choices))
+    starts = best[-1][2][::-1]
+    expected = [tuple(order[start:stop]) for start, stop in zip(starts, [*starts[1:], len(order)], strict=True)]
+    assert [plan.units[0] for plan in compose([units], most, overhead)] == expected
+
+
+def test_as_many_cuts_are_compared_as_there_are_lengths():
+    units = [Unit(length) for length in range(1, 65)] * 4
+    with mock.patch("shardwise.bank.compose.min", wraps=min, create=True) as smallest:
+        compose([units], 1 << 20, 256)
+    choices = [call.args[0] for call in smallest.call_args_list if len(call.args) == 1]
+    assert len(choices) == len(units)
+    assert max(map(len, choices)) == 64 // LENGTH_MULTIPLE
 
 
 @given(st.lists(st.lists(st.tuples(LENGTHS, st.sampled_from([1, 2, 3])), max_size=6), min_size=1, max_size=3))

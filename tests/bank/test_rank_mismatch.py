@@ -154,7 +154,7 @@ def test_other_state_dicts_are_refused_by_name(base):
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 ROWS = rows_for("ada", ADA, 0)
-NO_PAIRS = r"batches: is not a list of \(name, rows\)"
+NO_PAIRS = r"requests: is not a list of \(name, rows\)"
 NO_TENSORS = "'ada': the rows are not a dict of tensors of one shape"
 NO_ROWS: dict[str, tuple[Any, str]] = {
     "a dict of batches": ({"ada": ROWS}, NO_PAIRS),

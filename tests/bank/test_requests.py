@@ -456,12 +456,15 @@ def test_invalid_requests_are_refused(base):
 
     require("'ada': there is no loss 'sft'. Use cross_entropy,", [], loss="sft")
     require("'ada': ppo has no setting 'clip'. It has clip_low_threshold", [], loss="ppo", loss_config={"clip": 1})
-    require(
-        "clip_low_threshold=nan of ppo: is not a number above 0",
-        [],
-        loss="ppo",
-        loss_config={"clip_low_threshold": math.nan},
-    )
+    for low, high in ((math.nan, 1.2), (-0.1, 1.2), (1.5, 2.0), (0.2, 0.28), (0.8, math.nan), (0.8, -math.inf)):
+        config = {"clip_low_threshold": low, "clip_high_threshold": high}
+        match = f"clip_low_threshold={low} and clip_high_threshold={high} of ppo: are no bounds of a ratio"
+        require(match, [], loss="ppo", loss_config=config)
+    for beta in (0, math.nan, math.inf):
+        require("of dro: is not a number above 0", [], loss="dro", loss_config={"beta": beta})
+    for value in (True, "0.8"):
+        config = {"clip_low_threshold": value}
+        require("clip_low_threshold=.* of ppo: is not a number", [], loss="ppo", loss_config=config)
     require("loss=5: is not a name or a function", [], loss=5)
     require("group_size=0: pass 1 or more", [], group_size=0)
     require("3 rows are not groups of 2", [only(good, dpo)] * 3, loss=dpo, group_size=2)

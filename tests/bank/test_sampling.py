@@ -1,5 +1,6 @@
 """Samples of many adapters at once are what each gives alone, in PEFT's own loop."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -271,8 +272,17 @@ def test_a_batch_of_long_prompts_and_long_continuations_is_cut():
     assert cut_batch([[0, 1, 2, 3]], lengths, 680) == [[[0, 1, 2, 3]]]
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "gspo"])
-def test_a_position_without_weight_has_no_gradient_whatever_its_ratio(loss):
+UNBOUNDED = {"clip_low_threshold": 0, "clip_high_threshold": math.inf}
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("importance_sampling", {}),
+        *((loss, config) for loss in ("ppo", "cispo", "gspo") for config in ({}, UNBOUNDED)),
+    ],
+)
+def test_a_position_without_weight_has_no_gradient_whatever_its_ratio(loss, config):
     p = torch.tensor([-1.0, -1.0], requires_grad=True)
     values = {
         "weights": torch.tensor([1.0, 0.0]),
@@ -280,6 +290,6 @@ def test_a_position_without_weight_has_no_gradient_whatever_its_ratio(loss):
         "advantages": torch.tensor([1.0, 1.0]),
         "rows": torch.tensor([0, 0]),
     }
-    LOSSES[loss].function(p, values, complete_config("", loss, {})).sum().backward()
+    LOSSES[loss].function(p, values, complete_config("", loss, config)).sum().backward()
     assert p.grad is not None
     assert p.grad.tolist() == [-1.0, 0.0]

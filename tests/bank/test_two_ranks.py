@@ -75,7 +75,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(worlds, base):
     expected = {
         "rows of one rank": "ConfigError: rank 1: 'ada': input_ids are from 1",
         "no rows of one rank": "ConfigError: rank 1: 'ada': the rows are not a dict",
-        "no rows": "ConfigError: batches: is not a list",
+        "no rows": "ConfigError: requests: is not a list",
         "other adapters": "RankMismatchError: rank 1 has rows of 'dee' (cross_entropy",
         "another config": "RankMismatchError: the adapter 'x' (its config or options) on rank 1 is not that of",
         "another rate": "RankMismatchError: the adapter 'x' (its config or options)",

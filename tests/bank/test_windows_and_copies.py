@@ -12,9 +12,11 @@ from tests.bank.on_ranks import bank_of
 from tests.bank.test_isolation import everything
 from tests.truth import require_equal
 
+from shardwise.bank import adapter_files
 from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError
 from shardwise.core.formatting import folder_name
+from shardwise.models.lora.adapted_layers import AdapterOutline
 
 ADA = recipes()["ada"]
 OPEN = replace(ADA, gradient_accumulation_steps=None)  # type: ignore[arg-type]
@@ -113,6 +115,28 @@ def test_a_copy_with_its_training_goes_on_alike(base):
         bank.optim_step({"ada": {}, "twin": {}})
     require_equal(everything(bank, "ada"), everything(bank, "twin"))
     assert bank.state_dict("ada")["facts"]["schedule_state"] == bank.state_dict("twin")["facts"]["schedule_state"]
+
+
+def test_copies_and_states_need_no_other_model(base):
+    """The sites of an adapter are known, and its values are replaced."""
+    bank = bank_of(base, {"ada": OPEN})
+    train(bank, {"ada": ADA}, 1)
+    before, state = everything(bank, "ada"), bank.state_dict("ada")
+    train(bank, {"ada": ADA}, 1)
+    with mock.patch.object(adapter_files, "outline_lora", side_effect=AssertionError("another model")):
+        bank.load_state_dict("ada", state)
+        bank.copy_adapter("ada", "twin", training=True)
+    for name in ("ada", "twin"):
+        require_equal(everything(bank, name), before)
+
+
+def test_only_new_adapters_are_initialized(base, tmp_path):
+    bank = bank_of(base, {"ada": OPEN})
+    before = matrices_of(bank, "ada")
+    bank.save("ada", tmp_path)
+    with mock.patch.object(AdapterOutline, "initialize", side_effect=AssertionError("initialized")):
+        bank.load("bob", tmp_path, optimizer=OPEN.optimizer)
+    require_equal(matrices_of(bank, "bob"), before)
 
 
 def test_a_load_into_an_adapter_that_exists(base, tmp_path):

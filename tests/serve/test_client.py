@@ -164,6 +164,7 @@ def test_a_batch_of_which_a_part_failed_is_not_stepped(clients: dict[str, Any]) 
     [
         ("stable_reinforce", None, "is not served. Use cross_entropy"),
         ("ppo", {"clip": 0.2}, "ppo has no setting 'clip'"),
+        ("ppo", {"clip_high_threshold": 0.28}, "clip_high_threshold=0.28 of ppo: are no bounds of a ratio"),
         ("importance_sampling", None, "has no logprobs, advantages, which importance_sampling needs"),
     ],
 )

@@ -19,9 +19,12 @@ from tests.training.adapters_on_ranks import config
 from transformers import TrainerState
 
 from shardwise.bank.adapter import AdapterStep
+from shardwise.bank.rows import Request
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
+from shardwise.ranks.world import World
 from shardwise.saving.saving_lock import LOCK_FILE
-from shardwise.training.adapter_rows import StepOrder
+from shardwise.training.adapter_rows import StepOrder, TokenizedRows
+from shardwise.training.arguments import TrainMethod
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
 from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest, train_together
@@ -52,7 +55,7 @@ def test_a_run_is_recorded_beside_its_adapters(tmp_path: Path, monkeypatch: pyte
         assert (test, next(iter(train)).keys()) == (None, {"input_ids", "labels"})
     (tmp_path / "out" / "ada").mkdir()
     (tmp_path / "out" / "ada" / "adapter_model.safetensors").touch()
-    for key, value in (("lora_dropout", 0.0), ("use_rslora", True), ("lora_target_parameters", ["x"])):
+    for key, value in (("lora_dropout", 0.0), ("use_rslora", True), ("lora_target_parameters", ["x"]), ("seed", 1)):
         other = read_run_config(config({**values, "adapters": {"ada": {key: value}}}))
         with pytest.raises(ConfigError, match=f"has a training with ada.{key}=None, not "), open_inputs(other, 0):
             pass
@@ -84,6 +87,22 @@ def test_fractions_of_epochs_are_as_many_steps_as_in_the_trainer() -> None:
     assert [order.steps_left(epochs) for epochs in (0.9, 1.1, 1.3, 0.5, 2)] == [9, 11, 13, 5, 20]
     order.take_step()
     assert [order.steps_left(epochs) for epochs in (0.9, 1.1, 0.05)] == [8, 10, 0]
+
+
+@pytest.mark.parametrize(("method", "numbers"), [("sft", [2, 0]), ("dpo", [4, 5, 0, 1])])
+def test_rows_of_a_step_are_read_at_once(
+    method: TrainMethod, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"input_ids": [n, n + 1], "labels": [-100, n + 1]} for n in range(6)]
+    tokenized = TokenizedRows(datasets.Dataset.from_list(rows), method)
+    reads, read = list[Any](), datasets.Dataset.__getitem__
+    monkeypatch.setattr(datasets.Dataset, "__getitem__", lambda self, key: reads.append(key) or read(self, key))
+    monkeypatch.setattr(datasets.Dataset, "select", mock.Mock(side_effect=AssertionError("another dataset")))
+    taken = tokenized.take([2, 0])
+    assert reads == [numbers]
+    assert [row["input_ids"].tolist() for row in taken] == [[n, n + 1] for n in numbers]
+    assert [row["targets"].tolist() for row in taken] == [[n + 1, -100] for n in numbers]
+    assert tokenized.take([]) == []
 
 
 def test_a_failure_after_a_save_says_what_keeps_the_learning_rate(tmp_path: Path) -> None:
@@ -141,13 +160,31 @@ def commit_third(folder: Path, limit: int | None) -> None:
     adapter: Any = SimpleNamespace(
         _folder=folder,
         _position=(0, 2),
-        _order=SimpleNamespace(count=4),
+        _order=SimpleNamespace(count=4, rows_per_step=2),
         state=TrainerState(global_step=3),
         args=SimpleNamespace(save_total_limit=limit),
     )
     for step in (1, 2):
         state(folder, step)
     AdapterTraining._commit(adapter, folder / "checkpoint-3")
+
+
+def test_an_adapter_resumes_with_as_many_rows_in_a_step(tmp_path: Path) -> None:
+    """Unless it is done. Earlier versions have not saved the number."""
+    (tmp_path / "earlier").mkdir()
+    state(tmp_path / "earlier", 2)
+    commit_third(tmp_path, None)
+    [(_, earlier), (_, found)] = map(_find_latest, (tmp_path / "earlier", tmp_path))
+    assert earlier is not None
+    assert found is not None
+    ada: Any = SimpleNamespace(_folder=tmp_path, _order=SimpleNamespace(rows_per_step=2), is_done=False)
+    AdapterTraining._require_equal_steps(ada, found)
+    ada._order.rows_per_step = 4
+    AdapterTraining._require_equal_steps(ada, earlier)
+    with pytest.raises(ConfigError, match=r"has a training with 2 rows in a step, not 4 \(per_device"):
+        AdapterTraining._require_equal_steps(ada, found)
+    ada.is_done = True
+    AdapterTraining._require_equal_steps(ada, found)
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_training(
@@ -180,7 +217,7 @@ def test_no_checkpoint_is_due_every_0_steps() -> None:
 
 
 def test_an_evaluation_that_does_not_fit_into_memory_is_no_failure_of_its_adapter() -> None:
-    def proceed(_: AdapterStep) -> None:
+    def proceed(_: AdapterStep, _request: Any) -> None:
         raise TrainingError("a pass of 'ada' needs about 8 GiB")
 
     step = AdapterStep(is_taken=True, grad_norm=1.0, num_supervised_tokens=3, learning_rate=0.1)
@@ -196,6 +233,7 @@ def test_an_evaluation_that_does_not_fit_into_memory_is_no_failure_of_its_adapte
         state=TrainerState(max_steps=2),
         args=SimpleNamespace(disable_tqdm=True),
         is_done=False,
+        is_finished=False,
         next_requests=list,
         note_outcomes=list,
         find_failure=lambda _: None,
@@ -205,6 +243,60 @@ def test_an_evaluation_that_does_not_fit_into_memory_is_no_failure_of_its_adapte
     with pytest.raises(TrainingError, match="needs about 8 GiB"):
         train_together([ada], SimpleNamespace(is_made=False))
     assert deleted == []
+
+
+class Recorded(AdapterTraining):
+    """An adapter that computes nothing. A signal comes in its evaluation."""
+
+    def __init__(self, name: str, max_steps: int, calls: list[str], request: Any) -> None:
+        self.name, self._calls, self._request = name, calls, request
+        self.state = TrainerState(max_steps=max_steps)
+        step = AdapterStep(is_taken=True, grad_norm=1.0, num_supervised_tokens=3, learning_rate=0.1)
+        self.bank: Any = SimpleNamespace(
+            forward_backward=lambda _: SimpleNamespace(requests=[]),
+            optim_step=lambda steps: dict.fromkeys(steps, step),
+        )
+        self.args = SimpleNamespace(
+            disable_tqdm=True, max_grad_norm=0.0, eval_strategy="epoch", save_strategy="epoch"
+        )
+        self._loss, self._held_out, self._order = 1.0, Any, SimpleNamespace(offset=0)  # type: ignore[assignment]
+        self._shared: Any = SimpleNamespace(world=World.current())
+        self.is_finished = False
+
+    def next_requests(self) -> list[Request]:
+        return []
+
+    def note_outcomes(self, outcomes: Any) -> None:
+        assert not list(outcomes)
+
+    def _note_step(self, step: AdapterStep) -> None:
+        self.state.global_step += 1
+
+    def _evaluate(self, rows: Any) -> None:
+        self._calls.append(f"evaluate {self.name}")
+        self._request.is_made = True
+
+    def save_checkpoint(self) -> None:
+        self._calls.append(f"save {self.name}")
+
+    def _finish(self) -> None:
+        self._calls.append(f"finish {self.name}")
+        self.is_finished = True
+
+
+def test_a_stop_leaves_out_the_evaluations_that_are_due() -> None:
+    """Adapters are saved without them. Those that are done are evaluated when they resume."""
+    calls, request = list[str](), SimpleNamespace(is_made=False)
+    adapters = [Recorded(name, 2, calls, request) for name in "abc"]
+    assert train_together(adapters, request)[0]  # type: ignore[arg-type]
+    assert calls == ["evaluate a", "save a", "save a", "save b", "save c"]
+    calls.clear()
+    request.is_made = False
+    assert train_together(adapters, request)[0]  # type: ignore[arg-type]
+    assert calls == ["evaluate a", "save a", "finish a", "save b", "save c"]
+    calls.clear()
+    assert not train_together(adapters[1:], SimpleNamespace(is_made=False))[0]  # type: ignore[arg-type]
+    assert calls == ["evaluate b", "save b", "finish b", "evaluate c", "save c", "finish c"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import math
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -163,7 +163,7 @@ class AdapterState(Enum):
 
 
 class BankAdapter:
-    """An adapter and its training.
+    """An adapter and its training. Its matrices are zeros.
 
     Memory: with AdamW, 16 bytes for each trained number. Without training, 4.
     """
@@ -172,7 +172,7 @@ class BankAdapter:
         self,
         name: str,
         config: LoraConfig,
-        outline: adapted_layers.AdapterOutline,
+        sites: Sequence[adapted_layers.AdaptedSite],
         options: AdapterOptions,
         device: torch.device,
         world: World,
@@ -184,8 +184,8 @@ class BankAdapter:
         self.config = copy.deepcopy(config)
         self.comparable_config = peft_private.comparable_text(config)
         """The config as text that is equal in every process."""
-        self.sites = outline.sites
-        self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}
+        self.sites = tuple(sites)
+        self.shapes = {matrix.key: matrix.shape for site in sites for matrix in (site.lora_A, site.lora_B)}
         count = sum(math.prod(shape) for shape in self.shapes.values())
         # (count,), all matrices one after the other. The backward pass adds to views of the gradient, so it is only
         # zeroed in place: zero_grad() would have the optimizer read another tensor than the views.
@@ -196,11 +196,8 @@ class BankAdapter:
         """Tensors without memory on the device, and their values on the host."""
         self.matrices = _views(self.flat.detach(), self.shapes)
         self.gradients = _views(self.gradient, self.shapes)
-        # Equal on every rank without an exchange: the values follow from the seed and the name of the matrix.
-        for matrix in outline.matrices():
-            outline.initialize(matrix, self.matrices[matrix.key], options["seed"])
         self.weights_by_site: dict[str, LoraWeights] = {}
-        for site in outline.sites:
+        for site in sites:
             self.weights_by_site |= _get_weights(site, self.matrices, self.gradients)
         self.world = world
         self.optimizer = create_optimizer(options["optimizer"], self.flat)

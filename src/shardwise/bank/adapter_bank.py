@@ -170,10 +170,21 @@ class AdapterBank:
     def _build_locally(
         self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool, is_trained: bool = True
     ) -> BankAdapter:
+        """Return an adapter that is not registered yet. Unless it is new, its matrices are zeros."""
         outline = adapter_files.outline_lora(self._model, config, is_new=is_new)
         self._hooks.require_supported(outline.sites)
         device, world = self._base.device, self._world
-        return BankAdapter(name, config, outline, options, device, world, is_trained=is_trained)
+        adapter = BankAdapter(name, config, outline.sites, options, device, world, is_trained=is_trained)
+        if is_new:
+            # Equal on every rank without an exchange: the values follow from the seed and the name of the matrix.
+            for matrix in outline.matrices():
+                outline.initialize(matrix, adapter.matrices[matrix.key], options["seed"])
+        return adapter
+
+    def _build_like(self, source: BankAdapter, name: str, *, is_trained: bool) -> BankAdapter:
+        """Return an adapter with the sites and options of another one. Its matrices are zeros."""
+        device, world = self._base.device, self._world
+        return BankAdapter(name, source.config, source.sites, source.options, device, world, is_trained=is_trained)
 
     def delete_adapter(self, name: str) -> None:
         """Delete an adapter and its accumulated gradient. Collective: no, but call it on every rank."""
@@ -369,7 +380,7 @@ class AdapterBank:
             if training and not source.is_trained:
                 raise ConfigError(f"adapter {name!r}: is a copy for sampling, and has no training")
             self._require_new(new)
-            adapter = self._build_locally(new, source.config, source.options, is_new=False, is_trained=training)
+            adapter = self._build_like(source, new, is_trained=training)
             adapter.flat.detach().copy_(source.flat.detach())
             if training:
                 adapter.copy_training(source)
@@ -429,7 +440,7 @@ class AdapterBank:
             current = batch.find_adapter(self._adapters, name)
             # A new adapter replaces the current one at the end, so that a failure leaves it unchanged.
             trains = current.is_trained
-            adapter = self._build_locally(name, current.config, current.options, is_new=False, is_trained=trains)
+            adapter = self._build_like(current, name, is_trained=trains)
             matrices = adapter_files.remove_embeddings(self._model, adapter, state)
             training = states.parse_state(adapter, what, matrices)
             if not trains:

@@ -358,7 +358,7 @@ def _require_requests(requests: object) -> list[Request]:
     """Return requests, from their short form too. Raise ConfigError unless they are a list of them."""
     if not isinstance(requests, list | tuple) or not all(map(_is_request, requests)):
         raise ConfigError(
-            "batches: is not a list of (name, rows). Pass one, with None as the name of the base, or a list of "
+            "requests: is not a list of (name, rows). Pass one, with None as the name of the base, or a list of "
             "Requests"
         )
     return [entry if isinstance(entry, Request) else Request(*entry) for entry in requests]

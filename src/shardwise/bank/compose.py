@@ -19,6 +19,7 @@ A pass has the padding of its longest row, so the shapes of an adapter's product
 call, and its results may do so in the last bit. With the same rows, no value of one row reaches another.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -95,13 +96,20 @@ def compose_passes(
     # For each number of columns, the smallest cost of passes of these first columns, the number of passes, and the
     # column with which the last of them begins. Of plans with equal cost, the one with fewer passes is chosen.
     best: list[tuple[int, int, int]] = [(0, 0, 0)]
+    # Starts of the last pass that may be best: the first one within max_tokens, and those where columns become
+    # shorter. In between, a later start does not cost less: a plan without its last column saves at least the
+    # tokens of that column.
+    shorter = [place for place in range(1, len(columns)) if columns[place].tokens < columns[place - 1].tokens]
+    first = 0
     for stop in range(1, len(columns) + 1):
+        # A start that is too early for these columns is too early for more of them. A pass of one column may exceed
+        # max_tokens.
+        while first < stop - 1 and (rows_before[stop] - rows_before[first]) * columns[first].tokens > max_tokens:
+            first += 1
         choices = []
-        for start in range(stop - 1, -1, -1):
+        for start in (first, *shorter[bisect_right(shorter, first) : bisect_left(shorter, stop)]):
             # Columns are sorted, so the first one of a pass is its longest.
             tokens = (rows_before[stop] - rows_before[start]) * columns[start].tokens
-            if tokens > max_tokens and start < stop - 1:
-                break  # with an earlier start it has more rows, which are not shorter
             cost, num_passes, _ = best[start]
             choices.append((cost + tokens + overhead, num_passes + 1, start))
         best.append(min(choices))

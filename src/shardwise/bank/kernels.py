@@ -5,7 +5,7 @@ mask would multiply every row with all adapters and then by 0, but 0 times NaN i
 
 [Note: Straight into the buffer] The matrices are not inputs of the autograd function: their gradients are added to
 views of the adapter's flat buffer. A scalar that requires a gradient, the *anchor*, is passed instead, so that the
-function has a backward pass in the first layer too, whose input requires no gradient. Ranks without rows of a
+function has a backward pass in the first layer too, whose input requires no gradient. Ranks without rows of an
 adapter pass it as well, because FSDP2 gathers in the backward pass of tensors that require a gradient.
 """
 

@@ -10,6 +10,7 @@ p has no graph. The gradient of the sum with respect to p is what the backward p
 raises, or whose gradient is not finite, fails its request alone.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -51,7 +52,7 @@ def cispo(p: Tensor, values: Mapping[str, Tensor], config: Mapping[str, float]) 
     (MiniMax, 2025, arXiv 2506.13585, equation 4.) In contrast to :func:`ppo`, positions with a clipped ratio have a
     gradient.
     """
-    ratio = (p.detach() - values["logprobs"]).exp()
+    ratio = _log_ratios(p.detach(), values).exp()
     return -_clip(ratio, config) * values["advantages"] * p * values["weights"]
 
 
@@ -117,7 +118,7 @@ def complete_config(who: str, loss: str, config: Mapping[str, object]) -> dict[s
     """Return the settings of a loss with its defaults.
 
     Raises:
-        ConfigError: the loss or a setting is unknown, or a value is not a number above 0.
+        ConfigError: the loss or a setting is unknown, or a value is not valid.
     """
     if loss not in LOSSES:
         raise ConfigError(f"{who}: there is no loss {loss!r}. Use {', '.join(LOSSES)}, or a function")
@@ -126,7 +127,16 @@ def complete_config(who: str, loss: str, config: Mapping[str, object]) -> dict[s
     for key, value in config.items():
         if key not in defaults:
             raise ConfigError(f"{who}: {loss} has no setting {key!r}. It has {', '.join(defaults) or 'none'}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(f"{who}: {key}={value!r} of {loss}: is not a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{who}: {key}={value!r} of {loss}: is not a number")
         completed[key] = float(value)
+    if "beta" in completed and not 0 < completed["beta"] < math.inf:
+        raise ConfigError(f"{who}: beta={completed['beta']} of {loss}: is not a number above 0")
+    if defaults.keys() >= _CLIP.keys():
+        low, high = (completed[key] for key in _CLIP)
+        if not 0 <= low <= 1 <= high:
+            raise ConfigError(
+                f"{who}: clip_low_threshold={low} and clip_high_threshold={high} of {loss}: are no bounds of a "
+                "ratio, 0 <= low <= 1 <= high. Pass 1 - epsilon and 1 + epsilon, or 0 and infinity for no bound"
+            )
     return completed

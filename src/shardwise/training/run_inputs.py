@@ -52,9 +52,9 @@ _IDENTITY: Final = (
 
 _IDENTITY_OF_ADAPTER: Final = (
     *_IDENTITY,
-    *("lora_dropout", "lora_target_parameters", "use_rslora", "disable_dropout"),
+    *("lora_dropout", "lora_target_parameters", "use_rslora", "disable_dropout", "seed"),
 )
-"""Keys of each adapter, which resumes with the LoRA of its checkpoint."""
+"""Keys of each adapter, which resumes with the LoRA and the seed of its checkpoint."""
 
 _OWN_IDENTITY: Final = (
     "dataset_mixer",

@@ -162,16 +162,15 @@ def train_together(
                 step = steps.get(adapter.name)
                 failure = None if step is None else adapter.find_failure(step)
                 if failure is None:
-                    adapter.proceed(step)
+                    adapter.proceed(step, stop_request)
                 else:  # its values are equal on all ranks, so all delete it
                     adapter.bank.delete_adapter(adapter.name)
                     failures[adapter.name] = failure
-            waiting = [adapter for adapter in waiting if not adapter.is_done and adapter.name not in failures]
+            waiting = [adapter for adapter in waiting if not adapter.is_finished and adapter.name not in failures]
             if _num_logged(adapters) > num_logged:
                 num_logged = _num_logged(adapters)
                 memory.append({"step": _total_steps(adapters), **gather_memory(world)})
-            # A signal may have reached one rank only.
-            has_stopped = world.all_reduce_object(stop_request.is_made, any)
+            has_stopped = _is_stop_requested(world, stop_request)
             if has_stopped or not waiting:
                 break
             in_step, bank = waiting, waiting[0].bank
@@ -188,10 +187,15 @@ def train_together(
                 adapter.note_outcomes(outcomes)
             steps = bank.optim_step({adapter.name: adapter.step_settings for adapter in in_step})
             bar.update(len(in_step))
-        # Adapters that are left after a signal. Those that are done have saved themselves.
+        # Adapters that are left after a signal. Those that are finished have saved themselves.
         for adapter in waiting:
             adapter.save_checkpoint()
     return has_stopped and bool(waiting), failures, memory
+
+
+def _is_stop_requested(world: World, stop_request: StopRequest) -> bool:
+    # A signal may have reached one rank only.
+    return world.all_reduce_object(stop_request.is_made, any)
 
 
 def _total_steps(adapters: Sequence[AdapterTraining]) -> int:
@@ -263,6 +267,8 @@ class AdapterTraining:
         self._position = (0, 0)
         """Epoch and offset after the last step, as saved: ``_order`` is ahead of it within a step."""
         self._saved_step = 0
+        self.is_finished = False
+        """True if it is done, evaluated and saved, and the bank no longer has it."""
         self._loss = math.nan
         """Of the step that is taken."""
         self._losses: list[float] = []
@@ -288,6 +294,7 @@ class AdapterTraining:
         if state is None:
             self.bank.add_adapter(self.name, self._lora, **self._keywords())
             return
+        self._require_equal_steps(state)
         checkpoint = self._folder / f"checkpoint-{steps}"
         start = self.bank.load(self.name, checkpoint, **self._keywords())
         if not start.is_resumed:
@@ -303,6 +310,17 @@ class AdapterTraining:
             )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
+
+    def _require_equal_steps(self, state: TrainerState) -> None:
+        callbacks: Any = state.stateful_callbacks
+        now = self._order.rows_per_step
+        saved = callbacks[_POSITION].get("rows_per_step", now)  # earlier versions did not save it
+        if saved != now and not self.is_done:
+            raise ConfigError(
+                f"{self._folder}: has a training with {saved} rows in a step, not {now} "
+                "(per_device_train_batch_size * gradient_accumulation_steps * ranks). Keep the number of rows in a "
+                "step, or use another output_dir"
+            )
 
     def _keywords(self) -> AdapterOptions:
         args, total = self.args, self.state.max_steps
@@ -383,8 +401,10 @@ class AdapterTraining:
             f"{step.grad_norm:.4g}. {remedy}"
         )
 
-    def proceed(self, step: AdapterStep | None) -> None:
+    def proceed(self, step: AdapterStep | None, stop_request: StopRequest) -> None:
         """Record a step if one was taken. Then log, evaluate and save if due. Collective: yes.
+
+        If a stop is requested, nothing is evaluated: an adapter that is done is evaluated when it resumes.
 
         Raises:
             TrainingError: an evaluation does not fit into the memory of a rank.
@@ -394,6 +414,8 @@ class AdapterTraining:
         elif not self.is_done:
             return
         if self._held_out is not None and (self.is_done or self._is_due("eval")):
+            if _is_stop_requested(self._shared.world, stop_request):
+                return  # before a save: train_together() saves all that are left
             self._evaluate(self._held_out)
         if self.is_done or self._is_due("save"):
             self.save_checkpoint()
@@ -471,7 +493,8 @@ class AdapterTraining:
     def _commit(self, checkpoint: Path) -> None:
         """Complete a checkpoint with the state of the Trainer, and remove the oldest checkpoints."""
         epoch, offset = self._position
-        position = {_POSITION: {"count": self._order.count, "epoch": epoch, "offset": offset}}
+        order = {"count": self._order.count, "rows_per_step": self._order.rows_per_step}
+        position = {_POSITION: {**order, "epoch": epoch, "offset": offset}}
         content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
         with open_writer(checkpoint) as writer:
             writer.replace(STATE_FILE, content.encode())
@@ -491,6 +514,7 @@ class AdapterTraining:
         tokenizer, options = self._shared.processor, SaveOptions(progress=False)
         self.bank.save(self.name, self._folder, training_state=False, tokenizer=tokenizer, options=options)
         self.bank.delete_adapter(self.name)
+        self.is_finished = True
 
 
 def _complete_steps(folder: Path) -> list[int]:
