@@ -444,6 +444,50 @@ def test_a_checkpoint_saved_again_when_its_time_is_over_stays(
     assert loaded["path"] == path
 
 
+def test_no_sample_is_of_a_checkpoint_that_was_saved_later(served: Served, users: dict[str, User]) -> None:
+    """A sampling session has the checkpoint that it was opened on, or none."""
+    ada, state = users["ada"], served.server._service
+    model = ada.create()
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    save = {"model_id": model, "path": "latest"}
+
+    def open_sampler() -> str:
+        body = {"session_id": ada.session, "sampling_session_seq_id": 0, "model_path": path}
+        return str(ada.post("create_sampling_session", **body)["sampling_session_id"])
+
+    def sample(sampler: str) -> Any:
+        body = {"prompt": prompt, "prompt_logprobs": True, "topk_prompt_logprobs": 1}
+        return ada.post(
+            "asample", sampling_session_id=sampler, **body, sampling_params={"max_tokens": 1, "seed": 1}
+        )
+
+    def forget() -> None:
+        state._forget_loaded(list(state._loaded))
+
+    path = ada.retrieve(ada.post("save_weights_for_sampler", **save, seq_id=1))["path"]
+    first = open_sampler()
+    before = ada.retrieve(sample(first))
+    assert isinstance(before, bytes)
+    ada.send(make_message(model, 2))
+    ada.post("optim_step", model_id=model, seq_id=3, **STEP)
+    ada.retrieve(ada.post("save_weights_for_sampler", **save, seq_id=4))
+    second = open_sampler()
+    assert ada.retrieve(sample(first)) == before, "it is still loaded"
+    with one_turn(served, users["dee"]):
+        promises = [ada.post("save_weights_for_sampler", **save, seq_id=5), sample(second)]
+    saved, in_one_turn = map(ada.retrieve, promises)
+    assert saved["path"] == path
+    served.server._loop.call_soon_threadsafe(forget)
+    third = open_sampler()
+    for failed in (in_one_turn, *(ada.retrieve(sample(each)) for each in (first, second))):
+        assert "checkpoint 'latest': was saved again since" in failed["error"]
+        assert failed["category"] == "user"
+    assert isinstance(ada.retrieve(sample(third)), bytes)
+    served.server._loop.call_soon_threadsafe(forget)
+    ada.http.delete(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/latest")
+    assert "was deleted" in ada.retrieve(sample(third))["error"]
+
+
 def test_the_seq_id_that_is_waited_for(users: dict[str, User]) -> None:
     ada = users["ada"]
     model = ada.create()

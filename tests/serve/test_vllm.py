@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from tests.serve.conftest import Served
@@ -119,9 +120,21 @@ def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> N
     assert {name: vllm.requests[1][1].get(name) for name in NEUTRAL} == NEUTRAL
     output = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=0)).result()
     assert [(list(each.tokens), each.stop_reason) for each in output.sequences] == [([], "length")] * 2
+    one_token = types.SamplingParams(max_tokens=1)
+    paths, both = [], []
     for _ in range(2):  # under one name, and so in one folder
-        latest = client.create_sampling_client(model.save_weights_for_sampler("latest").result().path).result()
-        latest.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+        paths.append(model.save_weights_for_sampler("latest").result().path)
+        both.append(client.create_sampling_client(paths[-1]).result())
+        both[-1].sample(prompt, 1, one_token).result()
+    assert len({body["lora_name"] for path, body in vllm.requests if "lora_name" in body}) == 3
+    # vLLM may have forgotten the first one, and would read the second from its folder.
+    with pytest.raises(tinker.RequestFailedError, match="'latest': was saved again since"):
+        both[0].sample(prompt, 1, one_token).result()
+    run = paths[1].removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+    headers = {"x-api-key": served.keys["ada"]}
+    httpx.delete(f"{served.url}/api/v1/training_runs/{run}", headers=headers).raise_for_status()
+    with pytest.raises(tinker.RequestFailedError, match="was deleted"):
+        both[1].sample(prompt, 1, one_token).result()
     assert len({body["lora_name"] for path, body in vllm.requests if "lora_name" in body}) == 3
     output = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=1, temperature=0.0)).result()
     assert [list(each.tokens) for each in output.sequences] == [[6]] * 2

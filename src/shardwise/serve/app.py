@@ -24,7 +24,7 @@ from tinker import types
 
 from shardwise.core.errors import ConfigError
 from shardwise.serve import messages
-from shardwise.serve.checkpoints import KINDS, Checkpoint, describe_fault
+from shardwise.serve.checkpoints import KINDS, Checkpoint, describe_fault, require_saved_by
 from shardwise.serve.keys import UserKey, find_key
 from shardwise.serve.messages import StatusError
 from shardwise.serve.operations import CopyModel, CreateModel, LoadModel, Refusal, SampleAnswer, SaveModel
@@ -322,7 +322,7 @@ class App:
             name = f"snapshot-{queued.request_id}"  # no name of a user's checkpoint
             self._set_save(queued, model, "sampler_weights", name, body)
             assert isinstance(queued.operation, SaveModel)
-            queued.sampler = Sampler(model.key, session_id, name, queued.operation.folder)
+            queued.sampler = Sampler(model.key, session_id, name, queued.operation.folder, queued.request_id)
         if queued.sampler is not None:
             queued.answer = {"type": "save_weights_for_sampler", "path": None}
 
@@ -340,6 +340,7 @@ class App:
             rank=model.rank,
             parts=sorted(model.parts),
             user_metadata=body.user_metadata,
+            save_id=queued.request_id,
         )
         queued.operation = self._service.make_save(queued.request_id, model, checkpoint)
         queued.checkpoint, queued.answer = checkpoint, {"path": checkpoint.path}
@@ -437,8 +438,8 @@ class App:
         if path is not None:
             checkpoint, folder = self._find_checkpoint(key, path)
             # A checkpoint that is saved again under its name is another one, also while this one is loaded.
-            digest = digest_of(f"{folder} {checkpoint.time_s}".encode())
-            return Sampler(key, session_id, f"sampler {digest[:40]}", folder)
+            digest = digest_of(f"{folder} {checkpoint.save_id}".encode())
+            return Sampler(key, session_id, f"sampler {digest[:40]}", folder, checkpoint.save_id)
         if base_model != name:
             raise StatusError(404, f"base_model={base_model!r}: this server has {name!r}")
         return Sampler(key, session_id)
@@ -468,6 +469,9 @@ class App:
             read_sample(queued, sampler, values, self._base, has_vllm=self._service.vllm is not None)
             if isinstance(queued.answer, SampleAnswer) and queued.answer.stops and self._service.tokenizer is None:
                 raise ConfigError("stop: this server has no tokenizer for texts. Pass ids of tokens")
+            # vLLM may read the folder at any sample: it forgets adapters by itself.
+            if self._service.vllm is not None and sampler.folder is not None:
+                require_saved_by(sampler.save_id, sampler.folder)
         if type(seq_id) is int:
             sampler.seen[seq_id] = digest_of(data), queued.request_id
         return _promise(queued.request_id, number)

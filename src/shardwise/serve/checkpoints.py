@@ -30,7 +30,7 @@ _METADATA: Final = "%meta.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint, and what is known of it."""
+    """A checkpoint, and what is known of it. Another save under its name has another ``save_id``."""
 
     model: str
     kind: str
@@ -40,6 +40,7 @@ class Checkpoint:
     rank: int = 0
     parts: list[str] = field(default_factory=list)
     user_metadata: Mapping[str, str] | None = None
+    save_id: str = ""
 
     @property
     def path(self) -> str:
@@ -127,6 +128,19 @@ def _read(file: Path) -> Checkpoint | None:
         return Checkpoint(**values)
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
+
+
+def require_saved_by(save_id: str, folder: str) -> Checkpoint:
+    """Return the checkpoint in a folder. Raise ConfigError if it is gone, or of another save."""
+    checkpoint = _read(_metadata_file(Path(folder)))
+    if checkpoint is None:
+        raise ConfigError("the checkpoint to sample from: was deleted, or its time is over. Save it again")
+    if checkpoint.save_id != save_id:
+        raise ConfigError(
+            f"checkpoint {checkpoint.name!r}: was saved again since this sampling client was opened. Open a new "
+            "sampling client, or save under other names"
+        )
+    return checkpoint
 
 
 def describe_fault(error: OSError) -> str:

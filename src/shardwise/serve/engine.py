@@ -14,6 +14,7 @@ from shardwise.bank.experts import unsupported_experts_reason
 from shardwise.bank.rows import Request
 from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError
 from shardwise.ranks.world import World
+from shardwise.serve.checkpoints import require_saved_by
 from shardwise.serve.operations import (
     CopyModel,
     CreateModel,
@@ -56,6 +57,8 @@ class Engine:
         self._incomplete: dict[str | None, int] = {}
         """By model, the seq_id of a pass that failed since its last step. A step must not be taken on a part of a
         batch. Ranks have the same outcomes, so they have the same entries."""
+        self._saved: dict[str, str] = {}
+        """By folder, the last save of the turn, which is not recorded yet."""
 
     def run(self, turn: Turn) -> Outcomes:
         """Carry out a turn. The outcomes on the first rank count. Collective: yes.
@@ -80,6 +83,7 @@ class Engine:
                     generates.append(operation)
                 case _:
                     later.append(operation)
+        self._saved = {each.folder: each.request_id for each in later if isinstance(each, SaveModel)}
         # Passes, then steps, then the rest: as within the queue of a model (Stage).
         self._run_passes([each for each in passes if not each.is_refused], outcomes)
         for each in passes:
@@ -242,7 +246,7 @@ class Engine:
                 if name is not None and name not in self._bank.names:
                     if each.folder is None:
                         raise ConfigError("the model or snapshot to sample from is gone. Save it again")
-                    self._load_copy(name, each.folder)
+                    self._load_copy(name, each.folder, each.save_id)
                 loaded.append(each)
             except RankLostError:
                 raise
@@ -276,8 +280,11 @@ class Engine:
             for number, output in of_rank.items():
                 outcomes[loaded[number].request_id] = output
 
-    def _load_copy(self, name: str, folder: str) -> None:
+    def _load_copy(self, name: str, folder: str, save_id: str) -> None:
         """Load a checkpoint to sample from it, without the gradient that a loaded adapter has."""
+        with self._world.collective("find the checkpoint"):
+            if self._world.rank == 0:
+                require_saved_by(self._saved.get(folder, save_id), folder)
         whole = f"{name} (whole)"
         self._bank.load(whole, folder, training_state=False)
         try:

@@ -97,11 +97,15 @@ class OffloadModels:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A prompt to go on from. With a ``folder``, the adapter is loaded from it unless it is there."""
+    """A prompt to go on from. With a ``folder``, the adapter is loaded from it unless it is there.
+
+    ``save_id`` is of the checkpoint in the folder that is meant.
+    """
 
     request_id: str
     sample: Sample
     folder: str | None = None
+    save_id: str = ""
 
 
 LaterOperation: TypeAlias = CreateModel | LoadModel | SaveModel | CopyModel | ForgetModels | OffloadModels

@@ -216,6 +216,7 @@ class Sampler:
     session_id: str
     name: str | None = None
     folder: str | None = None
+    save_id: str = ""
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -841,8 +842,9 @@ class Service:
 
     def _put_save(self, model: Model, name: str, key: UserKey, queue: str) -> None:
         """Queue a save of a model that its user has not asked for."""
-        checkpoint = Checkpoint(model.model_id, "weights", name, rank=model.rank, parts=sorted(model.parts))
-        request = QueuedRequest(new_id(), checkpoint=checkpoint)
+        request_id, parts = new_id(), sorted(model.parts)
+        checkpoint = Checkpoint(model.model_id, "weights", name, rank=model.rank, parts=parts, save_id=request_id)
+        request = QueuedRequest(request_id, checkpoint=checkpoint)
         request.operation = self.make_save(request.request_id, model, checkpoint)
         self._enqueue(key, queue, request)
 
