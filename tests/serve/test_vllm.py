@@ -3,9 +3,11 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from tests.support.local_ranks import LIMIT_S
 from tinker import types
 
 from shardwise.bank.sampling import Sample
+from shardwise.serve import app, checkpoints
 from shardwise.serve.operations import Generate
 from shardwise.serve.vllm import VllmClient
 
@@ -141,6 +144,40 @@ def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> N
     base = client.create_sampling_client(base_model="base").result()
     base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
     assert vllm.requests[-1][1]["model"] == "base"
+
+
+def test_a_snapshot_is_kept_while_it_is_used(
+    served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
+    model = client.create_lora_training_client("base", rank=2).result()
+    files = f"snapshot-*{checkpoints._METADATA}"
+    others = set(served.state.rglob(files))
+    sampler = model.save_weights_and_get_sampling_client().result()
+    store, prompt, now_s = served.server._service.store, types.ModelInput.from_ints([3]), time.time()
+    clock = SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic)
+    monkeypatch.setattr(app, "time", clock)
+    monkeypatch.setattr(checkpoints, "time", clock)
+
+    def read_expiry() -> float | None:
+        (snapshot,) = set(served.state.rglob(files)) - others
+        return checkpoints.Checkpoint(**json.loads(snapshot.read_text())).expires_s
+
+    writes = []
+    for _ in range(4):
+        now_s += 200
+        assert len(sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result().sequences) == 1
+        store.delete_expired()
+        writes.append(read_expiry())
+    assert len(set(writes)) == 3, "not at each use"
+    now_s += 3500
+    sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+    store.delete_expired()
+    assert read_expiry() == now_s + 3600
+    now_s += 3601
+    store.delete_expired()
+    with pytest.raises(tinker.RequestFailedError, match="its time is over. Save it again"):
+        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
 
 
 def test_adapters_are_loaded_again_when_a_server_was_started_again(

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Final
@@ -22,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, StorageError
 from shardwise.serve import messages
 from shardwise.serve.checkpoints import KINDS, Checkpoint, describe_fault, require_saved_by
 from shardwise.serve.keys import UserKey, find_key
@@ -45,6 +46,9 @@ _log = logging.getLogger(__name__)
 _PARTS: Final = ("attn", "mlp", "unembed")
 
 _TTL_S: Final = range(3600, 10 * 365 * 86400 + 1)
+
+_RENEWAL_S: Final = 300
+"""Seconds between two renewals of the time of a snapshot that is in use, at least: each writes to disk."""
 
 _UNLOGGED: Final = ("/api/v1/session_heartbeat", "/api/v1/telemetry", "/status", "/metrics")
 
@@ -322,7 +326,8 @@ class App:
             name = f"snapshot-{queued.request_id}"  # no name of a user's checkpoint
             self._set_save(queued, model, "sampler_weights", name, body)
             assert isinstance(queued.operation, SaveModel)
-            queued.sampler = Sampler(model.key, session_id, name, queued.operation.folder, queued.request_id)
+            folder, save_id = queued.operation.folder, queued.request_id
+            queued.sampler = Sampler(model.key, session_id, name, folder, save_id, _TTL_S.start)
         if queued.sampler is not None:
             queued.answer = {"type": "save_weights_for_sampler", "path": None}
 
@@ -471,10 +476,21 @@ class App:
                 raise ConfigError("stop: this server has no tokenizer for texts. Pass ids of tokens")
             # vLLM may read the folder at any sample: it forgets adapters by itself.
             if self._service.vllm is not None and sampler.folder is not None:
-                require_saved_by(sampler.save_id, sampler.folder)
+                self._use_folder(sampler, sampler.folder)
         if type(seq_id) is int:
             sampler.seen[seq_id] = digest_of(data), queued.request_id
         return _promise(queued.request_id, number)
+
+    def _use_folder(self, sampler: Sampler, folder: str) -> None:
+        """Keep a snapshot for longer. Raise ConfigError if the folder has not what the sampler was opened on."""
+        checkpoint, now_s = require_saved_by(sampler.save_id, folder), time.time()
+        if sampler.ttl_s is None or (checkpoint.expires_s or 0) > now_s + sampler.ttl_s - _RENEWAL_S:
+            return
+        assert self._service.store is not None
+        try:
+            self._service.store.record(folder, replace(checkpoint, expires_s=now_s + sampler.ttl_s))
+        except StorageError:  # the next sample tries again
+            _log.exception("the time of a snapshot cannot be renewed")
 
     # The server
 

@@ -210,13 +210,17 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What a sampling session samples from: a copy in memory, a checkpoint, or the base."""
+    """What a sampling session samples from: a copy in memory, a checkpoint, or the base.
+
+    With ``ttl_s`` it is a snapshot in a folder, which is kept for as many seconds after each use.
+    """
 
     key: UserKey
     session_id: str
     name: str | None = None
     folder: str | None = None
     save_id: str = ""
+    ttl_s: int | None = None
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
 
 
