@@ -236,6 +236,7 @@ def test_all_samples_are_sent_at_once(vllm: type[StandIn], monkeypatch: pytest.M
 
     async def sample_all() -> int:
         client = VllmClient(vllm.url, "base")
+        assert client._http.timeout.read is None, "a sample takes as long as those before it"
         operations = [Generate(str(number), Sample(None, (1,), max_tokens=1)) for number in range(101)]
         return len(await asyncio.gather(*(client.sample(operation) for operation in operations)))
 

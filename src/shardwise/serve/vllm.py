@@ -19,7 +19,8 @@ from shardwise.bank.sampling import SampledSequence, SampleOutput
 from shardwise.core.errors import ConfigError
 from shardwise.serve.operations import Generate
 
-_TIMEOUT_S: Final = 600.0
+_TIMEOUT_S: Final = 60.0
+"""Of a connection. An answer has no limit: a sample waits in vLLM for those before it."""
 
 _NUM_LOADED: Final = 256
 """Adapters that vLLM has at a time. The least recently used one is unloaded for a new one."""
@@ -40,7 +41,7 @@ class VllmClient:
 
     def __init__(self, url: str, base: str) -> None:
         # All samples at once: vLLM makes batches of them.
-        timeout, limits = httpx.Timeout(_TIMEOUT_S, pool=None), httpx.Limits(max_connections=None)
+        timeout, limits = httpx.Timeout(_TIMEOUT_S, read=None, pool=None), httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits)
         self._base = base
         self._loading: dict[tuple[str, str | None], asyncio.Task[str]] = {}
