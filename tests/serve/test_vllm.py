@@ -256,3 +256,7 @@ def test_an_error_of_vllm_is_one_of_the_request(
     monkeypatch.setattr(StandIn, "do_POST", lambda each: each.answer(200, b"<html>of a proxy"))
     with pytest.raises(tinker.RequestFailedError, match="vLLM"):
         sampler.sample(prompt, 1, params).result(LIMIT_S)
+    choice = {"finish_reason": "abort", "token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}}
+    monkeypatch.setattr(StandIn, "do_POST", lambda each: each.answer(200, {"choices": [choice]}))
+    with pytest.raises(tinker.RequestFailedError, match="a sample has ended by 'abort'"):
+        sampler.sample(prompt, 1, params).result(LIMIT_S)

@@ -144,9 +144,11 @@ def read_answer(answer: Any, prompt: Sequence[int], num_top: int) -> SampleOutpu
     """Return the output of vLLM's answer to a request for completions."""
     sequences = []
     for choice in answer["choices"]:
-        is_stop = choice["finish_reason"] == "stop"
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length"):
+            raise ConfigError(f"vLLM: a sample has ended by {reason!r}. Send it again")
         logprobs = list(map(float, choice["logprobs"]["token_logprobs"]))
-        sequences.append(SampledSequence(list(choice["token_ids"]), logprobs, "stop" if is_stop else "length"))
+        sequences.append(SampledSequence(list(choice["token_ids"]), logprobs, reason))
     of_prompt = answer["choices"][0].get("prompt_logprobs")
     if not of_prompt:
         return SampleOutput(sequences)
