@@ -29,6 +29,7 @@ NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalt
 FIELDS = {
     "/v1/completions": {
         *("model", "prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids"),
+        *("stop", "include_stop_str_in_output"),
         *("ignore_eos", "logprobs", "prompt_logprobs", "return_token_ids", "skip_special_tokens"),
         *NEUTRAL,
     },
@@ -144,6 +145,18 @@ def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> N
     base = client.create_sampling_client(base_model="base").result()
     base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
     assert vllm.requests[-1][1]["model"] == "base"
+
+
+def test_texts_stop_samples_of_vllm(served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SimpleNamespace(decode=lambda tokens: "".join(chr(64 + token) for token in tokens))
+    monkeypatch.setattr(served.server._service, "tokenizer", tokenizer)
+    client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
+    sampler = client.create_sampling_client(base_model="base").result()
+    params = types.SamplingParams(max_tokens=5, stop=["EF"])
+    (sequence,) = sampler.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences
+    ((_, body),) = vllm.requests
+    assert (body["stop"], body["include_stop_str_in_output"], body["ignore_eos"]) == (["EF"], True, True)
+    assert (list(sequence.tokens), sequence.stop_reason) == ([4, 5, 6], "stop")
 
 
 def test_a_snapshot_is_kept_while_it_is_used(

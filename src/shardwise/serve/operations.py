@@ -99,13 +99,15 @@ class OffloadModels:
 class Generate:
     """A prompt to go on from. With a ``folder``, the adapter is loaded from it unless it is there.
 
-    ``save_id`` is of the checkpoint in the folder that is meant.
+    ``save_id`` is of the checkpoint in the folder that is meant. ``stops`` are texts, of which vLLM alone knows:
+    the bank has no tokenizer.
     """
 
     request_id: str
     sample: Sample
     folder: str | None = None
     save_id: str = ""
+    stops: tuple[str, ...] = ()
 
 
 LaterOperation: TypeAlias = CreateModel | LoadModel | SaveModel | CopyModel | ForgetModels | OffloadModels

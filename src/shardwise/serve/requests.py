@@ -99,7 +99,7 @@ def read_sample(
         row = {"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])}
         request.operation = Pass(request.request_id, sampler.name, (row,))
         return
-    request.operation = Generate(request.request_id, sample, sampler.folder, sampler.save_id)
+    request.operation = Generate(request.request_id, sample, sampler.folder, sampler.save_id, stops)
 
 
 def _read_prompt(prompt: Any) -> list[int]:

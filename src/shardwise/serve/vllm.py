@@ -57,7 +57,7 @@ class VllmClient:
         sample = operation.sample
         # At temperature 0 all sequences are equal, and vLLM refuses to make several.
         num_copies = 1 if sample.temperature else sample.n
-        body = {
+        body: dict[str, Any] = {
             "prompt": list(sample.prompt),
             "n": sample.n // num_copies,
             "temperature": sample.temperature,
@@ -73,6 +73,8 @@ class VllmClient:
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
+        if operation.stops:
+            body |= {"stop": list(operation.stops), "include_stop_str_in_output": True}
         if sample.prompt_logprobs or sample.top_prompt_logprobs:
             body["prompt_logprobs"] = sample.top_prompt_logprobs
         response = await self._complete(operation, body)
