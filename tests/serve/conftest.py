@@ -58,7 +58,7 @@ class Served:
 
 @contextmanager
 def serving(
-    model: Any, folder: Path, options: Settings, users: Mapping[str, Mapping[str, Any]]
+    model: Any, folder: Path, options: Settings, users: Mapping[str, Mapping[str, Any]], vllm: str | None = None
 ) -> Iterator[Served]:
     """Serve a model in this process, to users with their limits."""
     keys, entries = {}, {}
@@ -69,7 +69,7 @@ def serving(
     file = folder / "keys.yaml"
     file.write_text(yaml.safe_dump(entries))
     request = StopRequest()
-    serve_options = run.ServeOptions(options.name, options, port=0, keys=file, state=folder / "state")
+    serve_options = run.ServeOptions(options.name, options, port=0, keys=file, state=folder / "state", vllm=vllm)
     with ExitStack() as stack:
         world = stack.enter_context(World.current(call="serve"))
         server = run._open_server(serve_options, stack)

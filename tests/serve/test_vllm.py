@@ -13,14 +13,15 @@ from typing import Any
 import httpx
 import pytest
 import tinker
-from tests.serve.conftest import Served
+from tests.serve.conftest import Served, make_base, serving
 from tests.support.local_ranks import LIMIT_S
 from tinker import types
 
 from shardwise.bank.sampling import Sample
 from shardwise.serve import app, checkpoints
 from shardwise.serve.operations import Generate
-from shardwise.serve.vllm import VllmClient
+from shardwise.serve.service import Settings
+from shardwise.serve.vllm import VllmClient, read_max_length
 
 # What vLLM takes from the base's generation config otherwise.
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
@@ -78,6 +79,10 @@ class StandIn(BaseHTTPRequestHandler):
                 entries = [{str(token): {"logprob": -float(token)}} for token in body["prompt"][1:]]
                 choice["prompt_logprobs"] = [None, *entries]
             self.answer(200, {"choices": [choice] * body["n"]})
+
+    def do_GET(self) -> None:
+        models = [{"id": "shardwise-1", "max_model_len": None}, {"id": "base", "max_model_len": 100}]
+        self.answer(200, {"data": models})
 
     def answer(self, status: int, body: dict[str, Any] | bytes) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -145,6 +150,21 @@ def test_snapshots_are_sampled_by_vllm(served: Served, vllm: type[StandIn]) -> N
     base = client.create_sampling_client(base_model="base").result()
     base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
     assert vllm.requests[-1][1]["model"] == "base"
+
+
+def test_samples_keep_to_the_length_of_vllm(vllm: type[StandIn], tmp_path: Path) -> None:
+    settings = Settings("base", "base-tokenizer", retrieval_s=0.5)
+    with serving(make_base(), tmp_path, settings, {"ada": {}}, vllm.url) as served:
+        client = tinker.ServiceClient(base_url=served.url, api_key=served.keys["ada"])
+        headers = {"x-api-key": served.keys["ada"]}
+        capabilities = httpx.get(f"{served.url}/api/v1/get_server_capabilities", headers=headers).json()
+        assert capabilities["supported_models"][0]["max_context_length"] == 100
+        sampler = client.create_sampling_client(base_model="base").result()
+        prompt = types.ModelInput.from_ints([3, 4, 5])
+        assert len(sampler.sample(prompt, 1, types.SamplingParams()).result().sequences[0].tokens) == 97
+        with pytest.raises(tinker.RequestFailedError, match="100"):
+            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=98)).result()
+    assert read_max_length(vllm.url, "another") is None
 
 
 def test_texts_stop_samples_of_vllm(served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:

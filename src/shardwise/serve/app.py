@@ -495,7 +495,7 @@ class App:
     # The server
 
     async def _capabilities(self, _request: Request, _key: UserKey) -> Response:
-        name, length = self._service.settings.name, self._base.max_length
+        name, length = self._service.settings.name, self._base.max_sampled_length
         model = {"model_name": name, "max_context_length": length, "trainable": True, "sampleable": True}
         return JSONAnswer({"supported_models": [model]})
 
@@ -511,7 +511,7 @@ class App:
                 "queue": service.num_waiting,
                 "capacity": {
                     "max_tokens_per_turn": service.settings.max_tokens_per_turn,
-                    "max_context_length": self._base.max_length,
+                    "max_context_length": self._base.max_sampled_length,
                 },
                 "versions": {name: version(name) for name in ("shardwise", "torch", "transformers")},
                 "clients": str(messages.CLIENTS),

@@ -24,10 +24,11 @@ _MAX_SAMPLES, _MAX_TOP = 1024, 100
 
 @dataclass(frozen=True, slots=True)
 class ServedBase:
-    """The base: tokens of its vocabulary, the longest row of this server in tokens, and the name of its class."""
+    """The base: tokens of its vocabulary, the longest row and sample in tokens, and the name of its class."""
 
     vocab_size: int
     max_length: int
+    max_sampled_length: int
     arch: str
 
 
@@ -68,11 +69,12 @@ def read_sample(
     stops = tuple(each for each in stop or () if isinstance(each, str))
     if "" in stops:
         raise ConfigError('stop: "" is in every text. Leave it out')
+    room = max(base.max_sampled_length - len(prompt), 0)
     sample = Sample(
         sampler.name,
         tuple(prompt),
         n=body.num_samples,
-        max_tokens=max(base.max_length - len(prompt), 0) if params.max_tokens is None else params.max_tokens,
+        max_tokens=room if params.max_tokens is None else params.max_tokens,
         temperature=params.temperature,
         top_k=0 if params.top_k == -1 else min(params.top_k, base.vocab_size),
         top_p=params.top_p,
@@ -82,7 +84,7 @@ def read_sample(
         prompt_logprobs=bool(body.prompt_logprobs),
         top_prompt_logprobs=body.topk_prompt_logprobs,
     )
-    require_sample("the sample", sample, vocab_size=base.vocab_size, longest=base.max_length)
+    require_sample("the sample", sample, vocab_size=base.vocab_size, longest=base.max_sampled_length)
     for name, value, most in (
         ("num_samples", sample.n, _MAX_SAMPLES),
         ("topk_prompt_logprobs", sample.top_prompt_logprobs, _MAX_TOP),

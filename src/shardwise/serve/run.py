@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -33,7 +33,7 @@ from shardwise.serve.keys import UserKey, read_keys
 from shardwise.serve.operations import Turn
 from shardwise.serve.requests import ServedBase
 from shardwise.serve.service import QueuedRequest, Service, Settings
-from shardwise.serve.vllm import VllmClient
+from shardwise.serve.vllm import VllmClient, read_max_length
 
 T = TypeVar("T")
 
@@ -148,6 +148,8 @@ class Server:
         service.tokenizer = tokenizer
         if self._options.vllm is not None:
             service.vllm = VllmClient(self._options.vllm, service.settings.name)
+            longest = read_max_length(self._options.vllm, service.settings.name) or base.max_length
+            base = replace(base, max_sampled_length=min(longest, base.max_length))
         config = uvicorn.Config(
             App(service, self._keys, base).routes(),
             log_level="warning",
@@ -264,7 +266,8 @@ def _describe_base(model: nn.Module, bank: AdapterBank, max_tokens_per_pass: int
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     # A row that is padded to a multiple still fits into a pass.
     longest_in_pass = max_tokens_per_pass // LENGTH_MULTIPLE * LENGTH_MULTIPLE
-    return ServedBase(embedding.num_embeddings, min(bank.max_length, longest_in_pass), type(model).__name__)
+    longest = min(bank.max_length, longest_in_pass)
+    return ServedBase(embedding.num_embeddings, longest, longest, type(model).__name__)
 
 
 def _log_requests_to_stderr() -> None:

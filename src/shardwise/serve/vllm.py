@@ -132,6 +132,15 @@ class VllmClient:
             raise ConfigError(f"vLLM at {self._http.base_url}: {type(error).__name__}. Is it running?") from error
 
 
+def read_max_length(url: str, base: str) -> int | None:
+    """Return the ``--max-model-len`` of a vLLM server, or None if it is not there, or does not tell."""
+    try:
+        models = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=_TIMEOUT_S).json()["data"]
+        return next(int(each["max_model_len"]) for each in models if each["id"] == base)
+    except (httpx.HTTPError, KeyError, StopIteration, TypeError, ValueError):
+        return None
+
+
 def _require_success(response: httpx.Response) -> httpx.Response:
     """Return a response. Raise ConfigError if its status is not 200."""
     if response.status_code != 200:
