@@ -126,7 +126,7 @@ def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
 
 
 def test_files_that_are_not_cached_are_named_if_offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = r"org/other at revision main: .*LocalEntryNotFoundError.*Run hf download NAME, or allow"
+    words = r"org/other at revision main: .*LocalEntryNotFoundError.*Run hf download NAME\. Only loads"
     with pytest.raises(StorageError, match=words):
         resolve("org/other", offline(cache))
     with pytest.raises(StorageError, match="org/name at revision v2: .*LocalEntryNotFoundError"):

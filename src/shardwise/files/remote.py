@@ -230,7 +230,8 @@ _REMEDIES = {
     "GatedRepoError": "Accept the terms on its page, and pass a token (token=..., HF_TOKEN, or `hf auth login`)",
     "RepositoryNotFoundError": "Check the spelling, and pass a token if it is private",
     "RevisionNotFoundError": "Pass one of its branches, tags or commits",
-    "LocalEntryNotFoundError": "Run hf download NAME, or allow downloading (local_files_only, HF_HUB_OFFLINE)",
+    "LocalEntryNotFoundError": "Run hf download NAME. Only loads and trainings download, and "
+    "not with local_files_only or HF_HUB_OFFLINE",
     "Exception": "Check connection, token and disk space, or download it by other means and pass its folder",
 }
 
