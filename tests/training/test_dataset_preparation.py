@@ -12,6 +12,7 @@ import pytest
 from tests.integrations.requirements import require_patched_names
 from tests.training import tiny, trl_templates
 from tests.training.test_dataset_loading import mixture, script
+from trl.data_utils import extract_prompt
 
 from shardwise.core.errors import ConfigError
 from shardwise.training import dataset_preparation
@@ -204,6 +205,23 @@ def test_nulls_that_arrow_adds_to_tools_and_calls_are_removed() -> None:
     ]
     _, further = prepared({**first, "chat_template_kwargs": {}}, {**second, "chat_template_kwargs": {"a": 1}})
     assert further[0]["completion"][0]["tool_calls"][0]["function"]["arguments"].keys() == {"city", "content"}
+
+
+@pytest.mark.parametrize(
+    "rejected",
+    [{"content": "No."}, {"content": "No.", "tool_calls": None}, {"tool_calls": [{"function": {"name": "web"}}]}],
+)
+def test_a_pair_begins_with_its_prompt_when_only_chosen_answers_call_several_tools(
+    rejected: dict[str, Any],
+) -> None:
+    def row(name: str) -> dict[str, Any]:
+        call = {"function": {"name": name, "arguments": {name: "x"}}}
+        chosen = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"chosen": [ASKED[0], chosen], "rejected": [ASKED[0], {"role": "assistant", **rejected}]}
+
+    stored = datasets.Dataset.from_list([row("city"), row("sum")])
+    for pair in dataset_preparation.convert_to_messages(stored, "dpo", num_proc=None):
+        assert extract_prompt(pair)["prompt"] == ASKED[:1]
 
 
 def test_messages_of_json_and_variables_of_some_templates(tmp_path: Path) -> None:

@@ -157,17 +157,23 @@ def _remove_nulls(columns: Sequence[str], row: Mapping[str, Any]) -> Sequence[Ma
 
 
 def _find_widened_columns(dataset: datasets.Dataset) -> list[str]:
-    """Return the columns of tools, or of messages with calls, in which Arrow has added keys of other rows."""
-    found = []
+    """Return the columns of tools, or of messages with calls, in which Arrow has added keys of other rows.
+
+    Both columns of a pair if one has them.
+    """
+    found, pair = [], []
     for name, feature in dataset.features.items():
         column, fields = dataset.data.column(name), getattr(feature, "feature", None)  # of each message or tool
+        if name in ("chosen", "rejected") and isinstance(fields, dict):
+            pair.append(name)
         if name in _CHAT_COLUMNS and isinstance(fields, dict) and "tool_calls" in fields:
             column = pc.struct_field(pc.list_flatten(column), "tool_calls")
         elif name != "tools":
             continue
         if _has_added_nulls(column):
             found.append(name)
-    return found
+    # TRL takes the messages with which both begin for their prompt, so they have to stay equal.
+    return found if set(found).isdisjoint(pair) else list(dict.fromkeys([*found, *pair]))
 
 
 def _has_added_nulls(values: Any) -> bool:
