@@ -370,6 +370,25 @@ def test_examples_of_other_code_are_not_taken_from_the_cache() -> None:
     assert same._fingerprint == again._fingerprint != other._fingerprint
 
 
+@pytest.mark.parametrize("stored", [ASKED, json.dumps(ASKED)], ids=["messages", "json"])
+def test_other_rows_before_the_first_chat_are_not_decoded(stored: Any) -> None:
+    prompts = datasets.Dataset.from_list([{"prompt": "Hi", "completion": "Ho"}] * 3000)
+    chats = datasets.Dataset.from_list([{"messages": stored}])
+    mixed = datasets.concatenate_datasets([prompts, chats])
+    for rows, most in ((mixed, 1000), (mixed.select(range(3000, -1, -1)), 1), (mixed.select(range(5)), 0)):
+        decoded: list[int] = []
+
+        def counting(some: Any, decoded: list[int] = decoded) -> Any:
+            for row in some:
+                decoded.append(1)
+                yield row
+
+        with mock.patch.object(dataset_preparation, "without_decoding", counting):
+            first = dataset_preparation._first_row_with("messages", rows)
+        assert first.get("messages") == (stored if most else None)
+        assert len(decoded) <= most
+
+
 def answer(**further: Any) -> dict[str, Any]:
     return {"messages": json.dumps([ASKED[0], {**ASKED[1], **further}])}
 

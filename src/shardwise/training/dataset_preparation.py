@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -214,8 +215,17 @@ def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
 
 def _first_row_with(column: str, dataset: AnyDataset) -> Mapping[str, Any]:
     """Return the first row that has a value in a column, as not all rows of a mixture do, or an empty one."""
-    rows = iter(without_decoding(dataset)) if column in get_column_names(dataset) else iter(())
-    return next((row for row in rows if row.get(column) is not None), {})
+    if column not in get_column_names(dataset):
+        return {}
+    if isinstance(dataset, datasets.Dataset):
+        # By Arrow, without decoding rows, of which a mixture may begin with many others.
+        batches = dataset.select_columns([column]).with_format("arrow").iter(batch_size=1000)
+        without = takewhile(lambda batch: batch[column].null_count == len(batch), batches)
+        skipped = sum(map(len, without))
+        if skipped == len(dataset):
+            return {}
+        dataset = dataset.skip(skipped)
+    return next((row for row in without_decoding(dataset) if row.get(column) is not None), {})
 
 
 def add_system_prompt(
