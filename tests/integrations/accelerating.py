@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,8 @@ from peft import LoraConfig, get_peft_model
 from tests.support.world import attempt
 from tests.truth import unlike as same_bits
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -343,11 +345,25 @@ def told_of_settings(checkpoint: str) -> list[list[str]]:
         (torch.float32, shardwise.Sharding()),
         (torch.float32, has_all),
     )
-    for dtype, sharding in given:
+
+    def wrapped() -> Any:
+        """Recomputed by torch."""
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+        return fully_shard(model)
+
+    def enabled() -> Any:
+        """Recomputed by transformers."""
+        model = shardwise.from_pretrained(checkpoint)
+        model.gradient_checkpointing_enable()
+        return model
+
+    models = [partial(shardwise.from_pretrained, checkpoint, dtype=dtype, sharding=how) for dtype, how in given]
+    for make in (*models, wrapped, enabled):
         warned = mock.patch.object(accelerate_patches._log, "warning")
         with launched(), shardwise.integrations.accelerate(), warned as warning:
             chosen = plugin(cpu_offload=True, activation_checkpointing=True, cpu_ram_efficient_loading=False)
             accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=chosen, dynamo_backend="eager")
-            accelerator.prepare(shardwise.from_pretrained(checkpoint, dtype=dtype, sharding=sharding))
+            accelerator.prepare(make())
             told.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
     return told

@@ -120,18 +120,21 @@ def test_trained_parameters_are_widened_under_mixed_precision_and_only_then(worl
 
 def test_settings_that_a_sharded_model_lacks_are_named_by_the_first_rank(worlds, qwen3):
     first, other = worlds(2).run(accelerating.told_of_settings, qwen3)
-    assert other == [[], [], []]
+    assert other == [[], [], [], [], []]
     for [text] in first[:2]:
         settings = [line.split(":")[0].split(",")[0].strip() for line in text.splitlines()[1:]]
         expected = [
             "mixed_precision=bf16",
             "offload to the CPU",
             "activation_checkpointing",
-            "the backend of dynamo",
+            "dynamo_backend",
         ]
         assert settings == expected
         assert 'dtype="float32" and Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))' in text
     assert first[2] == []
+    for [text] in first[3:]:
+        assert "dynamo_backend" in text
+        assert "activation_checkpointing" not in text
 
 
 def test_a_mixture_on_more_ranks_than_experts(worlds, mixture):

@@ -22,7 +22,7 @@ from tests.support.world import agreed, require_words
 from tests.truth import require_equal
 from torch import nn
 from torch.optim import SGD
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerControl
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerControl, TrainingArguments
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress
 
@@ -118,6 +118,15 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     }
     require_words(found, expected)
     assert not any(tmp_path.iterdir()), "nothing was written"
+
+
+def test_one_process_trains_on_one_device(folder: Path, tmp_path: Path) -> None:
+    kind: Any = type("Mine", (ShardwiseTrainer, Trainer), {})
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    args._n_gpu = 2
+    model = for_trainer(Qwen3ForCausalLM.from_pretrained(folder / "causal"))
+    with pytest.raises(ConfigError, match=r"Mine: this process has 2 devices .* Start it by torchrun"):
+        kind(model=model, args=args)
 
 
 @pytest.mark.distributed

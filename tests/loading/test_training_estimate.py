@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardwise import Full, Lora, Sharding
+from shardwise.core.errors import ConfigError
 from shardwise.core.estimate_report import Estimate
 from shardwise.core.layout import MeshShape
 from shardwise.core.tensors import DType
@@ -170,6 +171,25 @@ def test_offload_leaves_whole_adapters_on_the_device() -> None:
     assert last.device["optimizer"] == 8 * made.trainable_parameters
     assert last.device["optimizer step"] == 4 * made.trainable_parameters
     assert last.host.keys() == {"weights"}
+
+
+def test_one_rank_gathers_and_offloads_on_an_accelerator_only() -> None:
+    step: Any = {"tuning": Full(), "per_device_train_batch_size": 1, "max_length": 64, "dtype": "float32"}
+    mixed = Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    here, there, cast = (
+        planned("low", 1, **step, **more).training
+        for more in ({}, {"device": "cuda"}, {"device": "cuda", "sharding": mixed})
+    )
+    assert here and there and cast  # noqa: PT018
+    assert not any(phase.host.get("gathered groups") for phase in here.phases)
+    assert there.phases[0].device["gathered groups"] > 0
+    assert cast.phases[1].device["activations"] < there.phases[1].device["activations"]
+    offload = Sharding(offload_policy=CPUOffloadPolicy())
+    moved = planned("low", 1, tuning=Full(), device="cuda", sharding=offload).training
+    assert moved is not None
+    assert moved.phases[-1].host["weights"] > 0
+    with pytest.raises(ConfigError, match="offload_policy: one rank on the CPU is not sharded"):
+        planned("low", 1, tuning=Full(), sharding=offload)
 
 
 def test_checkpointing_and_accumulation() -> None:

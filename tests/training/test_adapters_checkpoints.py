@@ -55,9 +55,18 @@ def test_a_run_is_recorded_beside_its_adapters(tmp_path: Path, monkeypatch: pyte
         assert (test, next(iter(train)).keys()) == (None, {"input_ids", "labels"})
     (tmp_path / "out" / "ada").mkdir()
     (tmp_path / "out" / "ada" / "adapter_model.safetensors").touch()
-    for key, value in (("lora_dropout", 0.0), ("use_rslora", True), ("lora_target_parameters", ["x"]), ("seed", 1)):
-        other = read_run_config(config({**values, "adapters": {"ada": {key: value}}}))
-        with pytest.raises(ConfigError, match=f"has a training with ada.{key}=None, not "), open_inputs(other, 0):
+    for key, value, default in (
+        ("lora_dropout", 0.0, 0.05),
+        ("use_rslora", True, False),
+        ("lora_target_parameters", ["x"], None),
+        ("seed", 1, 42),
+    ):
+        same, other = (
+            read_run_config(config({**values, "adapters": {"ada": {key: one}}})) for one in (default, value)
+        )
+        with pytest.raises(ConfigError, match=f"a training with ada.{key}={default}, not "), open_inputs(other, 0):
+            pass
+        with open_inputs(same, 0):
             pass
 
 

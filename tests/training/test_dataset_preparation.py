@@ -12,6 +12,7 @@ import pytest
 from tests.integrations.requirements import require_patched_names
 from tests.training import tiny, trl_templates
 from tests.training.test_dataset_loading import mixture, script
+from trl.data_utils import extract_prompt
 
 from shardwise.core.errors import ConfigError
 from shardwise.training import dataset_preparation
@@ -206,6 +207,23 @@ def test_nulls_that_arrow_adds_to_tools_and_calls_are_removed() -> None:
     assert further[0]["completion"][0]["tool_calls"][0]["function"]["arguments"].keys() == {"city", "content"}
 
 
+@pytest.mark.parametrize(
+    "rejected",
+    [{"content": "No."}, {"content": "No.", "tool_calls": None}, {"tool_calls": [{"function": {"name": "web"}}]}],
+)
+def test_a_pair_begins_with_its_prompt_when_only_chosen_answers_call_several_tools(
+    rejected: dict[str, Any],
+) -> None:
+    def row(name: str) -> dict[str, Any]:
+        call = {"function": {"name": name, "arguments": {name: "x"}}}
+        chosen = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"chosen": [ASKED[0], chosen], "rejected": [ASKED[0], {"role": "assistant", **rejected}]}
+
+    stored = datasets.Dataset.from_list([row("city"), row("sum")])
+    for pair in dataset_preparation.convert_to_messages(stored, "dpo", num_proc=None):
+        assert extract_prompt(pair)["prompt"] == ASKED[:1]
+
+
 def test_messages_of_json_and_variables_of_some_templates(tmp_path: Path) -> None:
     rows = [{"messages": json.dumps(ASKED), "chat_template_kwargs": variables} for variables in ({"a": 1}, None)]
     name = tiny.write_rows(tmp_path / "rows.jsonl", *rows)
@@ -350,6 +368,25 @@ def test_examples_of_other_code_are_not_taken_from_the_cache() -> None:
         other = dataset_preparation.convert_to_messages(rows, "sft", num_proc=None)
     assert isinstance(other, datasets.Dataset)
     assert same._fingerprint == again._fingerprint != other._fingerprint
+
+
+@pytest.mark.parametrize("stored", [ASKED, json.dumps(ASKED)], ids=["messages", "json"])
+def test_other_rows_before_the_first_chat_are_not_decoded(stored: Any) -> None:
+    prompts = datasets.Dataset.from_list([{"prompt": "Hi", "completion": "Ho"}] * 3000)
+    chats = datasets.Dataset.from_list([{"messages": stored}])
+    mixed = datasets.concatenate_datasets([prompts, chats])
+    for rows, most in ((mixed, 1000), (mixed.select(range(3000, -1, -1)), 1), (mixed.select(range(5)), 0)):
+        decoded: list[int] = []
+
+        def counting(some: Any, decoded: list[int] = decoded) -> Any:
+            for row in some:
+                decoded.append(1)
+                yield row
+
+        with mock.patch.object(dataset_preparation, "without_decoding", counting):
+            first = dataset_preparation._first_row_with("messages", rows)
+        assert first.get("messages") == (stored if most else None)
+        assert len(decoded) <= most
 
 
 def answer(**further: Any) -> dict[str, Any]:

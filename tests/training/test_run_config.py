@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.conftest import Worlds
 from tests.integrations.requirements import require_patched_names
 
@@ -340,6 +341,20 @@ def test_our_keys_are_in_the_table_and_none_of_trls() -> None:
     ours = table.pop("shardwise")
     assert ours.keys() == {field.name for field in dataclasses.fields(ShardwiseArguments)}
     assert not ours.keys() & set().union(*table.values())
+
+
+def test_a_training_on_the_cpu_beside_an_accelerator_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_patched_names()
+    from shardwise.training import trl_objects
+
+    monkeypatch.setattr(trl_objects, "accelerator", lambda: torch.device("cuda"))
+    lines = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nactivation_checkpointing: false\nbf16: false\n"
+    read = read_run_config(["sft", config(tmp_path, lines + "use_cpu: true\n")])
+    with pytest.raises(ConfigError, match=r"use_cpu: ranks of this machine compute on cuda\. Hide its devices"):
+        trl_objects.parse(read)
+    assert trl_objects.parse(read, planned_ranks=1).training.use_cpu
 
 
 def test_the_base_of_many_loras_is_in_bfloat16_unless_the_file_says_otherwise(tmp_path: Path) -> None:

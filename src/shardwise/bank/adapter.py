@@ -163,7 +163,7 @@ class AdapterState(Enum):
 
 
 class BankAdapter:
-    """An adapter and its training. Its matrices are zeros.
+    """An adapter and its training. New matrices are zeros until the bank fills them.
 
     Memory: with AdamW, 16 bytes for each trained number. Without training, 4.
     """

@@ -145,7 +145,7 @@ def _num_ranks(config: RunConfig, *, starts: bool = False) -> int | None:
 
 
 def apply_environment(config: RunConfig) -> RunConfig:
-    """Set ``env`` in the environment, and move ``hub_token`` to it, as the Trainer saves its arguments.
+    """Set ``env`` in the environment, and move ``hub_token`` to it, because the Trainer saves arguments.
 
     Before ranks start and torch is imported: both read the environment.
     """

@@ -277,11 +277,18 @@ def _list_unapplied(accelerator: Any, model: nn.Module) -> list[str]:
         isinstance(policy, CPUOffloadPolicy) for _, policy in policies
     ):
         lacking.append("offload to the CPU: pass Sharding(offload_policy=CPUOffloadPolicy())")
-    if getattr(plugin, "activation_checkpointing", False) and not any(map(is_recomputed, modules)):
+    # Of shardwise, of transformers, or of torch.
+    is_checkpointed = any(
+        is_recomputed(module)
+        or getattr(module, "gradient_checkpointing", False)
+        or hasattr(module, "_checkpoint_wrapped_module")
+        for module in modules
+    )
+    if getattr(plugin, "activation_checkpointing", False) and not is_checkpointed:
         lacking.append("activation_checkpointing: pass Sharding(activation_checkpointing=True)")
     is_compiled = plain is not model or any(map(torch_private.is_compiled_in_place, modules))
     if accelerator.state.dynamo_plugin.backend.value != "NO" and not is_compiled:
-        lacking.append("the backend of dynamo: pass Sharding(compile=True)")
+        lacking.append("dynamo_backend: pass Sharding(compile=True)")
     return lacking
 
 
@@ -300,7 +307,8 @@ def _prepare_sharded(
     with world.collective("check the arguments"):
         compat.require_ranks(accelerator.num_processes, world.size)
         _require_supported(accelerator, objects, models, device_placement)
-    if world.rank == 0 and (lacking := _list_unapplied(accelerator, models[0])):
+        lacking = _list_unapplied(accelerator, models[0])
+    if world.rank == 0 and lacking:
         _log.warning(
             "prepare: the model is sharded already, and settings of the accelerator do not apply to it:\n  %s",
             "\n  ".join(lacking),

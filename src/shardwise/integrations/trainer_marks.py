@@ -287,6 +287,11 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
         raise ConfigError(
             f"{kind.__name__}: enable_jit_checkpoint saves on the rank that gets a signal alone. Leave it out"
         )
+    if (devices := getattr(args, "n_gpu", 1)) > 1:
+        raise ConfigError(
+            f"{kind.__name__}: this process has {devices} devices and no ranks, so the Trainer would train on "
+            "replicas of the model. Start it by torchrun, or show it one device (CUDA_VISIBLE_DEVICES=0)"
+        )
     accelerator_config = getattr(args, "accelerator_config", None)
     if world.size > 1 and accelerator_config is not None and not accelerator_config.even_batches:
         raise ConfigError(

@@ -159,8 +159,10 @@ def estimate(opened: OpenModel, mesh: MeshShape, options: PlanOptions) -> Estima
         budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
-    if placement.offloads_shards and mesh.ranks == 1 and "tuning" in options:
-        raise ConfigError("offload_policy: one rank is not sharded, so nothing is offloaded. Use two ranks")
+    if placement.offloads_shards and not placement.has_mesh(mesh.ranks) and "tuning" in options:
+        raise ConfigError(
+            "offload_policy: one rank on the CPU is not sharded, so nothing is offloaded. Use two ranks"
+        )
     # Sizes of groups, of ranks during the load, and of a training step if one is described.
     groups = estimate_arithmetic.estimate_groups(world, _dtype(param_dtype), _dtype(reduce_dtype))
     ranks = estimate_arithmetic.estimate_ranks(plan, world, placement)
@@ -247,7 +249,7 @@ def _training(
     if rows and tokens:
         recomputed = True if options.get("gradient_checkpointing") else sharding.activation_checkpointing
         prepare_blocks(tuned.base, replace(sharding, activation_checkpointing=recomputed, compile=False))
-        param_dtype = sharding.mp_policy.param_dtype if world.mesh.ranks > 1 else None
+        param_dtype = sharding.mp_policy.param_dtype if placement.has_mesh(world.mesh.ranks) else None
         head = _head(tuned.base, param_dtype, options)
         # Activations grow linearly with the rows: two traces determine them for every batch.
         sizes = [rows] if memory_bytes is None else [rows, 2 * rows]

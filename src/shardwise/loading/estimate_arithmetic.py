@@ -282,7 +282,7 @@ def estimate_training(
 
 @dataclass(frozen=True, slots=True)
 class _GroupSizes:
-    """Bytes of the root group and of the largest block, all zero on one rank.
+    """Bytes of the root group and of the largest block, all zero without a mesh.
 
     Attributes:
         root, block: gathered parameters.
@@ -309,8 +309,7 @@ class _GroupSizes:
         reshard_after_forward: bool | int,  # noqa: FBT001 - FSDP2's own
     ) -> _GroupSizes:
         copies = 2 if placement.device == "cpu" else 1  # gloo copies its input
-        # On one rank nothing is gathered: FSDP2 uses the parameters themselves.
-        if world.mesh.ranks == 1:
+        if not placement.has_mesh(world.mesh.ranks):
             return cls(0, 0, 0, 0, 0, 0)
         roots = [group for group in groups if "" in group.modules]
         blocks = [group for group in groups if "" not in group.modules]

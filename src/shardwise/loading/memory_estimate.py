@@ -43,6 +43,10 @@ class MemoryPlacement:
         staging = plan_staging(budget_bytes, policy.concurrency, on_device=device != "cpu")
         return cls(device, max(staging.total_bytes, largest_computation(plan)), offloads_shards)
 
+    def has_mesh(self, ranks: int) -> bool:
+        """Return whether a model is sharded on so many ranks. FSDP2 gathers and offloads on one rank, too."""
+        return ranks > 1 or self.device != "cpu"
+
     def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
         """Return the bytes on the device and on the host."""
         if self.device == "cpu":

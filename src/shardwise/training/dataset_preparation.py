@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -157,17 +158,23 @@ def _remove_nulls(columns: Sequence[str], row: Mapping[str, Any]) -> Sequence[Ma
 
 
 def _find_widened_columns(dataset: datasets.Dataset) -> list[str]:
-    """Return the columns of tools, or of messages with calls, in which Arrow has added keys of other rows."""
-    found = []
+    """Return the columns of tools, or of messages with calls, in which Arrow has added keys of other rows.
+
+    Both columns of a pair if one has them.
+    """
+    found, pair = [], []
     for name, feature in dataset.features.items():
         column, fields = dataset.data.column(name), getattr(feature, "feature", None)  # of each message or tool
+        if name in ("chosen", "rejected") and isinstance(fields, dict):
+            pair.append(name)
         if name in _CHAT_COLUMNS and isinstance(fields, dict) and "tool_calls" in fields:
             column = pc.struct_field(pc.list_flatten(column), "tool_calls")
         elif name != "tools":
             continue
         if _has_added_nulls(column):
             found.append(name)
-    return found
+    # TRL takes the messages with which both begin for their prompt, so they have to stay equal.
+    return found if set(found).isdisjoint(pair) else list(dict.fromkeys([*found, *pair]))
 
 
 def _has_added_nulls(values: Any) -> bool:
@@ -208,8 +215,17 @@ def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
 
 def _first_row_with(column: str, dataset: AnyDataset) -> Mapping[str, Any]:
     """Return the first row that has a value in a column, as not all rows of a mixture do, or an empty one."""
-    rows = iter(without_decoding(dataset)) if column in get_column_names(dataset) else iter(())
-    return next((row for row in rows if row.get(column) is not None), {})
+    if column not in get_column_names(dataset):
+        return {}
+    if isinstance(dataset, datasets.Dataset):
+        # By Arrow, without decoding rows, of which a mixture may begin with many others.
+        batches = dataset.select_columns([column]).with_format("arrow").iter(batch_size=1000)
+        without = takewhile(lambda batch: batch[column].null_count == len(batch), batches)
+        skipped = sum(map(len, without))
+        if skipped == len(dataset):
+            return {}
+        dataset = dataset.skip(skipped)
+    return next((row for row in without_decoding(dataset) if row.get(column) is not None), {})
 
 
 def add_system_prompt(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+import transformers
 
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.formatting import folder_name
@@ -55,6 +56,13 @@ _IDENTITY_OF_ADAPTER: Final = (
     *("lora_dropout", "lora_target_parameters", "use_rslora", "disable_dropout", "seed"),
 )
 """Keys of each adapter, which resumes with the LoRA and the seed of its checkpoint."""
+
+_DEFAULTS: Final = {
+    key.name: key.default
+    for kind in (trl_objects.trl.ModelConfig, transformers.TrainingArguments)
+    for key in fields(kind)
+}
+"""Values of keys that are not set. Records have None for them."""
 
 _OWN_IDENTITY: Final = (
     "dataset_mixer",
@@ -242,13 +250,14 @@ def _check_and_record(output: Path, identity: Mapping[str, Any], weights: Sequen
         recorded["method"] = "adapters"
     # Also keys that were set, and are not set any more.
     for key in (*identity, *(key for key in _OWN_IDENTITY if key in recorded)):
-        value = identity.get(key)
         # NAME.KEY: adapters may be added to a run, and those that have saved nothing may change.
-        name = key.rpartition(".")[0]
+        name, _, own_key = key.rpartition(".")
         is_new_adapter = name and (key not in recorded or folder_name(name) not in saved)
-        if not is_new_adapter and recorded.get(key) != value:
+        default = _DEFAULTS.get(own_key)
+        before, now = (default if one is None else one for one in (recorded.get(key), identity.get(key)))
+        if not is_new_adapter and before != now:
             raise ConfigError(
-                f"output_dir: {output} has a training with {key}={recorded.get(key)!r}, not {value!r}. Set another "
+                f"output_dir: {output} has a training with {key}={before!r}, not {now!r}. Set another "
                 "output_dir, or remove that one"
             )
     with LocalWriter(file.parent, folders=()) as writer:  # without a record, checkpoints do not resume

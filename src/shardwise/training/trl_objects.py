@@ -154,6 +154,12 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
     if planned_ranks is None and getattr(training, "use_vllm", False) and not is_vllm_available():
         raise ConfigError("use_vllm: vLLM is not installed. Run pip install vllm, or remove it")
+    # The mesh is one of accelerators, and the Trainer's device would be another.
+    if planned_ranks is None and training.use_cpu and (kind := accelerator()) is not None:
+        raise ConfigError(
+            f"use_cpu: ranks of this machine compute on {kind.type}. Hide its devices (CUDA_VISIBLE_DEVICES=) "
+            "to train on the CPU, or remove it"
+        )
     has_dtype = config.values.get("dtype") is not None
     return TrlArguments(script, training, model, mixture, config.own, has_dtype)
 
