@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lines = Path(__file__).with_name("longest.txt").read_text().splitlines()
     longest = {line for line in lines if not line.startswith("#")}
     for item in items:
-        if item.nodeid in longest:
+        if not longest.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
             item.add_marker(pytest.mark.slow)
         if "worlds" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.distributed)
