@@ -40,6 +40,7 @@ from shardwise.saving.rename_journal import finish_renames, remove_empty, remove
 from shardwise.transfer import fingerprints
 
 TEMPLATES_FOLDER = "additional_chat_templates"
+"""Of a tokenizer's templates other than the default one, as transformers names it."""
 
 _BLOCK_BYTES = 8 << 20
 
