@@ -98,9 +98,11 @@ def test_gradient_groups_and_offloaded_parameters() -> None:
         averaging = gradients.Averaging(None, module)
         assert averaging.is_synchronizing()
         assert isinstance(module, FSDPModule)
-        assert averaging.scale(torch.ones(1)) is None
+        [group] = private.iter_fsdp_param_groups(module)
+        assert group.modules == (module,)
+        assert gradients.scale_by_divisor(group, torch.ones(1)) is None
         module.set_gradient_divide_factor(4.0)
-        assert averaging.scale(torch.ones(1)) == 0.5
+        assert gradients.scale_by_divisor(group, torch.ones(1)) == 0.5
         module.set_requires_gradient_sync(False)
         assert not averaging.is_synchronizing()
         module.set_requires_gradient_sync(True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -527,24 +528,55 @@ def test_shards_in_other_memory_after_the_first_checkpoint_are_stored(worlds, tm
     assert worlds(2).run(on_ranks.save_moved_shards, str(tmp_path)) == [[], []]
 
 
-def test_a_step_that_may_not_be_entered_is_left_alone(tmp_path):
-    """Those of another user, beside one's own."""
-    folder = Path(tempfile.mkdtemp())  # that another user may enter
-    with Checkpointer(folder) as checkpointer:
-        checkpointer.save(2, TrainState(tiny.Tiny()))
-    closed, user = folder / "step-1", os.geteuid()
-    shutil.copytree(folder / "step-2", closed)
+@pytest.fixture
+def folder_for_all():
+    """Another user may enter it."""
+    folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
-    closed.chmod(0o000)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def closed(folder):
+    """As that of another user."""
+    user = os.geteuid()
+    folder.chmod(0o000)
     try:
         if user == 0:
             os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+def test_a_step_that_may_not_be_entered_is_left_alone(folder_for_all):
+    """Those of another user, beside one's own."""
+    folder = folder_for_all
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(2, TrainState(tiny.Tiny()))
+    shutil.copytree(folder / "step-2", folder / "step-1")
+    with closed(folder / "step-1"):
         assert Checkpointer(folder).latest() == 2
         assert steps_in(folder) == [2]
         with pytest.raises(StorageError, match="step-1"):
             remove_incomplete_steps(folder)
-    finally:
-        os.seteuid(user)
-        closed.chmod(0o755)
-        assert steps_in(folder) == [1, 2]
-        shutil.rmtree(folder)
+    assert steps_in(folder) == [1, 2]
+
+
+def test_a_newest_step_that_may_not_be_entered_is_named(folder_for_all):
+    """It may be complete."""
+    folder, state = folder_for_all, TrainState(tiny.Tiny())
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(2, state)
+        with closed(folder / "step-2"):
+            for step in (None, 2):
+                with pytest.raises(
+                    StorageError, match=r"step 2 may not be entered\. Change the permissions of its"
+                ):
+                    checkpointer.restore(state, step=step)
+    shutil.copytree(folder / "step-2", folder / "step-3")
+    with closed(folder / "step-3"), Checkpointer(folder) as checkpointer:
+        report = checkpointer.restore(state)
+        assert (report.step, report.skipped_steps) == (2, (3,))

@@ -63,13 +63,16 @@ def test_gradients_of_whole_parameters_are_averaged_in_one_bucket(worlds, reentr
         torch.testing.assert_close(gradients, [2 * mean for mean in means])
 
 
-def test_a_divisor_of_one_s_own_counts_for_whole_parameters_too(worlds):
+@pytest.mark.parametrize("divided", [["", "blocks.0"], ["blocks.1"]])
+def test_a_divisor_of_one_s_own_counts_for_whole_parameters_of_its_group_too(worlds, divided):
     """FSDP2's: a sum over ranks and passes, of a loss that is divided by all tokens already."""
-    found = worlds(2).run(stepping.summed)
-    block = stepping.scaled_block()
-    block(stepping.rows_of_ranks()).sum().backward()
-    for each in found:
-        require_close(each, {name: 4 * value for name, value in stepping.gradients(block).items()})
+    found = worlds(2).run(stepping.summed, divided)
+    model = stepping.Scaled()
+    model(stepping.batch().input_ids).logits.sum().backward()
+    for name, value in stepping.gradients(model).items():
+        group = name.rpartition(".linear")[0] or name.rpartition(".scale")[0]
+        for each in found:  # over two passes the sum divided by 0.5, or the mean
+            require_close(each[name], (4 if group in divided else 1) * value)
 
 
 def test_ranks_may_use_different_parameters(worlds):

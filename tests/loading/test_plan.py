@@ -12,6 +12,7 @@ from tests.small_checkpoints import small_qwen3
 from tests.support.http_store import HttpStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from transformers import CodeGenConfig, CodeGenForCausalLM
 
 import shardwise
 from shardwise import ConfigError, KeyMismatchError, Sharding, ShardingError
@@ -64,6 +65,23 @@ def test_flash_attention_is_planned_where_it_cannot_run(qwen3, attention):
     )
     assert made.training == plain.training
     assert ("FlashAttention" in " ".join(made.notes)) == (attention != "sdpa")
+
+
+def test_a_config_may_lack_a_padding_token(tmp_path):
+    sizes = {
+        "vocab_size": 64,
+        "n_positions": 32,
+        "n_ctx": 32,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "rotary_dim": 4,
+    }
+    model = CodeGenForCausalLM(CodeGenConfig(**sizes))
+    assert not hasattr(model.config, "pad_token_id")
+    model.save_pretrained(tmp_path)
+    step = {"tuning": shardwise.Full(), "per_device_train_batch_size": 2, "max_length": 8}
+    assert shardwise.plan(tmp_path, ranks=2, **step).training.batch_size == 2
 
 
 def test_nothing_is_left_behind(qwen3):

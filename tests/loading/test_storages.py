@@ -44,7 +44,8 @@ def test_a_store_that_refuses_what_it_does_not_have_needs_no_generation_config(q
 
 
 def test_code_is_not_read_from_a_url():
-    files = {"config.json": b'{"auto_map": {"AutoModel": "modeling_own.Own"}}'}
+    config = b'{"time_step_limit": [0.0, Infinity], "auto_map": {"AutoModel": "modeling_own.Own"}}'
+    files = {"config.json": config}  # with what state space models have
     with HttpStore(files) as store, pytest.raises(ConfigError, match=r"\(modeling_own\.Own\), which is not read"):
         on_ranks.bring_up(store.url, trust_remote_code=True)
 

@@ -1,7 +1,7 @@
 """Passes of small models on ranks: blocks that are recomputed, gradients that are clipped."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -312,20 +312,15 @@ def averaged(reentrant: bool) -> tuple[int, list[torch.Tensor], list[torch.Tenso
     return sums.call_count, [parameter.grad for parameter in net.parameters()], own
 
 
-def summed() -> dict[str, torch.Tensor]:
-    """Gradients of two passes with a divisor of the caller's own."""
-    net: Any = sharded(scaled_block(), wrap="whole_model")
-    net.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    net.set_gradient_divide_factor(0.5)
+def summed(divided: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Gradients of two passes, with a divisor of the caller's own in some of the groups."""
+    net: Any = sharded(Scaled())
+    assert groups(net) == ["", "blocks.0", "blocks.1"]
+    for name in groups(net):
+        net.get_submodule(name).set_force_sum_reduction_for_comms(True)  # gloo has no other
+    for name in divided:
+        net.get_submodule(name).set_gradient_divide_factor(0.5)
+    given = share_of(batch())
     for _ in range(2):
-        net(rows_of_ranks()[dist.get_rank()]).sum().backward()
+        net(given.input_ids).logits.sum().backward()
     return gradients(net)
-
-
-def scaled_block() -> nn.Module:
-    torch.manual_seed(0)
-    return ScaledBlock(8)
-
-
-def rows_of_ranks() -> torch.Tensor:
-    return torch.arange(32.0).view(2, 2, 8) / 32

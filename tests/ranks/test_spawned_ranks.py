@@ -125,11 +125,12 @@ def test_a_rank_of_a_launcher_takes_the_device_that_it_is_shown(machine_with):
     """``srun --gpus-per-task=1``: every rank sees one device, whatever its number on the machine."""
     taken = machine_with("cuda", 1)
     select_accelerator({"CUDA_VISIBLE_DEVICES": "3"}, 3, 4)
+    select_accelerator({"HIP_VISIBLE_DEVICES": "3"}, 3, 4)
     with pytest.raises(ShardingError, match="4 ranks on a machine"):
         select_accelerator({}, 0, 4)
     machine_with("cuda", 4)
     select_accelerator({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4)
-    assert taken == [0, 3]
+    assert taken == [0, 0, 3]
 
 
 def test_a_mesh_of_a_process_group_takes_the_device_of_a_launchers_rank(machine_with, monkeypatch):

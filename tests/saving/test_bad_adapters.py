@@ -283,6 +283,9 @@ def test_configs_and_tokenizers_come_along(base: Path, adapter: Path, tmp_path: 
     assert found["tekken.json"] == found["chat_template.jinja"] == b"adapter"
     (adapter / "additional_chat_templates").mkdir()
     (adapter / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    shutil.copytree(
+        tmp_path / "one" / "additional_chat_templates", tmp_path / "three" / "additional_chat_templates"
+    )
     merge_adapter(base, adapter, tmp_path / "three")
     assert set(contents(tmp_path / "three")) == {*found, "additional_chat_templates/rag.jinja"}
 

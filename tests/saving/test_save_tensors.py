@@ -107,6 +107,17 @@ def test_a_tokenizer_with_several_templates_is_put_beside(tmp_path):
     assert shardwise.verify(tmp_path / "saved").is_sound
 
 
+def test_templates_of_a_new_tokenizer_take_the_place_of_the_older_ones(tmp_path):
+    """Not beside the new default one, by which transformers would render chats without tools alone."""
+    model, extra = small_qwen3(), tmp_path / "saved" / "additional_chat_templates"
+    shardwise.save(model, tmp_path / "saved", tokenizer=tokenizer(chat_template={"default": "a", "tools": "b"}))
+    (extra / "notes.txt").touch()
+    shardwise.save(model, tmp_path / "saved")
+    assert {path.name for path in extra.iterdir()} == {"tools.jinja", "notes.txt"}
+    shardwise.save(model, tmp_path / "saved", tokenizer=tokenizer(chat_template="c"))
+    assert {path.name for path in extra.iterdir()} == {"notes.txt"}
+
+
 def test_a_tokenizer_that_writes_folders_is_refused_before_anything_is_written(tmp_path):
     made = SimpleNamespace(save_pretrained=lambda folder: Path(folder, "voices").mkdir())
     with pytest.raises(

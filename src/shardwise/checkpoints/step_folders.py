@@ -89,6 +89,17 @@ def incomplete_steps(root: Path) -> list[int]:
     return [step for step, path in _step_folders(root).items() if not os.path.isfile(path / METADATA)]
 
 
+def _may_enter(folder: Path) -> bool:
+    """Return False for a folder that may hold a complete checkpoint, because its files cannot be looked up."""
+    try:
+        os.stat(folder / METADATA)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def _step_folders(root: Path) -> dict[int, Path]:
     """Return the folders ``step-N`` by step, in order. Folders that are links are left out."""
     folders: dict[int, Path] = {}
@@ -256,21 +267,24 @@ class OpenCheckpoint:
 def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
     """Return the step of the requested checkpoint (None: the newest), and the later ones that were skipped.
 
-    Skipped are checkpoints with missing or truncated files.
+    Skipped are checkpoints with missing or truncated files, and folders that may not be entered.
 
     Raises:
         StorageError: there is no complete checkpoint.
     """
     steps = steps_in(root)
     incomplete = incomplete_steps(root)
+    closed = [step for step in incomplete if not _may_enter(root / step_folder_name(step))]
     # A requested step is opened even if files are missing: opening it raises the error that names them.
     if requested is not None:
         if requested in steps:
             return requested, ()
+        _require_open(root, [step for step in closed if step == requested])
         saved = f"Saved steps: {', '.join(map(str, steps))}" if steps else "There is none"
         cause = " (one was begun there, and never completed)" if requested in incomplete else ""
         raise StorageError(f"{root}: no complete checkpoint of step {requested}{cause}. {saved}")
     if not steps:
+        _require_open(root, closed)
         cause = f"; step {incomplete[-1]} was begun and never completed" if incomplete else ""
         raise StorageError(
             f"{root}: no complete checkpoint{cause}. Start the training from the beginning, or pass another folder"
@@ -278,7 +292,12 @@ def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
     newest = find_latest(root)
     if newest is None:
         return steps[-1], ()  # opening it raises the error that names the files
-    return newest, tuple(step for step in steps if step > newest)
+    return newest, tuple(step for step in sorted([*steps, *closed]) if step > newest)
+
+
+def _require_open(root: Path, closed: Sequence[int]) -> None:
+    if closed:
+        raise StorageError(f"{root}: step {closed[-1]} may not be entered. Change the permissions of its folder")
 
 
 @gc_disabled()

@@ -168,7 +168,7 @@ class RestoreReport(RankReport):
     Attributes:
         directory: of the checkpoint.
         step: number of completed optimizer steps.
-        skipped_steps: later steps that are incomplete: files are missing or truncated.
+        skipped_steps: later steps of which files are missing or truncated, or that may not be entered.
         saved_by: how many ranks saved it.
         user: the user's own state.
         restored: the components that were: "model", "optimizers", "schedulers", "scaler", "data", "rng".
@@ -217,7 +217,7 @@ class RestoreReport(RankReport):
         yield f"  {in_bytes(self.checked_bytes)} are what was written" if self.checked_bytes else "  not checked"
         if self.skipped_steps:
             steps = ", ".join(map(str, self.skipped_steps))
-            yield f"  skipped, because files are missing or truncated: step {steps}"
+            yield f"  skipped, because files are missing or truncated, or may not be read: step {steps}"
         for name, text in (("base", self.base), ("rng", self.rng), ("data", self.data)):
             if text:
                 yield f"  {name}: {text}"

@@ -81,11 +81,24 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     hooks = [hook for parameter in model.parameters() if (hook := _find_hook(parameter)) is not None]
     # One for the model: ranks begin its collectives in one order, whichever parameters a pass reaches first.
     average = next((hook for hook in hooks if hook.model is model), None) or Averaging(mesh, model)
+    group_of: dict[nn.Parameter, Any] = {}  # that of the innermost module, as it comes last
+    for group in iter_fsdp_param_groups(model):
+        for module in group.modules:
+            group_of.update(dict.fromkeys(module.parameters(), group))
     for parameter in model.parameters():
         is_alone = parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor)
         if is_alone and not is_averaged(parameter):
-            parameter.register_hook(average.scale)
+            if parameter in group_of:
+                parameter.register_hook(partial(scale_by_divisor, group_of[parameter]))
             parameter.register_post_accumulate_grad_hook(average)
+
+
+def scale_by_divisor(group: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Scale the gradient of a pass so that the mean is FSDP2's sum by a group's ``set_gradient_divide_factor``."""
+    if group.gradient_divide_factor is None:
+        return None
+    scaling: float = group.mesh_info.mesh.size() / group.gradient_divide_factor
+    return gradient * scaling
 
 
 class Averaging:
@@ -103,7 +116,7 @@ class Averaging:
         if self._group is not None:
             require_private(
                 "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-                "all_reduce_grads gradient_divide_factor mesh_info reduce_grads",
+                "all_reduce_grads gradient_divide_factor mesh_info modules reduce_grads",
                 self._group,
             )
         self._passes: set[int] = set()
@@ -112,13 +125,6 @@ class Averaging:
     def is_synchronizing(self) -> bool:
         """Return whether FSDP2 reduces gradients over all ranks in the current backward pass."""
         return self._group is None or bool(self._group.reduce_grads and self._group.all_reduce_grads)
-
-    def scale(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Scale the gradient of a pass so that the mean is FSDP2's sum by its ``set_gradient_divide_factor``."""
-        if self._group is None or (factor := self._group.gradient_divide_factor) is None:
-            return None
-        scaling: float = self._group.mesh_info.mesh.size() / factor
-        return gradient * scaling
 
     def __call__(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None or not self.is_synchronizing():

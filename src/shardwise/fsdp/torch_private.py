@@ -59,7 +59,13 @@ def has_collectives(kind: torch.device, group: dist.ProcessGroup | None = None) 
     return dist.get_default_backend_for_device(kind) in str(dist.get_backend_config(group))
 
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
 """Variables in which a scheduler names the devices of a process."""
 
 

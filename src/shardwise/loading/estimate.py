@@ -103,7 +103,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         if not isinstance(count, int) or count < 1:
             raise ConfigError(f"{name}={count!r}: is not a number. Use 1 or more")
     options = {**options, "device": _device_type(options.get("device", "cuda"))}
-    notes = _leave_out_kernels(options)
+    notes = _leave_out_flash_attention(options)
     mesh = build_mesh(ranks, options)
     # A plan downloads nothing, so a model that is not in the cache is an error.
     cached: Any = options
@@ -118,7 +118,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     return replace(made, notes=(*made.notes, *notes))
 
 
-def _leave_out_kernels(options: PlanOptions) -> list[str]:
+def _leave_out_flash_attention(options: PlanOptions) -> list[str]:
     """Remove FlashAttention from the options, as it needs a GPU, and return a note if it was there."""
     attention = options.pop("attn_implementation", None)
     parts = attention if isinstance(attention, dict) else {"": attention}

@@ -289,7 +289,8 @@ def _require_no_code(url: str, contents: Mapping[str, bytes]) -> None:
         ConfigError: it is beside the config.
     """
     what = f"config.json in {without_secrets(url)}"
-    auto_map = parse_object(contents.get("config.json", b"{}"), what=what).get("auto_map")
+    config = parse_object(contents.get("config.json", b"{}"), what=what, allow_constants=True)
+    auto_map = config.get("auto_map")
     for auto, place in auto_map.items() if isinstance(auto_map, dict) else ():
         if auto.startswith(("AutoConfig", "AutoModel")) and "--" not in str(place):
             raise ConfigError(

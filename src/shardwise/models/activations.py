@@ -55,7 +55,7 @@ def trace_activations(
             parameter.register_post_accumulate_grad_hook(_free_gradient)
     # A classifier needs a padding token for more than one row. TRL sets that of the tokenizer.
     text_config = base.config.get_text_config() if isinstance(base, PreTrainedModel) else None
-    if text_config is not None and text_config.pad_token_id is None:
+    if text_config is not None and getattr(text_config, "pad_token_id", None) is None:
         text_config.pad_token_id = 0
     model.train()
     # The model's own tensors count as 0 bytes. What operations create is measured.

@@ -359,5 +359,5 @@ def _set_malloc(values: Mapping[int, int], environment: Mapping[str, str]) -> No
 
 
 def get_rank_and_size() -> tuple[int, int]:
-    """Return this rank, and the number of ranks, or twice 0 without a process group."""
+    """Return this rank, and the number of ranks, or (0, 0) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 0)

@@ -40,6 +40,7 @@ from shardwise.saving.rename_journal import finish_renames, remove_empty, remove
 from shardwise.transfer import fingerprints
 
 TEMPLATES_FOLDER = "additional_chat_templates"
+"""Of a tokenizer's templates other than the default one, as transformers names it."""
 
 _BLOCK_BYTES = 8 << 20
 
@@ -220,10 +221,17 @@ def _restore(
         writer.rename(step.name, step.file)
 
 
-def write_templates(root: str | os.PathLike[str], templates: Mapping[str, bytes]) -> None:
-    """Write additional chat templates into their folder, after the commit: a tokenizer opens without them."""
-    if templates:
-        with LocalWriter(os.path.join(root, TEMPLATES_FOLDER)) as writer:
+def replace_templates(root: str | os.PathLike[str], templates: Mapping[str, bytes] | None) -> None:
+    """Replace the additional chat templates, after the commit: a tokenizer opens without them.
+
+    None leaves those of the folder, for a save without a tokenizer.
+    """
+    folder = os.path.join(root, TEMPLATES_FOLDER)
+    if templates or (templates is not None and os.path.isdir(folder)):
+        with LocalWriter(folder) as writer:
+            for name in writer.list():
+                if name.endswith(".jinja") and name not in templates:
+                    writer.remove(name)
             for name, content in templates.items():
                 writer.replace(name, content)
 
@@ -349,6 +357,7 @@ def commit_save(
     state: CommitState,
     small_files: Mapping[str, bytes],
     sums: Mapping[str, int],
+    templates: Mapping[str, bytes] | None = None,
 ) -> list[str]:
     """Commit a written and synced save in one step, and remove the older one. Return the removed names.
 
@@ -358,6 +367,7 @@ def commit_save(
         state: the lock, and the folder's state before the save.
         small_files: small files that are saved with the weights, by name.
         sums: the fingerprint of every tensor, by key.
+        templates: see :func:`replace_templates`.
 
     Raises:
         StorageError: as of :func:`commit_files`.
@@ -377,6 +387,7 @@ def commit_save(
     removed = commit_files(writer, state.locked, commit, {**free, fingerprints_file: both})
     if state.locked.is_held():
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
+        replace_templates(writer.root, templates)
     state.locked.release()
     return removed
 

@@ -44,7 +44,7 @@ from shardwise.models.former_names import LowRankPair, fuse_experts, match_forme
 from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
 from shardwise.saving import merge_plan, merge_steps
-from shardwise.saving.commit import write_templates
+from shardwise.saving.commit import replace_templates
 from shardwise.saving.merge_steps import (
     config_content,
     find_tokenizer_folder,
@@ -415,7 +415,7 @@ def merge_adapter(
                 companions=companions,
                 check=lambda _: merge.require_effect(lora_folder),
             )
-        write_templates(out, read_templates(tokenizer))
+        replace_templates(out, read_templates(tokenizer))
     return MergeAdapterReport(
         base=str(base_path),
         adapter=str(lora_folder),

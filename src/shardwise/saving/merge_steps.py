@@ -290,8 +290,11 @@ _MAX_COMPANION_BYTES = 256 << 20
 
 def find_tokenizer_folder(folders: Sequence[Path]) -> Path:
     """Return the first folder that has a tokenizer, otherwise the last one."""
-    found = (folder for folder in folders if any((folder / name).is_file() for name in _MAIN_TOKENIZER_FILES))
-    return next(found, folders[-1])
+    return next(filter(_has_tokenizer, folders), folders[-1])
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _MAIN_TOKENIZER_FILES)
 
 
 def read_companions(base: Path, tokenizer: Path) -> dict[str, bytes]:
@@ -342,9 +345,9 @@ def config_content(
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def read_templates(tokenizer: Path) -> dict[str, bytes]:
-    """Return the additional chat templates of a tokenizer in a folder."""
-    return read_files(tokenizer / TEMPLATES_FOLDER, ("*.jinja",))
+def read_templates(tokenizer: Path) -> dict[str, bytes] | None:
+    """Return the additional chat templates of a tokenizer in a folder, or None without a tokenizer."""
+    return read_files(tokenizer / TEMPLATES_FOLDER, ("*.jinja",)) if _has_tokenizer(tokenizer) else None
 
 
 def parse_config(folder: Path) -> dict[str, object]:

@@ -37,7 +37,7 @@ from shardwise.models.pretrained import assign_keys, rename_keys
 from shardwise.ranks.call_arguments import check_options, get_hints
 from shardwise.ranks.world import World
 from shardwise.saving import merge_steps
-from shardwise.saving.commit import commit_written, write_templates
+from shardwise.saving.commit import commit_written, replace_templates
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.saving.merge_steps import (
     config_content,
@@ -173,7 +173,7 @@ def merge_weights(
             )
         companions, templates = _companions(outputs, folder, dtype)
         written, files = _write(outputs, companions, file_format, out, limit)
-        write_templates(out, templates)
+        replace_templates(out, templates)
     removed = ""
     if remove_source:
         # After the readers are closed, and from the files: a comparison with memory would miss a disk that loses
@@ -215,10 +215,10 @@ def _open(checkpoint: Path, stack: ExitStack) -> tuple[StorageReader, Checkpoint
 
 def _companions(
     outputs: NamedOutputs, folder: Path, dtype: str | None
-) -> tuple[dict[str, bytes], dict[str, bytes]]:
+) -> tuple[dict[str, bytes], dict[str, bytes] | None]:
     """Return the small files of the output and its additional chat templates. Empty if the model is unknown."""
     if outputs.folder is None:
-        return {}, {}
+        return {}, None
     dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
     config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=outputs.untied)
     tokenizer = find_tokenizer_folder([*_nearest_folders(folder), outputs.folder])

@@ -38,7 +38,6 @@ from shardwise.saving.commit import (
     begin_save,
     commit_save,
     undo_save,
-    write_templates,
 )
 from shardwise.saving.plan import SavePlan
 from shardwise.saving.saving_lock import new_save_id, require_lock
@@ -94,7 +93,7 @@ class _SaveFolder:
     plan: SavePlan
     state: CommitState | None = None
     small_files: Mapping[str, bytes] = field(default_factory=dict)
-    templates: Mapping[str, bytes] = field(default_factory=dict)
+    templates: Mapping[str, bytes] | None = None
 
     def begin(self, request: prepare.SaveRequest, *, creates_files: bool) -> None:
         # Before the lock: a model whose config cannot be written fails without any trace in the folder.
@@ -107,9 +106,7 @@ class _SaveFolder:
 
     def commit(self, sums: Mapping[str, int]) -> list[str]:
         assert self.state is not None
-        removed = commit_save(self.writer, self.plan, self.state, self.small_files, sums)
-        write_templates(self.writer.root, self.templates)
-        return removed
+        return commit_save(self.writer, self.plan, self.state, self.small_files, sums, self.templates)
 
     def undo(self) -> None:
         if self.state is not None:
@@ -235,8 +232,8 @@ def _write_by_owners(
     shard_writer.sums.update(written.fingerprints)
 
 
-def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Return the small files of a save (configs, code, tokenizer), and additional chat templates."""
+def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[str, bytes], dict[str, bytes] | None]:
+    """Return the small files of a save (configs, code, tokenizer), and a tokenizer's additional chat templates."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, AdapterOnly):
             peft_private.save_config(request.model, request.names.adapter, folder)
@@ -260,7 +257,8 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[st
                 "Leave tokenizer=... out, and call its save_pretrained afterwards"
             )
         files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-        return files, {path.name: path.read_bytes() for path in Path(folder, TEMPLATES_FOLDER).glob("*.jinja")}
+        templates = {path.name: path.read_bytes() for path in Path(folder, TEMPLATES_FOLDER).glob("*.jinja")}
+        return files, None if tokenizer is None else templates
 
 
 @cache  # once for an adapter that is saved many times
