@@ -69,7 +69,7 @@ class TestDisk:
             original(self, file, content)
 
         beside = {"config.json": b"the newer config", "extra.json": b"{}"}
-        monkeypatch.setattr(shardwise.saving.save, "_config_files", lambda *_: beside)
+        monkeypatch.setattr(shardwise.saving.save, "_config_files", lambda *_: (beside, None))
         with monkeypatch.context() as patched:
             patched.setattr(LocalWriter, "replace", replace)
             with pytest.raises(StorageError, match="the disk is full"):
