@@ -27,7 +27,7 @@ from shardwise.files.torch_files import read_torch_tensor
 from shardwise.fsdp.named_tensors import local_boxes, raw_bytes, strided_view
 from shardwise.fsdp.torch_private import copy_all, make_storage_info, save_without_data
 from shardwise.transfer.memory import gc_disabled
-from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_by_rank
+from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_in_turn
 from shardwise.transfer.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
 from shardwise.transfer.tensor_metadata import TensorMetadata, collect_boxes
 from shardwise.transfer.workers import in_background
@@ -147,11 +147,14 @@ def plan_tensors(
     ends = [0] * len(metadata)  # of each rank's file, in bytes
     files: list[list[ArchivedChunk]] = [[] for _ in metadata]
     planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}
-    for number, (path, tensor) in enumerate(tensors.items()):
+    in_turn = shares_in_turn(
+        (boxes_by_key[flat_key(path)], tensor.dtype.itemsize) for path, tensor in tensors.items()
+    )
+    for (path, tensor), shares in zip(tensors.items(), in_turn, strict=True):
         key, shape, dtype = flat_key(path), tuple(tensor.shape), tensor.dtype
         planned[key] = path, shape, dtype
-        boxes = boxes_by_key[key]
-        shares = first_holder_shares(boxes) if key in buffers else shares_by_rank(boxes, number, dtype.itemsize)
+        if key in buffers:
+            shares = first_holder_shares(boxes_by_key[key])
         if not numel(shape):  # one rank writes the empty tensor
             shares = ((Box.whole(shape),), *((),) * (len(metadata) - 1))
         _lay_out(key, dtype, shares, files, ends)

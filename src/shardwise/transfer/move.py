@@ -338,10 +338,8 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
         CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
     """
     by_name = {item.name: item for item in items}
-    shares: dict[str, tuple[Boxes, ...]] = {}
-    for number, item in enumerate(items):
-        turn = number % world.size  # small tensors are sent by the ranks in turn
-        shares[item.name] = move_plan.shares_by_rank(item.source_boxes, turn, item.dtype.itemsize)
+    in_turn = move_plan.shares_in_turn((item.source_boxes, item.dtype.itemsize) for item in items)
+    shares = dict(zip(by_name, in_turn, strict=True))
     last: dict[tuple[str, int], torch.Tensor] = {}  # at most one: consecutive pieces are parts of the same share
 
     def get_share(name: str, number: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from shardwise.models.four_bit.layers import get_scales
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.move import LocalTensor, Transfer, transfer
-from shardwise.transfer.move_plan import Boxes, SharedBoxes, find_shared_boxes, first_holder_shares, shares_by_rank
+from shardwise.transfer.move_plan import Boxes, SharedBoxes, find_shared_boxes, first_holder_shares, shares_in_turn
 from shardwise.transfer.tensor_metadata import (
     TensorMetadata,
     collect_boxes,
@@ -291,18 +291,13 @@ def _shares_by_name(
     saved: Sequence[TensorRef], boxes_by_name: Mapping[str, tuple[Boxes, ...]]
 ) -> dict[str, tuple[Boxes, ...]]:
     """Return the shares of each tensor, one value for all tensors with equal ones."""
-    cache: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
+    buffer_shares = cache(first_holder_shares)
+    in_turn = shares_in_turn((boxes_by_name[item.fqn], item.tensor.element_size()) for item in saved)
     shares: dict[str, tuple[Boxes, ...]] = {}
-    for number, item in enumerate(saved):
-        boxes, itemsize = boxes_by_name[item.fqn], item.tensor.element_size()
-        is_buffer = item.kind is not TensorKind.PARAMETER
-        # Small parameters are sent by the holders in turn. All buffers are sent by the first holder.
-        # -1 keeps buffers apart from parameters in the cache: with equal boxes, their shares differ.
-        turn = -1 if is_buffer else number % len(boxes)
-        key = id(boxes), turn, itemsize
-        if key not in cache:
-            cache[key] = first_holder_shares(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
-        shares |= dict.fromkeys(item.names, cache[key])
+    for item, parameter_shares in zip(saved, in_turn, strict=True):
+        is_parameter = item.kind is TensorKind.PARAMETER
+        item_shares = parameter_shares if is_parameter else buffer_shares(boxes_by_name[item.fqn])
+        shares |= dict.fromkeys(item.names, item_shares)
     return shares
 
 
