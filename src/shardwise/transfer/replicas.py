@@ -29,7 +29,7 @@ from shardwise.transfer.move import LocalTensor, Transfer, transfer
 from shardwise.transfer.move_plan import Boxes, SharedBoxes, find_shared_boxes, first_holder_shares, shares_in_turn
 from shardwise.transfer.tensor_metadata import (
     TensorMetadata,
-    collect_boxes,
+    describing_tensors,
     get_boxes,
     metadata_by_name,
     require_same_tensors,
@@ -194,9 +194,10 @@ def equal_on_all(
     Raises:
         RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
     """
-    with world.all_gather("describe tensors") as exchange:
+    with describing_tensors(world) as exchange:
         exchange.local = metadata_by_name(tensors)
-    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
+    boxes = exchange.result
+    differing = _compare_shared(world, tensors, boxes, buffers)
     # Parameters that differ have raised by now. Only buffers are left to be copied.
     copies: dict[str, torch.Tensor] = {}
     if differing:
@@ -211,20 +212,19 @@ def equal_on_all(
     return {**tensors, **copies}, differing
 
 
-def _compare_tensors(
+def _compare_shared(
     world: World,
     tensors: Mapping[str, torch.Tensor],
-    metadata: Sequence[Mapping[str, TensorMetadata]],
+    boxes: Mapping[str, tuple[Boxes, ...]],
     buffers: Collection[str],
-) -> tuple[dict[str, tuple[Boxes, ...]], tuple[str, ...]]:
-    """Compare tensors and their replicas. Return the boxes by name and rank, and the names of differing buffers.
+) -> tuple[str, ...]:
+    """Compare what several ranks hold, from the boxes by name and rank. Return the names of differing buffers.
 
-    ``metadata`` are those of all ranks. Collective: yes.
+    Collective: yes.
     """
-    with world.collective("compare the ranks' tensors"):
-        boxes = collect_boxes(metadata, world.global_ranks)
+    with world.collective("find the replicas"):
         replicas = Replicas.among(tensors, find_shared_boxes(boxes, world.rank), buffers)
-    return boxes, compare_replicas(world, replicas)
+    return compare_replicas(world, replicas)
 
 
 def require_alike_models(world: World, refs: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
@@ -272,7 +272,7 @@ def agree_on_shares(world: World, refs: Sequence[TensorRef]) -> Shares:
     saved = [item for item in refs if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
-    with world.all_gather("describe tensors") as exchange:
+    with describing_tensors(world) as exchange:
         # Within the phase, because one rank alone may have tensors on meta.
         if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise ShardingError(
@@ -283,7 +283,8 @@ def agree_on_shares(world: World, refs: Sequence[TensorRef]) -> Shares:
             item_boxes = get_boxes(item.tensor, item.fqn)
             local[item.fqn] = TensorMetadata.from_ref(item, str(item.tensor.dtype), item_boxes)
         exchange.local = local
-    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
+    boxes = exchange.result
+    differing = _compare_shared(world, tensors, boxes, buffers)
     return Shares(_shares_by_name(saved, boxes), differing)
 
 
