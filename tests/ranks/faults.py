@@ -25,7 +25,7 @@ from shardwise.ranks.stop_signals import stopping_on_signals
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.replicas import require_alike_models
-from shardwise.transfer.tensor_metadata import collect_boxes, metadata_by_name
+from shardwise.transfer.tensor_metadata import collect_all_boxes, metadata_by_name
 
 
 def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:
@@ -248,7 +248,7 @@ def subgroup_errors() -> list[str]:
             (with_arguments, world, {"dtype": "same", "seed": "same"}),
             (with_arguments, world, {"dtype": odd}),
             (with_arguments, world, {"size": odd, "word": "same"}, "the config"),
-            (in_block, world, collect_boxes, exchange.result, world.global_ranks),
+            (in_block, world, collect_all_boxes, exchange.result, world.global_ranks),
             (require_alike_models, world, collect_tensors(model), ()),
             (require_equal_buffers, world, collect_tensors(first_only)),
             (require_equal_buffers, world, collect_tensors(last_only)),

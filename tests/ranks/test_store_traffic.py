@@ -15,9 +15,11 @@ from torch import nn
 import shardwise
 from shardwise.core.errors import RankMismatchError, ShardingError, StorageError
 from shardwise.core.reports import Available, RankEstimate
+from shardwise.core.tensors import Box
 from shardwise.loading.agreement import compare_plans
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
+from shardwise.transfer.tensor_metadata import TensorMetadata, describing_tensors
 
 CALM = Timeouts(heartbeat_interval_s=60, heartbeat_timeout_s=600, join_timeout_s=600)
 MANY = pytest.param(256, marks=pytest.mark.slow)
@@ -120,6 +122,25 @@ def test_a_phase_is_one_meeting_whatever_it_exchanges(size):
     assert results == [[None, "x" * 100, size, everyones]] * size
     assert calls < CALLS_TO_JOIN + len(kinds) * CALLS_TO_MEET
     assert nbytes < BYTES_TO_JOIN + len(kinds) * (BYTES_TO_MEET + 200)
+
+
+@pytest.mark.parametrize("size", [64, MANY])
+def test_a_layout_of_many_tensors_is_sent_to_each_rank_once(size):
+    def call(rank: int) -> dict[str, Any]:
+        box = Box((8 * rank, 0), (8, 128))
+        tensor = TensorMetadata((8 * size, 128), "torch.bfloat16", (box,))
+        with World.current(timeouts=CALM) as world, describing_tensors(world) as exchange:
+            exchange.local = {f"layers.{number}.weight": tensor for number in range(900)}
+        return exchange.result
+
+    expected = tuple((Box((8 * rank, 0), (8, 128)),) for rank in range(size))
+    with counted_ranks(size) as ranks:
+        results = ranks.each(call)
+    for boxes in results:
+        assert len(boxes) == 900
+        assert boxes["layers.899.weight"] == expected
+        assert len({id(by_rank) for by_rank in boxes.values()}) == 1
+    assert ranks.store.largest_bytes < 10_000 + 20 * size
 
 
 @pytest.mark.parametrize("size", [64, MANY])

@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.tensors import Box
+from shardwise.core.expression import Stored
+from shardwise.core.tensors import Box, DType
 from shardwise.transfer import move_plan as giving
-from shardwise.transfer.move_plan import find_shared_boxes, first_holder_shares, local_share, shares_by_rank
+from shardwise.transfer.move_plan import (
+    Move,
+    find_shared_boxes,
+    first_holder_shares,
+    local_share,
+    plan_rounds,
+    shares_by_rank,
+    shares_in_turn,
+)
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 
@@ -74,3 +83,31 @@ def test_ranks_that_hold_the_same_rows_share_them(data):
     assert Counter(index for boxes in given_by for index in indices(boxes)) == Counter(indices([whole]))
     for mine, boxes in zip(held, given_by, strict=True):
         assert all(box.intersect(part) == box for box in boxes for part in mine)
+
+
+def sharded(shards: int, replicas: int, rows: int = 8) -> tuple[tuple[Box, ...], ...]:
+    """Boxes by rank, made anew at each call."""
+    return tuple((Box((shard * rows, 0), (rows, 1 << 10)),) for _ in range(replicas) for shard in range(shards))
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicas", "rows", "expected"),
+    [(8, 1, 8, 1), (4, 2, 8, 2), (4, 2, 64, 1)],
+    ids=["sharded", "small and replicated", "replicated"],
+)
+def test_equal_tensors_have_one_object_for_each_turn(shards, replicas, rows, expected):
+    shares = list(shares_in_turn((sharded(shards, replicas, rows), 2) for _ in range(100)))
+    assert len({id(item) for item in shares}) == len(set(shares)) == expected
+    assert shares == [shares_by_rank(sharded(shards, replicas, rows), turn, 2) for turn in range(100)]
+
+
+def test_the_pieces_of_equal_tensors_are_searched_once(monkeypatch):
+    searches = []
+    search = giving._Cutter._find_pieces
+    monkeypatch.setattr(giving._Cutter, "_find_pieces", lambda *args: searches.append(args[-1]) or search(*args))
+    boxes, names = sharded(8, 1), [f"layers.{number}.weight" for number in range(100)]
+    shares = dict(zip(names, shares_in_turn((boxes, 2) for _ in names), strict=True))
+    whole = Box.whole((64, 1 << 10))
+    moves = [Move(name, Stored(name, whole.sizes, DType.BF16), 2, [(whole,), *((),) * 7]) for name in names]
+    plan_rounds([moves], shares, 1 << 30)
+    assert searches == [whole]

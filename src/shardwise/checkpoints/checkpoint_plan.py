@@ -11,7 +11,7 @@ from shardwise.transfer.checksums import as_bytes
 from shardwise.transfer.distributed_chunks import TensorsPlan, Views, chunk_views, plan_tensors
 from shardwise.transfer.move_plan import SharedBoxes, find_shared_boxes
 from shardwise.transfer.replicas import Replicas
-from shardwise.transfer.tensor_metadata import metadata_by_name
+from shardwise.transfer.tensor_metadata import describing_tensors, metadata_by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,13 @@ class CheckpointPlan:
 def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
     """Plan the writes of all ranks. Collective: yes."""
     tensors = collected.by_key
-    with world.all_gather("describe tensors") as exchange:
+    with describing_tensors(world) as exchange:
         memory = collected.memory()
         exchange.local = metadata_by_name(tensors)
-    by_rank = exchange.result
+    boxes = exchange.result
     with world.collective("plan the tensors"):
-        plan = plan_tensors(collected.tensors, by_rank, collected.buffers, collected.alias_keys, world.global_ranks)
+        plan = plan_tensors(collected.tensors, boxes, world.size, collected.buffers, collected.alias_keys)
     # What this rank has in common with others is compared at each save, whoever writes it.
-    boxes = {key: tuple(metadata[key].boxes for metadata in by_rank) for key in tensors}
     common = find_shared_boxes(boxes, world.rank)
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
     with world.collective("plan the chunks"):

@@ -66,10 +66,8 @@ def _divide_into_shares(
     """Return the boxes that each rank reads, by name. Small tensors are read by one holder, in turn."""
     # Sorted, so that all ranks take turns in one order: modules may register tensors in the order of a set.
     ordered = sorted((item.fqn, item.dtype.itemsize) for item in items if item.fqn in shared)
-    shares: dict[str, tuple[Boxes, ...]] = {}
-    for turn, (name, itemsize) in enumerate(ordered):
-        shares[name] = move_plan.shares_by_rank(shared[name], turn, itemsize)
-    return shares
+    in_turn = move_plan.shares_in_turn((shared[name], itemsize) for name, itemsize in ordered)
+    return {name: shares for (name, _), shares in zip(ordered, in_turn, strict=True)}
 
 
 def exchange_shared(

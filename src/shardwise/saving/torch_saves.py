@@ -39,7 +39,7 @@ from shardwise.transfer.distributed_chunks import (
     plan_tensors,
 )
 from shardwise.transfer.move import gather
-from shardwise.transfer.tensor_metadata import metadata_by_name
+from shardwise.transfer.tensor_metadata import describing_tensors, metadata_by_name
 
 Levels: TypeAlias = tuple[str | int, ...]
 """The path to a value: keys of dicts and indices of lists."""
@@ -335,11 +335,11 @@ def write_distributed_folder(
         # Only the first rank packs values that are not tensors: theirs are the ones that are saved.
         tensors, packed = _split_state(state, is_packed=world.rank == 0)
     by_key = {flat_key(path): tensor for path, tensor in tensors.items()}
-    with world.all_gather("describe tensors") as exchange:
+    with describing_tensors(world) as exchange:
         exchange.local = metadata_by_name(by_key)
-    metadata = exchange.result
+    boxes = exchange.result
     with world.collective("plan the tensors"):
-        plan = plan_tensors(tensors, metadata, global_ranks=world.global_ranks)
+        plan = plan_tensors(tensors, boxes, world.size)
     sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
     # Each rank knows the sizes of all files, which the commit checks.
     number, folder = number_of(saving.save_id), Path(saving.folder, name)

@@ -5,6 +5,7 @@ Either kind is resharded into tensors of a model or an optimizer.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.transfer import matching, move, tensor_metadata
 from shardwise.transfer.memory import require_budget
+from shardwise.transfer.move_plan import Boxes
 from shardwise.transfer.read import ReadExecutor, ReadItem, plan_reads
 
 
@@ -161,30 +163,27 @@ class ProvidedValues:
         Raises:
             RankMismatchError: ranks have different targets.
         """
-        with world.all_gather("describe tensors") as exchange:
+        collect_boxes = partial(tensor_metadata.collect_boxes, global_ranks=world.global_ranks)
+        with world.all_reduce("describe tensors", collect_boxes) as exchange:
             exchange.local = tensor_metadata.metadata_by_name(targets)
-        metadata = exchange.result
-        with world.collective("compare the ranks' tensors"):
-            # Before planning: the plan pairs tensors of the ranks by name and shape.
-            tensor_metadata.require_same_tensors(metadata, world.global_ranks)
-            items = [self._transfer(item, targets, metadata) for item in match.tensors]
+        boxes = exchange.result
+        with world.collective("plan the transfers"):
+            items = [self._transfer(item, targets, boxes) for item in match.tensors]
         return move.transfer(world, items, budget_bytes=budget_bytes, device=device)
 
     def _transfer(
         self,
         item: matching.MatchedTensor,
         targets: Mapping[str, torch.Tensor],
-        metadata: Sequence[Mapping[str, tensor_metadata.TensorMetadata]],
+        boxes: Mapping[str, tuple[Boxes, ...]],
     ) -> move.Transfer:
         name = item.slot.names[0]
         target = targets[name]
         source = None  # on ranks that provide nothing of this tensor
         if item.name in self.tensors:
             source = move.LocalTensor.from_tensor(self.tensors[item.name], item.name)
-        # By rank, the boxes that it needs.
-        needed = tuple(rank_metadata[name].boxes for rank_metadata in metadata)
         into = move.LocalTensor.from_tensor(target, name)
-        return move.Transfer(name, target.shape, target.dtype, item.source_boxes, needed, source, into)
+        return move.Transfer(name, target.shape, target.dtype, item.source_boxes, boxes[name], source, into)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from shardwise.core.formatting import ALL_RANKS
 from shardwise.core.layout import locate_box
 from shardwise.core.tensors import Box, ByteRange, Strided, numel
 from shardwise.files.local_reader import LocalReader
@@ -27,9 +26,8 @@ from shardwise.files.torch_files import read_torch_tensor
 from shardwise.fsdp.named_tensors import local_boxes, raw_bytes, strided_view
 from shardwise.fsdp.torch_private import copy_all, make_storage_info, save_without_data
 from shardwise.transfer.memory import gc_disabled
-from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_by_rank
+from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_in_turn
 from shardwise.transfer.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
-from shardwise.transfer.tensor_metadata import TensorMetadata, collect_boxes
 from shardwise.transfer.workers import in_background
 
 StatePath: TypeAlias = tuple[str | int, ...]
@@ -123,37 +121,33 @@ class TensorsPlan:
 @gc_disabled()
 def plan_tensors(
     tensors: Mapping[StatePathT, torch.Tensor],
-    metadata: Sequence[Mapping[str, TensorMetadata]],
+    boxes: Mapping[str, tuple[Boxes, ...]],
+    num_ranks: int,
     buffers: Collection[str] = (),
     aliases: Mapping[StatePathT, StatePathT] | None = None,
-    global_ranks: Sequence[int] = ALL_RANKS,
 ) -> TensorsPlan:
     """Distribute the tensors over the ranks' files.
 
     Args:
         tensors: by path, DTensors or full tensors.
-        metadata: of the tensors that each rank holds, by key.
+        boxes: of each tensor, by key and rank. Together they are all of it.
+        num_ranks: the number of ranks, each of which has a file.
         buffers: keys of tensors that the first rank that holds them writes, see [Note: Patchworks] in
             ``transfer/replicas.py``.
         aliases: further names of tensors, with their first ones.
-        global_ranks: the ranks of the group in the default group, for errors.
-
-    Raises:
-        RankMismatchError: the ranks have different tensors.
-        ShardingError: together they do not hold all of one.
     """
-    # From the metadata of all ranks, so that each rank plans the files of all.
-    boxes_by_key = collect_boxes(metadata, global_ranks)
-    ends = [0] * len(metadata)  # of each rank's file, in bytes
-    files: list[list[ArchivedChunk]] = [[] for _ in metadata]
+    # From the boxes of all ranks, so that each rank plans the files of all.
+    ends = [0] * num_ranks  # of each rank's file, in bytes
+    files: list[list[ArchivedChunk]] = [[] for _ in ends]
     planned: dict[str, tuple[StatePath, tuple[int, ...], torch.dtype]] = {}
-    for number, (path, tensor) in enumerate(tensors.items()):
+    in_turn = shares_in_turn((boxes[flat_key(path)], tensor.dtype.itemsize) for path, tensor in tensors.items())
+    for (path, tensor), shares in zip(tensors.items(), in_turn, strict=True):
         key, shape, dtype = flat_key(path), tuple(tensor.shape), tensor.dtype
         planned[key] = path, shape, dtype
-        boxes = boxes_by_key[key]
-        shares = first_holder_shares(boxes) if key in buffers else shares_by_rank(boxes, number, dtype.itemsize)
+        if key in buffers:
+            shares = first_holder_shares(boxes[key])
         if not numel(shape):  # one rank writes the empty tensor
-            shares = ((Box.whole(shape),), *((),) * (len(metadata) - 1))
+            shares = ((Box.whole(shape),), *((),) * (num_ranks - 1))
         _lay_out(key, dtype, shares, files, ends)
     return TensorsPlan(
         planned, tuple(map(tuple, files)), {path: flat_key(first) for path, first in (aliases or {}).items()}

@@ -28,7 +28,7 @@ from shardwise.transfer import move_plan
 from shardwise.transfer.memory import trim_heap
 from shardwise.transfer.move_plan import Block, Boxes, Piece, Round, StateForm
 from shardwise.transfer.staging import DeviceStaging, HostStaging, StagingBuffer, pinned_bytes
-from shardwise.transfer.tensor_metadata import collect_boxes, metadata_by_name
+from shardwise.transfer.tensor_metadata import describing_tensors, metadata_by_name
 
 GetShare: TypeAlias = Callable[[str, int], torch.Tensor]
 """Returns a share of a tensor that this rank sends, by name and number, as a row-major tensor."""
@@ -338,10 +338,8 @@ def transfer(world: World, items: Sequence[Transfer], *, budget_bytes: int, devi
         CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
     """
     by_name = {item.name: item for item in items}
-    shares: dict[str, tuple[Boxes, ...]] = {}
-    for number, item in enumerate(items):
-        turn = number % world.size  # small tensors are sent by the ranks in turn
-        shares[item.name] = move_plan.shares_by_rank(item.source_boxes, turn, item.dtype.itemsize)
+    in_turn = move_plan.shares_in_turn((item.source_boxes, item.dtype.itemsize) for item in items)
+    shares = dict(zip(by_name, in_turn, strict=True))
     last: dict[tuple[str, int], torch.Tensor] = {}  # at most one: consecutive pieces are parts of the same share
 
     def get_share(name: str, number: int) -> torch.Tensor:
@@ -430,11 +428,9 @@ def gather(
         RankMismatchError: ranks have different tensors.
         ShardingError: ranks do not have, together, all of a tensor.
     """
-    with world.all_gather("describe tensors") as exchange:
+    with describing_tensors(world) as exchange:
         exchange.local = metadata_by_name(tensors)
-    metadata = exchange.result
-    with world.collective("compare the ranks' tensors"):
-        boxes = collect_boxes(metadata, world.global_ranks)
+    boxes = exchange.result
     # Shards of all ranks are the sources. The full tensors on the receiving ranks are the targets.
     ranks = move_plan.receivers(form, world.size)
     gathered: dict[str, torch.Tensor] = {}

@@ -7,8 +7,9 @@ follow from the shares of all ranks, so the plan is the same on every rank, and 
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from typing import Literal, TypeAlias
 
@@ -104,6 +105,22 @@ def shares_by_rank(boxes: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Bo
         for replica, rank in enumerate(ranks):
             shares[rank] += local_share(box, replica, len(ranks), turn, itemsize)
     return tuple(map(tuple, shares))
+
+
+def shares_in_turn(tensors: Iterable[tuple[tuple[Boxes, ...], int]]) -> Iterator[tuple[Boxes, ...]]:
+    """Yield each rank's share of each tensor: one object for all equal tensors with the same senders.
+
+    The holders of a small box send it in turn. ``tensors`` are the boxes by rank and the bytes of an element.
+    """
+    count_turns, share = cache(_count_turns), cache(shares_by_rank)
+    for number, (boxes, itemsize) in enumerate(tensors):
+        yield share(boxes, number % count_turns(boxes, itemsize), itemsize)
+
+
+def _count_turns(boxes: Sequence[Boxes], itemsize: int) -> int:
+    """Return the number of turns after which the senders of a tensor's small boxes are the first ones again."""
+    small = (len(ranks) for box, ranks in find_holders(boxes).items() if box.numel * itemsize <= SMALL_BYTES)
+    return max(small, default=1)
 
 
 def first_holder_shares(boxes: Sequence[Boxes]) -> tuple[Boxes, ...]:
@@ -279,7 +296,7 @@ class _Cutter:
     def blocks(self, stream: Sequence[Move], bucket_bytes: int) -> Iterator[Block]:
         for move in stream:
             bare, leaves = structure(move.expression)
-            # By identity: equal shares of many tensors are one object (replicas._shares_by_name).
+            # By identity: equal shares of many tensors are one object (shares_in_turn).
             form = bare, tuple(id(self._shares[leaf]) for leaf in leaves)
             for whole, ranks in find_holders(move.target_boxes).items():
                 # A rank that sends the block to all others stages it once for each. At least two: one that sends

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -26,10 +26,10 @@ from shardwise.models.four_bit.layers import get_scales
 from shardwise.ranks.world import World, repr_digest
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.move import LocalTensor, Transfer, transfer
-from shardwise.transfer.move_plan import Boxes, SharedBoxes, find_shared_boxes, first_holder_shares, shares_by_rank
+from shardwise.transfer.move_plan import Boxes, SharedBoxes, find_shared_boxes, first_holder_shares, shares_in_turn
 from shardwise.transfer.tensor_metadata import (
     TensorMetadata,
-    collect_boxes,
+    describing_tensors,
     get_boxes,
     metadata_by_name,
     require_same_tensors,
@@ -194,9 +194,10 @@ def equal_on_all(
     Raises:
         RankMismatchError: as in :func:`compare_replicas`, or ranks have different tensors.
     """
-    with world.all_gather("describe tensors") as exchange:
+    with describing_tensors(world) as exchange:
         exchange.local = metadata_by_name(tensors)
-    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
+    boxes = exchange.result
+    differing = _compare_shared(world, tensors, boxes, buffers)
     # Parameters that differ have raised by now. Only buffers are left to be copied.
     copies: dict[str, torch.Tensor] = {}
     if differing:
@@ -211,20 +212,19 @@ def equal_on_all(
     return {**tensors, **copies}, differing
 
 
-def _compare_tensors(
+def _compare_shared(
     world: World,
     tensors: Mapping[str, torch.Tensor],
-    metadata: Sequence[Mapping[str, TensorMetadata]],
+    boxes: Mapping[str, tuple[Boxes, ...]],
     buffers: Collection[str],
-) -> tuple[dict[str, tuple[Boxes, ...]], tuple[str, ...]]:
-    """Compare tensors and their replicas. Return the boxes by name and rank, and the names of differing buffers.
+) -> tuple[str, ...]:
+    """Compare what several ranks hold, from the boxes by name and rank. Return the names of differing buffers.
 
-    ``metadata`` are those of all ranks. Collective: yes.
+    Collective: yes.
     """
-    with world.collective("compare the ranks' tensors"):
-        boxes = collect_boxes(metadata, world.global_ranks)
+    with world.collective("find the replicas"):
         replicas = Replicas.among(tensors, find_shared_boxes(boxes, world.rank), buffers)
-    return boxes, compare_replicas(world, replicas)
+    return compare_replicas(world, replicas)
 
 
 def require_alike_models(world: World, refs: Sequence[TensorRef], bounds: Sequence[Bound]) -> None:
@@ -272,7 +272,7 @@ def agree_on_shares(world: World, refs: Sequence[TensorRef]) -> Shares:
     saved = [item for item in refs if item.kind.is_saved]
     tensors = {item.fqn: item.tensor for item in saved}
     buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
-    with world.all_gather("describe tensors") as exchange:
+    with describing_tensors(world) as exchange:
         # Within the phase, because one rank alone may have tensors on meta.
         if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise ShardingError(
@@ -283,7 +283,8 @@ def agree_on_shares(world: World, refs: Sequence[TensorRef]) -> Shares:
             item_boxes = get_boxes(item.tensor, item.fqn)
             local[item.fqn] = TensorMetadata.from_ref(item, str(item.tensor.dtype), item_boxes)
         exchange.local = local
-    boxes, differing = _compare_tensors(world, tensors, exchange.result, buffers)
+    boxes = exchange.result
+    differing = _compare_shared(world, tensors, boxes, buffers)
     return Shares(_shares_by_name(saved, boxes), differing)
 
 
@@ -291,18 +292,13 @@ def _shares_by_name(
     saved: Sequence[TensorRef], boxes_by_name: Mapping[str, tuple[Boxes, ...]]
 ) -> dict[str, tuple[Boxes, ...]]:
     """Return the shares of each tensor, one value for all tensors with equal ones."""
-    cache: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
+    buffer_shares = cache(first_holder_shares)
+    in_turn = shares_in_turn((boxes_by_name[item.fqn], item.tensor.element_size()) for item in saved)
     shares: dict[str, tuple[Boxes, ...]] = {}
-    for number, item in enumerate(saved):
-        boxes, itemsize = boxes_by_name[item.fqn], item.tensor.element_size()
-        is_buffer = item.kind is not TensorKind.PARAMETER
-        # Small parameters are sent by the holders in turn. All buffers are sent by the first holder.
-        # -1 keeps buffers apart from parameters in the cache: with equal boxes, their shares differ.
-        turn = -1 if is_buffer else number % len(boxes)
-        key = id(boxes), turn, itemsize
-        if key not in cache:
-            cache[key] = first_holder_shares(boxes) if is_buffer else shares_by_rank(boxes, turn, itemsize)
-        shares |= dict.fromkeys(item.names, cache[key])
+    for item, parameter_shares in zip(saved, in_turn, strict=True):
+        is_parameter = item.kind is TensorKind.PARAMETER
+        item_shares = parameter_shares if is_parameter else buffer_shares(boxes_by_name[item.fqn])
+        shares |= dict.fromkeys(item.names, item_shares)
     return shares
 
 

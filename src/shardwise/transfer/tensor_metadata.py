@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from shardwise.core.errors import RankMismatchError, ShardingError
 from shardwise.core.formatting import ALL_RANKS, abbreviate, few_names
 from shardwise.fsdp.named_tensors import TensorRef, local_boxes
 from shardwise.fsdp.torch_private import sets_grad_dtype
+from shardwise.ranks.world import Exchange, World
 from shardwise.transfer import move_plan
 from shardwise.transfer.move_plan import Boxes
 
@@ -62,8 +64,9 @@ class TensorMetadata:
 
 def metadata_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorMetadata]:
     """Return the metadata of each tensor by name. Errors have the name."""
+    describe = cache(TensorMetadata)  # one object for equal tensors, which a message has once
     return {
-        name: TensorMetadata(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
+        name: describe(tuple(tensor.shape), str(tensor.dtype), get_boxes(tensor, name))
         for name, tensor in tensors.items()
     }
 
@@ -108,18 +111,39 @@ def collect_boxes(
 
     Raises:
         RankMismatchError: ranks have different tensors.
-        ShardingError: the ranks together do not have each element of a tensor.
     """
     require_same_tensors(metadata, global_ranks)
     # Interned: find_shared_boxes and others use the identity of a layout as their cache key.
-    cache: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
+    layouts: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
     boxes: dict[str, tuple[Boxes, ...]] = {}
     for name in metadata[0]:
         by_rank = tuple(tuple(box for box in local[name].boxes if box.numel) for local in metadata)
-        boxes[name] = cache.setdefault(by_rank, by_rank)
-    if incomplete := [name for name, item in metadata[0].items() if not move_plan.covers(item.shape, boxes[name])]:
+        boxes[name] = layouts.setdefault(by_rank, by_rank)
+    return boxes
+
+
+def collect_all_boxes(
+    metadata: Sequence[Mapping[str, TensorMetadata]], global_ranks: Sequence[int] = ALL_RANKS
+) -> dict[str, tuple[Boxes, ...]]:
+    """Return boxes as :func:`collect_boxes` does.
+
+    Raises:
+        RankMismatchError: ranks have different tensors.
+        ShardingError: the ranks together do not have each element of a tensor.
+    """
+    boxes = collect_boxes(metadata, global_ranks)
+    covers = cache(move_plan.covers)
+    if incomplete := [name for name, item in metadata[0].items() if not covers(item.shape, boxes[name])]:
         raise ShardingError(
             f"the ranks together do not have each element of {few_names(incomplete)}. Pass a process_group with "
             "all ranks of the tensors' meshes"
         )
     return boxes
+
+
+def describing_tensors(world: World) -> Exchange:
+    """Return a block in which each rank describes its tensors by name. ``result`` is :func:`collect_all_boxes`.
+
+    The first rank collects them, so that each rank gets a layout once, not the metadata of all ranks.
+    """
+    return world.all_reduce("describe tensors", partial(collect_all_boxes, global_ranks=world.global_ranks))
