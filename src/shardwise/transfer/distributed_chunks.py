@@ -23,7 +23,7 @@ from shardwise.core.layout import locate_box
 from shardwise.core.tensors import Box, ByteRange, Strided, numel
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.storage import StorageWriter
-from shardwise.files.torch_files import read_torch_tensor
+from shardwise.files.torch_files import KnownArchives, read_torch_tensor
 from shardwise.fsdp.named_tensors import local_boxes, raw_bytes, strided_view
 from shardwise.fsdp.torch_private import copy_all, make_storage_info, save_without_data
 from shardwise.transfer.memory import gc_disabled
@@ -79,7 +79,9 @@ def envelope(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
         save_without_data(partial(torch.empty, shape, dtype=dtype), place)
         with LocalReader(folder) as reader:
             nbytes = reader.size(place.name)
-            hole = read_torch_tensor(reader, place.name, ByteRange(0, nbytes), {}, what=str(place)).range
+            hole = read_torch_tensor(
+                reader, place.name, ByteRange(0, nbytes), KnownArchives(), what=str(place)
+            ).range
             return Envelope(reader.read(place.name, 0, hole.start), reader.read(place.name, hole.stop, nbytes))
 
 
