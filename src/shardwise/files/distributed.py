@@ -31,7 +31,7 @@ from shardwise.files.urls import shown, unsafe_name_reason
 
 SUFFIX = ".distcp"
 MAX_METADATA_BYTES = 500_000_000
-"""Limit on the size of ``.metadata``, that of some three million chunks."""
+"""Limit on the size of ``.metadata``, that of some three to five million chunks."""
 
 
 @dataclass(frozen=True, slots=True)
