@@ -23,10 +23,12 @@ from tests.small_checkpoints import small_qwen3
 from torch.optim import lr_scheduler as schedules
 
 import shardwise
-from shardwise import Checkpointer, KeyMismatchError, StorageError, TrainState
+from shardwise import Checkpointer, KeyMismatchError, ShardingError, StorageError, TrainState
+from shardwise.checkpoints import write
 from shardwise.checkpoints.header import HEADER, CheckpointHeader
 from shardwise.checkpoints.step_folders import is_complete_folder, remove_incomplete_steps, steps_in
 from shardwise.options import AdapterOnly, Ignore
+from shardwise.transfer import distributed_chunks
 
 
 def assert_goes_on(found, saved):
@@ -324,6 +326,18 @@ def test_latest_sees_complete_checkpoints_alone(tmp_path):
     assert checkpointer.discard_after(3) == [8]
     assert checkpointer.steps() == [3]
     assert is_complete_folder(elsewhere), "of links to it, the links are removed"
+
+
+def test_metadata_that_no_reader_accepts_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    training = Training()
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.save(1, training.state)
+    monkeypatch.setattr(distributed_chunks, "MAX_METADATA_BYTES", 1000)
+    monkeypatch.setattr(write, "_write_local", None)
+    with pytest.raises(ShardingError, match=r"\.metadata: would have \d+ bytes .* Save from fewer ranks"):
+        checkpointer.save(2, training.state)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert checkpointer.restore(training.state).step == 1
 
 
 def test_leftovers_are_removed_by_the_next_save_and_nothing_else_is(tmp_path):

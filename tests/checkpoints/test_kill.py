@@ -25,7 +25,7 @@ STAGES = {
     "stage": (distributed_chunks, "copy_all", 1),
     "write": (write, "_write_local", 1),
     "sync": (distributed_chunks, "envelope", 2),
-    "commit": (write, "build_metadata", 0),
+    "commit": (write, "publish", 0),
     "remove": (saving_lock, "release_lock", 0),
 }
 """By stage, a function that is called in it, and the rank that is killed as it calls it."""

@@ -4,6 +4,7 @@ import io
 import pickle
 import time
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from shardwise.files.join_entries import merge_indexes, tiling
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.open_checkpoint import open_checkpoint
 from shardwise.files.remote import RemoteReader
+from shardwise.transfer.distributed_chunks import build_metadata, data_file, envelope, flat_key, plan_tensors
+from shardwise.transfer.tensor_metadata import TensorMetadata
 
 
 def save(value: dict[str, Any], folder: Path) -> Path:
@@ -196,6 +199,55 @@ def test_a_folder_at_a_url() -> None:
             index = open_checkpoint(url)
             with RemoteReader(index.root) as reader:
                 assert same(values_of(index, reader)["g"], GRID)
+
+
+def shards(ranks: int) -> dict[str, bytes]:
+    """A folder as shardwise writes it: two tensors of equal shape, of which each rank has written a row."""
+    full = {("model", name): torch.zeros(ranks, 4) for name in "ab"}
+    boxes = [TensorMetadata((ranks, 4), "torch.float32", (Box((rank, 0), (1, 4)),)) for rank in range(ranks)]
+    plan = plan_tensors(full, [{flat_key(path): held for path in full} for held in boxes])
+    files = {".metadata": build_metadata(plan, [{} for _ in range(ranks)])}
+    for rank, chunks in enumerate(plan.by_rank):
+        content = bytearray(plan.nbytes(rank))
+        for number, chunk in enumerate(chunks):
+            around = envelope(chunk.box.sizes, chunk.dtype)
+            row = torch.full((4,), 10.0 * number + rank).numpy().tobytes()
+            content[chunk.start : chunk.stop] = around.before + row + around.after
+        files[data_file(rank)] = bytes(content)
+    return files
+
+
+def test_chunks_of_many_ranks_are_read_file_by_file(tmp_path: Path) -> None:
+    for name, content in shards(5).items():
+        (tmp_path / name).write_bytes(content)
+    with LocalReader(tmp_path, max_open_files=2) as reader:
+        found = values_of(open_checkpoint(reader), reader)
+        read = reader.files_opened
+        open_checkpoint(reader)
+        # .metadata, then each file for its size, and for its chunks
+        assert reader.files_opened - read <= 1 + 2 * 5
+    rows = torch.arange(5.0)[:, None].expand(5, 4)
+    assert same(found["a"], rows)
+    assert same(found["b"], rows + 10)
+
+
+def test_equal_archives_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = shards(5)
+    parsed: list[object] = []
+    original = zipfile.ZipFile
+    monkeypatch.setattr(zipfile, "ZipFile", lambda window: parsed.append(window) or original(window))
+    open_checkpoint(MemoryReader(files))
+    assert len(parsed) == 1
+    # One byte in the envelope of a later chunk: of its local header, its pickle, or its directory.
+    last = data_file(4)
+    around = envelope((1, 4), torch.float32)
+    start = files[last].rindex(around.before)
+    directory = files[last].rindex(b"PK\1\2")
+    for at in (start, start + around.before.index(b"torch"), directory, len(files[last]) - 22):
+        changed = bytearray(files[last])
+        changed[at] ^= 0xFF
+        with pytest.raises(FormatError):
+            open_checkpoint(MemoryReader({**files, last: bytes(changed)}))
 
 
 # Which folder

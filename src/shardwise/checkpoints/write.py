@@ -66,12 +66,10 @@ class WrittenFile:
 
     Attributes:
         nbytes: its size, checksums included.
-        values: sizes in bytes of its values that are not tensors.
         digest: digest of its checksums.
     """
 
     nbytes: int
-    values: Mapping[KeyPath, int]
     digest: str
 
 
@@ -96,14 +94,15 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
     Raises:
         StorageError: another save holds the lock or has taken it over, or bytes could not be written. The
             checkpoint is not committed then, unless removing an older one failed.
+        ShardingError: ``.metadata`` would be larger than readers accept. Nothing is written then.
         RankLostError: a rank has been lost.
     """
     with lock_on_first_rank(world, job.root) as saving:
         try:
             # Before any rank creates its file, since this removes what is in the folder of the step.
-            with world.broadcast("begin the save"):
-                if world.rank == 0:
-                    _begin(job)
+            metadata: list[bytes] = []  # on the first rank; empty on the others
+            with world.all_reduce("begin the save", lambda sizes: metadata.append(_begin(job, sizes))) as exchange:
+                exchange.local = {path: len(value) for path, value in job.values.items()}
             files: list[WrittenFile] = []  # of all ranks, by rank, on the first; empty on the others
             # Each rank syncs its file in this phase. So all of them are durable before one is named in
             # ``.metadata``.
@@ -111,7 +110,7 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
                 exchange.local = _write_local(world, job, saving)
             with world.broadcast("commit the checkpoint") as exchange:
                 if world.rank == 0:
-                    exchange.local = _commit(job, saving, files)
+                    exchange.local = _commit(job, saving, files, metadata[0])
             removed, checkpoint_bytes = exchange.result
         except BaseException:
             # While the lock is held, which lock_on_first_rank() then releases. The first error is the one to raise.
@@ -133,8 +132,12 @@ def _content_nbytes(job: Job, rank: int) -> int:
     return job.plan.nbytes(rank) + sum(map(len, job.values.values()))
 
 
-def _begin(job: Job) -> None:
-    """Remove remains of earlier saves, and check that the step is a new one."""
+def _begin(job: Job, sizes: Sequence[Mapping[KeyPath, int]]) -> bytes:
+    """Remove remains of earlier saves, and check that the step is a new one. Return the content of ``.metadata``.
+
+    ``sizes`` are those in bytes of each rank's values that are not tensors.
+    """
+    metadata = build_metadata(job.plan, sizes)
     root, step, newest = job.root, job.step, job.newest
     # Before the steps are listed. See [Note: Checked twice] in ``saving/commit.py``.
     step_folders.remove_incomplete_steps(root)
@@ -152,14 +155,14 @@ def _begin(job: Job) -> None:
             raise StorageError(
                 f"{writer.root}: holds {names[0]}, which no Checkpointer put there. Move it elsewhere"
             )
+    return metadata
 
 
-def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile]) -> tuple[list[int], int]:
+def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile], metadata: bytes) -> tuple[list[int], int]:
     """Commit the checkpoint and remove old ones. Return the removed steps, and the size of all data files."""
     locked = saving.locked
     # The header has the digests of all other files. It is put in place before ``.metadata``, which commits.
     files = {data_file(rank): file.nbytes for rank, file in enumerate(written)}
-    metadata = build_metadata(job.plan, [file.values for file in written])
     header = replace(
         job.header,
         files=files,
@@ -205,8 +208,7 @@ def _write_local(world: World, job: Job, saving: Saving) -> WrittenFile:
         # The content, then the name in the folder: after a crash, a file that is there is whole.
         writer.sync(file)
         writer.sync_names()
-    sizes = {path: len(value) for path, value in job.values.items()}
-    return WrittenFile(with_checksums(nbytes), sizes, digest(sums.to_bytes()))
+    return WrittenFile(with_checksums(nbytes), digest(sums.to_bytes()))
 
 
 def write_in_background(world: World, job: Job) -> CheckpointReport:

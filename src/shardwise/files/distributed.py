@@ -26,12 +26,12 @@ from shardwise.files.checkpoint_index import (
 from shardwise.files.join_entries import MAX_DEPTH, METADATA, Chunk, FoundTensor, KeyPath, WrapperChoice
 from shardwise.files.pickles import Record, are_sizes, read_pickle
 from shardwise.files.storage import StorageReader, read_limited
-from shardwise.files.torch_files import read_torch_file, read_torch_tensor
+from shardwise.files.torch_files import KnownArchives, read_torch_file, read_torch_tensor
 from shardwise.files.urls import shown, unsafe_name_reason
 
 SUFFIX = ".distcp"
 MAX_METADATA_BYTES = 500_000_000
-"""Limit on the size of ``.metadata``, that of some three million chunks."""
+"""Limit on the size of ``.metadata``, that of some three to five million chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,14 @@ def _add_chosen(
     # Sizes first: a chunk beyond the end of its file is a fault, whatever the chunk holds.
     index.files.update(_sizes(reader, chosen.values(), faults))
     faults.raise_if_any()
-    # Chunks of one shape have equal pickles, which are parsed once.
-    cache: dict[bytes, object] = {}
+    # Chunks of one form have equal pickles, and in shardwise's own checkpoints equal archives but for the elements.
+    known: dict[tuple[DType, tuple[int, ...]], KnownArchives] = defaultdict(KnownArchives)
 
     def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> Chunk:
         tensor, box, place = item
         name = f"{shown(tensor.key)} at {box.offsets} in {shown(place.file)}"
-        view = read_torch_tensor(reader, place.file, place.bytes, cache, what=name)
+        form = known[tensor.dtype, box.sizes]
+        view = read_torch_tensor(reader, place.file, place.bytes, form, what=name)
         if view.dtype is not tensor.dtype or view.shape != box.sizes:
             raise FormatError(
                 f"{name}: it holds {view.dtype.label} {view.shape}, where the metadata has "
@@ -107,9 +108,12 @@ def _add_chosen(
             )
         return Chunk(box.offsets, view)
 
-    # All chunks of all tensors at once, because a remote storage reads them concurrently.
+    # All chunks of all tensors at once, because a remote storage reads them concurrently. File by file, because a
+    # reader keeps some files open, and the chunks of one tensor are in the files of all ranks.
     jobs = [(tensor, box, place) for tensor in chosen.values() for box, place in tensor.chunks]
-    chunks = iter(checkpoint_index.each(reader, read, jobs))  # in the order of the jobs
+    order = sorted(range(len(jobs)), key=lambda number: (jobs[number][2].file, jobs[number][2].bytes))
+    found = dict(zip(order, checkpoint_index.each(reader, read, [jobs[number] for number in order]), strict=True))
+    chunks = map(found.__getitem__, range(len(jobs)))
     tensors: list[FoundTensor] = []
     for path, tensor in chosen.items():
         chunks_of_tensor = tuple(next(chunks) for _ in tensor.chunks)

@@ -13,7 +13,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final, NoReturn
 
@@ -247,18 +247,53 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     return TorchFileContents(file, file_nbytes, tuple(located), tuple(others))
 
 
-def read_torch_tensor(
-    reader: StorageReader, file: str, location: ByteRange, cache: dict[bytes, object], *, what: str
-) -> StoredView:
-    """Return the tensor that was saved by itself in a range of a file.
+class _RecordedWindow(FileWindow):
+    """A window that records what is read, with its place."""
 
-    ``cache`` has pickles that have been read, because chunks of equal shapes have equal ones.
+    def __init__(self, reader: StorageReader, file: str, location: ByteRange) -> None:
+        super().__init__(reader, file, location.start, location.stop)
+        self.recorded: list[tuple[int, bytes]] = []
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        content = super().read_range(start, stop)
+        self.recorded.append((start, content))
+        return content
+
+
+@dataclass
+class KnownArchives:
+    """What has been read of archives of tensors of one form.
+
+    Attributes:
+        pickles: the values of their pickles.
+        last: place, all that was read, and tensor of the last one that was parsed.
     """
-    archive = TorchArchive(FileWindow(reader, file, location.start, location.stop), what, cache)
+
+    pickles: dict[bytes, object] = field(default_factory=dict)
+    last: tuple[ByteRange, list[tuple[int, bytes]], StoredView] | None = None
+
+
+def read_torch_tensor(
+    reader: StorageReader, file: str, location: ByteRange, known: KnownArchives, *, what: str
+) -> StoredView:
+    """Return the tensor that was saved by itself in a range of a file."""
+    window = _RecordedWindow(reader, file, location)
+    if known.last is not None:
+        place, recorded, view = known.last
+        # A parse depends on the size and on what it reads alone, so that an equal archive has the same result.
+        if place.nbytes == location.nbytes and all(
+            window.read_range(start, start + len(content)) == content for start, content in recorded
+        ):
+            start = location.start + view.range.start - place.start
+            return replace(view, file=file, range=ByteRange(start, start + view.range.nbytes))
+        window.recorded.clear()
+    archive = TorchArchive(window, what, known.pickles)
     tensor = archive.value
     if not isinstance(tensor, PickledTensor):
         archive.refuse(f"it holds a {_kind(tensor)}, not a tensor")
-    return archive.tensor_view(tensor, archive.storage_range(tensor.storage.name), "the tensor")
+    view = archive.tensor_view(tensor, archive.storage_range(tensor.storage.name), "the tensor")
+    known.last = location, window.recorded, view
+    return view
 
 
 class TorchArchive(Archive):

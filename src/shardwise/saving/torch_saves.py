@@ -328,7 +328,8 @@ def write_distributed_folder(
 
     Raises:
         RankMismatchError: ranks have different tensors.
-        ShardingError: the ranks together do not hold all of a tensor, or two tensors have one name.
+        ShardingError: the ranks together do not hold all of a tensor, two tensors have one name, or ``.metadata``
+            would be larger than readers accept.
         StorageError: the folder could not be written to, or another save writes there, or has since.
     """
     with world.collective("collect tensors"):
@@ -340,9 +341,15 @@ def write_distributed_folder(
     boxes = exchange.result
     with world.collective("plan the tensors"):
         plan = plan_tensors(tensors, boxes, world.size)
-    sizes = world.all_gather_object({path: len(value) for path, value in packed.items()})
-    # Each rank knows the sizes of all files, which the commit checks.
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
+    metadata_contents: list[bytes] = []  # on the first rank; empty on the others
+
+    def describe(sizes: list[dict[Levels, int]]) -> list[dict[Levels, int]]:
+        metadata_contents.append(build_metadata(plan, sizes, partial(data_file, number=number)))
+        return sizes
+
+    # Each rank knows the sizes of all files, which the commit checks.
+    sizes = world.all_reduce_object({path: len(value) for path, value in packed.items()}, describe)
     files: dict[str, int] = {}
     for rank, rank_sizes in enumerate(sizes):
         files[data_file(rank, number)] = plan.nbytes(rank) + sum(rank_sizes.values())
@@ -359,11 +366,10 @@ def write_distributed_folder(
 
     with world.broadcast("write the metadata") as exchange:
         if world.rank == 0:
-            written = build_metadata(plan, sizes, partial(data_file, number=number))
             with open_writer(folder) as writer:
-                make_file(writer, temporary_name(METADATA, saving.save_id), written)
+                make_file(writer, temporary_name(METADATA, saving.save_id), metadata_contents[0])
                 writer.sync_names()
-            exchange.local = len(written)
+            exchange.local = len(metadata_contents[0])
     metadata_file = {f"{name}/{METADATA}": exchange.result}
     return WrittenFiles(metadata_file, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 

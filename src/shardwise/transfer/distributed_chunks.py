@@ -18,11 +18,14 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
+from shardwise.core.errors import ShardingError
 from shardwise.core.layout import locate_box
 from shardwise.core.tensors import Box, ByteRange, Strided, numel
+from shardwise.files.distributed import MAX_METADATA_BYTES
+from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.storage import StorageWriter
-from shardwise.files.torch_files import read_torch_tensor
+from shardwise.files.torch_files import KnownArchives, read_torch_tensor
 from shardwise.fsdp.named_tensors import local_boxes, raw_bytes, strided_view
 from shardwise.fsdp.torch_private import copy_all, make_storage_info, save_without_data
 from shardwise.transfer.memory import gc_disabled
@@ -77,7 +80,9 @@ def envelope(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
         save_without_data(partial(torch.empty, shape, dtype=dtype), place)
         with LocalReader(folder) as reader:
             nbytes = reader.size(place.name)
-            hole = read_torch_tensor(reader, place.name, ByteRange(0, nbytes), {}, what=str(place)).range
+            hole = read_torch_tensor(
+                reader, place.name, ByteRange(0, nbytes), KnownArchives(), what=str(place)
+            ).range
             return Envelope(reader.read(place.name, 0, hole.start), reader.read(place.name, hole.stop, nbytes))
 
 
@@ -177,18 +182,25 @@ def build_metadata(
         plan: of the tensors.
         values: the values of each rank that are not tensors, with their bytes, in order.
         name: function of a rank that returns the name of its file.
+
+    Raises:
+        ShardingError: it would be larger than readers accept.
     """
     described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     paths: dict[str, StatePath] = {}
     places: dict[dcp.MetadataIndex, object] = {}
     chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {key: [] for key in plan.tensors}
-    for rank, archived in enumerate(plan.by_rank):
+    # Equal boxes and names are one object, which is pickled once.
+    described_boxes: dict[Box, dcp.ChunkStorageMetadata] = {}
+    names = [name(rank) for rank in range(len(plan.by_rank))]
+    for file, archived in zip(names, plan.by_rank, strict=True):
         for chunk in archived:
-            index = dcp.MetadataIndex(chunk.key, chunk.box.offsets, len(chunks[chunk.key]))
-            chunks[chunk.key].append(
-                dcp.ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
-            )
-            places[index] = make_storage_info(name(rank), chunk.start, chunk.stop - chunk.start)
+            box = chunk.box
+            if box not in described_boxes:
+                described_boxes[box] = dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            index = dcp.MetadataIndex(chunk.key, box.offsets, len(chunks[chunk.key]))
+            chunks[chunk.key].append(described_boxes[box])
+            places[index] = make_storage_info(file, chunk.start, chunk.stop - chunk.start)
     for key, (path, shape, dtype) in plan.tensors.items():
         paths[key] = path
         described[key] = dcp.TensorStorageMetadata(
@@ -208,9 +220,16 @@ def build_metadata(
         for path, nbytes in sizes.items():
             key = flat_key(path)
             described[key], paths[key] = dcp.BytesStorageMetadata(), path
-            places[dcp.MetadataIndex(key)] = make_storage_info(name(rank), position, nbytes)
+            places[dcp.MetadataIndex(key)] = make_storage_info(names[rank], position, nbytes)
             position += nbytes
-    return pickle.dumps(dcp.Metadata(described, paths, places, version=_FORMAT_VERSION))
+    content = pickle.dumps(dcp.Metadata(described, paths, places, version=_FORMAT_VERSION))
+    if len(content) > MAX_METADATA_BYTES:
+        raise ShardingError(
+            f"{METADATA}: would have {len(content)} bytes for {len(places)} entries in the files of {len(names)} "
+            f"ranks, {MAX_METADATA_BYTES} is the limit for reading it. Save from fewer ranks, or fewer tensors "
+            "(the model without its optimizer)"
+        )
+    return content
 
 
 Views = Mapping[ArchivedChunk, torch.Tensor]
