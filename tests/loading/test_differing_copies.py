@@ -17,6 +17,12 @@ from tests.support.world import agreed, attempt
 from torch import nn
 
 import shardwise
+from shardwise.files import local_reader
+from shardwise.files.local_reader import LocalReader
+from shardwise.files.open_checkpoint import open_checkpoint
+from shardwise.files.storage import NETWORK_FILE_SYSTEM
+from shardwise.loading.one_checkpoint import require_one_checkpoint
+from shardwise.ranks.world import World
 from shardwise.state import model_states
 
 FSDP_FILE = "pytorch_model_fsdp.bin"
@@ -90,6 +96,15 @@ def in_memory(folder: str) -> list[tuple[str, str]]:
     return [attempt(load, spoiled) for spoiled in (False, True)]
 
 
+def on_a_network(first: str, other: str) -> tuple[tuple[str, str], int]:
+    """The outcome of a comparison on two machines with a network file system, and its number of reads."""
+    machine = mock.patch.object(local_reader, "boot_id", return_value=f"machine {dist.get_rank()}")
+    reader = LocalReader(first if dist.get_rank() == 0 else other, policy=NETWORK_FILE_SYSTEM)
+    with World.current(call="load") as world, reader, machine:
+        index = open_checkpoint(first)
+        return attempt(require_one_checkpoint, world, reader, index), reader.reads
+
+
 def adapters(base: str, one: str, other: str) -> tuple[str, str]:
     """An adapter of which rank 0 has another copy than the others."""
     mine = one if dist.get_rank() == 0 else other
@@ -155,6 +170,19 @@ def test_readers_of_memory_are_compared(worlds, tmp_path):
     for plain, (kind, text) in worlds(3).run(in_memory, one_tensor(tmp_path)):
         assert plain == ("", "")
         assert (kind, "on rank 2 is not that" in text) == ("RankMismatchError", True)
+
+
+def test_machines_with_a_network_file_system_read_some_tensors_of_each_file(worlds, tmp_path):
+    for name, last in (("one", "t999"), ("other", "u999")):
+        keys = [*(f"t{number}" for number in range(999)), last]
+        (tmp_path / name).mkdir()
+        save_file({key: torch.ones(1) for key in keys}, tmp_path / name / "model.safetensors")
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    for outcome, reads in worlds(2).run(on_a_network, one, one):
+        assert outcome == ("", "")
+        assert 0 < reads <= 2 * 16 + 2
+    for (kind, text), _ in worlds(2).run(on_a_network, one, other):
+        assert (kind, "its header on rank 1 is not that on rank 0" in text) == ("RankMismatchError", True)
 
 
 def test_adapters_and_files_of_torch_are_compared_too(worlds, qwen3, tmp_path):

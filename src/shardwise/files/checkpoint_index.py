@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 from shardwise.core.errors import ConfigError, FormatError, StorageError
@@ -417,9 +417,14 @@ def iter_entry_keys(composition: object) -> Iterator[str]:
         case tuple():
             for inner in composition:
                 yield from iter_entry_keys(inner)
-        case _ if is_dataclass(composition):
-            for item in fields(composition):
-                yield from iter_entry_keys(getattr(composition, item.name))
+        case _:
+            for name in _field_names(type(composition)):
+                yield from iter_entry_keys(getattr(composition, name))
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind)) if is_dataclass(kind) else ()
 
 
 def without_wrappers(index: CheckpointIndex) -> tuple[CheckpointIndex, list[str]]:

@@ -4,7 +4,9 @@
 under the same path would silently read wrong numbers. Every rank therefore reports the identity of each file it
 opens: the machine's boot ID, device, inode, size and modification time. Ranks with equal identities read the same
 bytes. If there are several copies, the first rank of each copy reads its sizes, its headers, and the first and last
-block of every tensor, and these are compared.
+block of every tensor, and these are compared. On a network file system each machine counts as a copy, though most
+share one folder, and each block is a request. There the blocks are those of a few tensors of each file. Sizes and
+headers, which have the names, dtypes, shapes and places of all tensors, are compared as elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import partial
 from shardwise.core.errors import RankMismatchError
 from shardwise.core.formatting import format_ranks
 from shardwise.core.machine import namespace_id
-from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.checkpoint_index import CheckpointIndex, TensorEntry, each
 from shardwise.files.storage import FilePlaces, StorageReader
 from shardwise.files.urls import shown
 from shardwise.ranks.world import World
@@ -25,6 +27,9 @@ from shardwise.transfer.read import read_identities
 
 _BLOCK_BYTES = 4096
 """Bytes at both ends of a tensor that are compared between copies of a checkpoint."""
+
+_SAMPLED = 16
+"""Tensors of each file that are compared if every read crosses a network."""
 
 _MAX_HEADER_BYTES = 100_000_008
 """The largest header of a safetensors file, including the eight bytes of its length."""
@@ -62,7 +67,11 @@ def require_one_checkpoint(
         # One rank reads for each copy. The others report an empty list.
         exchange.local = []
         if world.rank in firsts:
-            exchange.local = [_file_identity(world, reader, index, file) for file in files]
+            entries: dict[str, list[TensorEntry]] = {file: [] for file in files}
+            for entry in index.entries.values():
+                entries[entry.file].append(entry)
+            identify = partial(_file_identity, world, reader)
+            exchange.local = each(reader, lambda file: identify(file, index.files[file], entries[file]), files)
     count = len(set(firsts))
     return identities, (
         f"the ranks read {count} copies of the checkpoint, whose sizes, headers and samples are equal",
@@ -102,19 +111,21 @@ def content_identity(reader: StorageReader, file: str) -> str:
     return f"in process {os.getpid()} of {namespace_id('pid')}"
 
 
-def _file_identity(world: World, reader: StorageReader, index: CheckpointIndex, file: str) -> tuple[object, ...]:
+def _file_identity(
+    world: World, reader: StorageReader, file: str, nbytes: int, entries: Sequence[TensorEntry]
+) -> tuple[object, ...]:
     """Return size, digest of the header, and digest of blocks of the tensors of a file."""
-    nbytes, size = index.files[file], reader.size(file)
+    size = reader.size(file)
     # With another size, the places of the index may be beyond its end.
     if size != nbytes:
         return size, b"", b""
     # The header is all that precedes the first tensor, or follows the last one (archives have it at the end).
-    entries = [entry for entry in index.entries.values() if entry.file == file]
     first = min((entry.start for entry in entries), default=nbytes)
     last = max((entry.stop for entry in entries), default=nbytes)
     header = [(0, min(first, _MAX_HEADER_BYTES)), (max(last, nbytes - _MAX_HEADER_BYTES), nbytes)]
     blocks: list[tuple[int, int]] = []
-    for entry in entries:
+    every = max(1, -(-len(entries) // _SAMPLED)) if reader.policy.is_remote else 1
+    for entry in entries[::every]:
         blocks.append((entry.start, min(entry.start + _BLOCK_BYTES, entry.stop)))
         blocks.append((max(entry.start, entry.stop - _BLOCK_BYTES), entry.stop))
     return size, _digest(_contents(world, reader, file, header)), _digest(_contents(world, reader, file, blocks))
