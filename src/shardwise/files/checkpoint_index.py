@@ -418,12 +418,14 @@ def iter_entry_keys(composition: object) -> Iterator[str]:
             for inner in composition:
                 yield from iter_entry_keys(inner)
         case _:
-            for name in _field_names(type(composition)):
+            kind: Any = type(composition)
+            for name in _field_names(kind):
                 yield from iter_entry_keys(getattr(composition, name))
 
 
 @cache
-def _field_names(kind: type) -> tuple[str, ...]:
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass. Empty for another class."""
     return tuple(item.name for item in fields(kind)) if is_dataclass(kind) else ()
 
 
