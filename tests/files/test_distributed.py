@@ -36,7 +36,6 @@ from shardwise.files.local_reader import LocalReader
 from shardwise.files.open_checkpoint import open_checkpoint
 from shardwise.files.remote import RemoteReader
 from shardwise.transfer.distributed_chunks import build_metadata, data_file, envelope, flat_key, plan_tensors
-from shardwise.transfer.tensor_metadata import TensorMetadata
 
 
 def save(value: dict[str, Any], folder: Path) -> Path:
@@ -204,8 +203,8 @@ def test_a_folder_at_a_url() -> None:
 def shards(ranks: int) -> dict[str, bytes]:
     """A folder as shardwise writes it: two tensors of equal shape, of which each rank has written a row."""
     full = {("model", name): torch.zeros(ranks, 4) for name in "ab"}
-    boxes = [TensorMetadata((ranks, 4), "torch.float32", (Box((rank, 0), (1, 4)),)) for rank in range(ranks)]
-    plan = plan_tensors(full, [{flat_key(path): held for path in full} for held in boxes])
+    rows = tuple((Box((rank, 0), (1, 4)),) for rank in range(ranks))
+    plan = plan_tensors(full, {flat_key(path): rows for path in full}, ranks)
     files = {".metadata": build_metadata(plan, [{} for _ in range(ranks)])}
     for rank, chunks in enumerate(plan.by_rank):
         content = bytearray(plan.nbytes(rank))
