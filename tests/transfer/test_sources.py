@@ -71,6 +71,6 @@ def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
 
 
 def test_the_order_of_tensors_counts():
-    one, other = TensorMetadata((2, 3), "", names=("a",)), TensorMetadata((2, 3), "", names=("b",))
+    one, other = TensorMetadata((2, 3), "", other_names=("a",)), TensorMetadata((2, 3), "", other_names=("b",))
     with pytest.raises(RankMismatchError, match="order of the tensors on rank 1"):
         require_same_tensors([{"a": one, "b": other}, {"b": other, "a": one}])

@@ -279,9 +279,12 @@ def agree_on_shares(world: World, refs: Sequence[TensorRef]) -> Shares:
                 f"{few_names(on_meta)} on meta: without values, there is nothing to save. Load the model first"
             )
         local: dict[str, TensorMetadata] = {}
+        # One object for equal tensors, which a message has once.
+        described: dict[tuple[TensorMetadata, Boxes], TensorMetadata] = {}
         for item in saved:
             item_boxes = get_boxes(item.tensor, item.fqn)
-            local[item.fqn] = TensorMetadata.from_ref(item, str(item.tensor.dtype), item_boxes)
+            metadata = TensorMetadata.from_ref(item, str(item.tensor.dtype), item_boxes)
+            local[item.fqn] = described.setdefault((metadata, item_boxes), metadata)
         exchange.local = local
     boxes = exchange.result
     differing = _compare_shared(world, tensors, boxes, buffers)

@@ -27,7 +27,7 @@ class TensorMetadata:
         dtype: torch's name of it, or "" if ranks may have the tensor in different dtypes.
         boxes: boxes of its elements on this rank.
         kind: what it is, for messages and comparison.
-        names: all FQNs of a model's tensor, several if modules share it.
+        other_names: FQNs of a model's tensor other than the first, if modules share it.
         requires_grad: True for a parameter that is trained.
         grad_dtype: dtype of its gradients, if one has been set.
     """
@@ -36,7 +36,7 @@ class TensorMetadata:
     dtype: str
     boxes: Boxes = field(default=(), compare=False, repr=False)
     kind: str = "tensor"
-    names: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()
     requires_grad: bool = False
     grad_dtype: str = ""
 
@@ -47,7 +47,7 @@ class TensorMetadata:
         if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
             grad_dtype = str(tensor.grad_dtype or "any dtype")
         shape = tuple(tensor.shape)
-        return cls(shape, dtype, boxes, item.kind.value, item.names, tensor.requires_grad, grad_dtype)
+        return cls(shape, dtype, boxes, item.kind.value, item.names[1:], tensor.requires_grad, grad_dtype)
 
     def __str__(self) -> str:
         text = f"a {self.kind} of shape {self.shape}"
@@ -57,8 +57,8 @@ class TensorMetadata:
             text += ", trained"
         if self.grad_dtype:
             text += f", with gradients of {self.grad_dtype}"
-        if len(self.names) > 1:
-            text += f", tied to {', '.join(self.names[1:])}"
+        if self.other_names:
+            text += f", tied to {', '.join(self.other_names)}"
         return text
 
 
