@@ -25,6 +25,7 @@ from shardwise.core.phases import current_phases
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
 from shardwise.serve import run
+from shardwise.serve import service as service_module
 from shardwise.serve.checkpoints import CheckpointStore
 from shardwise.serve.engine import deal_rows
 from shardwise.serve.keys import LOCAL, UserKey, read_keys
@@ -199,7 +200,12 @@ def test_turns_do_not_wait_as_long_as_one_without_a_pass() -> None:
     assert asyncio.run(refuse()) == 0.0
 
 
-def test_samples_of_vllm_are_waited_for_at_a_stop() -> None:
+@pytest.mark.parametrize("answers", [True, False])
+def test_samples_of_vllm_are_waited_for_at_a_stop(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For some time: the connection may have been cut off."""
+    if not answers:
+        monkeypatch.setattr(service_module, "_STOPPING_SAMPLES_S", 0.0)
+
     class Vllm:
         def __init__(self) -> None:
             self.may_go = asyncio.Event()
@@ -214,17 +220,25 @@ def test_samples_of_vllm_are_waited_for_at_a_stop() -> None:
         with service.admit(LOCAL, "samples") as request:
             request.operation = Generate(request.request_id, Sample(None, (1,), max_tokens=1))
             request.answer = SampleAnswer(1, prompt_logprobs=False)
+        await asyncio.sleep(0)  # the sample begins
         await service.begin_stop()
-        turns = [await run_turn(service) for _ in range(3)]
-        vllm.may_go.set()
+        turns = [await run_turn(service) for _ in range(3)] if answers else []
+        if answers:
+            vllm.may_go.set()
+        else:
+            turns.append(await run_turn(service))
         result = (await service.retrieve(LOCAL, request.request_id)).result
         are_last = [*(turn.is_last for turn in turns), (await run_turn(service)).is_last]
         return are_last, result, service.counters.tokens[LOCAL.name]
 
     are_last, result, num_tokens = asyncio.run(stop())
     assert num_tokens == 2
-    assert are_last == [False, False, False, True]
-    assert isinstance(result, bytes)
+    if answers:
+        assert are_last == [False, False, False, True]
+        assert isinstance(result, bytes)
+    else:
+        assert are_last[-1]
+        assert result == Refusal("the server is stopping", is_users=False)
 
 
 @pytest.mark.parametrize("name", ["ada", "no", "null", "0123", "1e3", "a: b", "é" * 70, '"'])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import secrets
 import time
 from collections import defaultdict, deque
@@ -77,6 +78,9 @@ _EXPIRY_S: Final = 60.0
 
 _STOPPING_TURN_S: Final = 0.05
 """Seconds after which there is a turn without operations while the server stops."""
+
+_STOPPING_SAMPLES_S: Final = 60.0
+"""Seconds for which a stop waits for samples of vLLM, which may have been cut off."""
 
 _OWN: Final = UserKey(name="")
 """The key of the server's own requests, whose results nobody retrieves. No user has this name."""
@@ -282,6 +286,8 @@ class Service:
         """Of the last turn with a pass."""
         self._had_early_steps = False
         self._sampling: set[asyncio.Task[None]] = set()
+        self._sampling_end_s = math.inf
+        """When samples of vLLM that still run are refused, because the server stops."""
         self._loaded: dict[str, tuple[UserKey, float]] = {}
         """Checkpoints that were loaded to sample from, the one used last at the end: the user and the time."""
         self._expired_s = 0.0
@@ -486,6 +492,8 @@ class Service:
             outcome: Any = await self.vllm.sample(request.operation)
         except ConfigError as error:
             outcome = Refusal(str(error), is_users=False)
+        except asyncio.CancelledError:  # by take_turn()
+            outcome = Refusal("the server is stopping", is_users=False)
         except Exception:  # in a task of its own, where the client would wait forever
             _log.exception("a sample of vLLM failed")
             outcome = Refusal("sampling failed on the server, whose log has the reason", is_users=False)
@@ -635,6 +643,9 @@ class Service:
         """Return the next turn and its requests. It may be empty after ``timeout_s``, or soon during a stop."""
         if self.is_stopping:
             timeout_s = _STOPPING_TURN_S
+        if time.monotonic() > self._sampling_end_s:
+            for task in self._sampling:
+                task.cancel()
         try:
             await asyncio.wait_for(self._has_work.wait(), timeout_s)
         except TimeoutError:
@@ -834,6 +845,7 @@ class Service:
         if self.is_stopping:  # several ranks may have a request to stop
             return
         self.is_stopping = True
+        self._sampling_end_s = time.monotonic() + _STOPPING_SAMPLES_S
         self._save_unsaved()
         for model in self.models.values():
             # The gap before them cannot be filled: new requests get 503.
