@@ -197,5 +197,5 @@ def test_a_folder_with_another_base_or_adapter_is_left_alone(folder: Path, whole
     with pytest.raises(RankError, match=r"has a training with ada\.lora_r=\S+, not 3"):
         run_world(1, train, other)
     given = {**values(folder, "whole", 1), "model_revision": "other"}
-    with pytest.raises(RankError, match="has a training with model_revision=None, not 'other'"):
+    with pytest.raises(RankError, match="has a training with model_revision='main', not 'other'"):
         run_world(1, train, given)

@@ -380,7 +380,7 @@ def test_a_folder_of_another_training_is_left_alone(folder: Path) -> None:
     [messages] = run_world(1, on_ranks.warnings_without_matplotlib, values)
     [message] = [text for text in messages if "curves.png" in text]
     assert message.endswith("kept/curves.png: is not drawn without matplotlib. Run pip install 'shardwise[report]'")
-    with pytest.raises(RankError, match="output_dir: .* has a training with use_peft=None, not True"):
+    with pytest.raises(RankError, match="output_dir: .* has a training with use_peft=False, not True"):
         run_world(1, train, {**values, "use_peft": True})
 
 
