@@ -387,8 +387,12 @@ def fsdp_policies(model: nn.Module) -> list[tuple[MixedPrecisionPolicy, OffloadP
     """Return the policies of each FSDP2 group."""
     policies: list[tuple[MixedPrecisionPolicy, OffloadPolicy]] = []
     for group in iter_fsdp_param_groups(model):
-        kind = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
-        policies.append((private(f"{kind}.mp_policy", group), private(f"{kind}.offload_policy", group)))
+        require_private(
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+            "mp_policy offload_policy",
+            group,
+        )
+        policies.append((group.mp_policy, group.offload_policy))
     return policies
 
 
