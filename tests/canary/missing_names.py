@@ -289,7 +289,8 @@ def bank(folder: Path) -> None:
 
 
 def trainer(folder: Path) -> None:
-    shardwise.integrations.for_trainer(opened(folder))
+    with one_rank():
+        shardwise.integrations.for_trainer(opened(folder))
 
 
 def accelerating(folder: Path) -> None:
