@@ -23,6 +23,20 @@ from shardwise.cli.launch import run_ranks
 ROOT = Path(__file__).parents[2]
 
 
+def run_beside_two_devices(*command: str) -> str:
+    """Run a module with its arguments. Return what it prints."""
+    result = subprocess.run(
+        [sys.executable, "-m", *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(devices=2, delay_us=200),
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_results_equal_those_of_the_cpu(tmp_path, library):
@@ -34,15 +48,7 @@ def test_results_equal_those_of_the_cpu(tmp_path, library):
         str(tiny.write_config(tmp_path, name, **settings, output_dir=str(tmp_path / name)))
         for name in ("npu", "cpu")
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "shardwise", "train", there, "--nproc-per-node=2"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(devices=2, delay_us=200),
-    )
-    assert result.returncode == 0, result.stderr
+    run_beside_two_devices("shardwise", "train", there, "--nproc-per-node=2")
     with LocalRanks(2, is_forked=True) as ranks:
         ranks.run(by_command, [here], tmp_path / "at")
     states = [load_file(tmp_path / name / "model.safetensors") for name in ("npu", "cpu")]
@@ -73,17 +79,12 @@ def test_one_rank_is_on_the_device(tmp_path, library):
     tiny.write_model(tmp_path / "model")
     tiny.write_chats(tmp_path / "chats.jsonl", 8)
     config = str(tiny.write_config(tmp_path, optim="sgd", max_steps=1, save_strategy="no"))
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.accelerator.test_launch", str(tmp_path), config],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(devices=2),
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found == {"bank": ["npu:0"], "training": ["npu:0"], "trainer": ["npu:0", "1"]}
+    output = run_beside_two_devices("tests.accelerator.test_launch", str(tmp_path), config)
+    assert json.loads(output.splitlines()[-1]) == {
+        "bank": ["npu:0"],
+        "training": ["npu:0"],
+        "trainer": ["npu:0", "1"],
+    }
 
 
 if __name__ == "__main__":

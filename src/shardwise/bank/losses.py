@@ -128,10 +128,10 @@ def complete_config(who: str, loss: str, config: Mapping[str, object]) -> dict[s
         if key not in defaults:
             raise ConfigError(f"{who}: {loss} has no setting {key!r}. It has {', '.join(defaults) or 'none'}")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{who}: {key}={value!r} of {loss}: is not a number")
+            raise ConfigError(f"{who}: {key}={value!r} of {loss}: is not a number. Pass one")
         completed[key] = float(value)
     if "beta" in completed and not 0 < completed["beta"] < math.inf:
-        raise ConfigError(f"{who}: beta={completed['beta']} of {loss}: is not a number above 0")
+        raise ConfigError(f"{who}: beta={completed['beta']} of {loss}: is not a number above 0. Pass one")
     if defaults.keys() >= _CLIP.keys():
         low, high = (completed[key] for key in _CLIP)
         if not 0 <= low <= 1 <= high:

@@ -100,6 +100,7 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
     with lock_on_first_rank(world, job.root) as saving:
         try:
             # Before any rank creates its file, since this removes what is in the folder of the step.
+            # The reduction runs on the first rank, for which the others wait.
             metadata: list[bytes] = []  # on the first rank; empty on the others
             with world.all_reduce("begin the save", lambda sizes: metadata.append(_begin(job, sizes))) as exchange:
                 exchange.local = {path: len(value) for path, value in job.values.items()}

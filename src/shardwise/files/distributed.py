@@ -112,8 +112,9 @@ def _add_chosen(
     # reader keeps some files open, and the chunks of one tensor are in the files of all ranks.
     jobs = [(tensor, box, place) for tensor in chosen.values() for box, place in tensor.chunks]
     order = sorted(range(len(jobs)), key=lambda number: (jobs[number][2].file, jobs[number][2].bytes))
-    found = dict(zip(order, checkpoint_index.each(reader, read, [jobs[number] for number in order]), strict=True))
-    chunks = map(found.__getitem__, range(len(jobs)))
+    in_order = checkpoint_index.each(reader, read, [jobs[number] for number in order])
+    chunk_of_job = dict(zip(order, in_order, strict=True))
+    chunks = (chunk_of_job[number] for number in range(len(jobs)))  # in the order of the jobs
     tensors: list[FoundTensor] = []
     for path, tensor in chosen.items():
         chunks_of_tensor = tuple(next(chunks) for _ in tensor.chunks)

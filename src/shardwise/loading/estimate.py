@@ -101,7 +101,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     for name in ("per_device_train_batch_size", "max_length", "gradient_accumulation_steps"):
         count: object = options.get(name, 1)
         if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{name}={count!r}: is not a number. Use 1 or more")
+            raise ConfigError(f"{name}={count!r}: is not a number above 0. Pass 1 or more")
     options = {**options, "device": _device_type(options.get("device", "cuda"))}
     notes = _leave_out_flash_attention(options)
     mesh = build_mesh(ranks, options)
@@ -114,8 +114,8 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         opened = open_model(world, name_or_path, cached, stack)
         stack.enter_context(torch.device("cpu"))
         with world.collective("estimate the memory"):
-            made = estimate(opened, mesh, options)
-    return replace(made, notes=(*made.notes, *notes))
+            estimated = estimate(opened, mesh, options)
+    return replace(estimated, notes=(*estimated.notes, *notes))
 
 
 def _leave_out_flash_attention(options: PlanOptions) -> list[str]:

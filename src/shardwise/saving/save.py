@@ -32,13 +32,7 @@ from shardwise.models.selection import AdapterOnly
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving import prepare
-from shardwise.saving.commit import (
-    TEMPLATES_FOLDER,
-    CommitState,
-    begin_save,
-    commit_save,
-    undo_save,
-)
+from shardwise.saving.commit import TEMPLATES_FOLDER, CommitState, begin_save, commit_save, undo_save
 from shardwise.saving.plan import SavePlan
 from shardwise.saving.saving_lock import new_save_id, require_lock
 from shardwise.saving.write import ShardWriter, write_by_owners

@@ -348,7 +348,8 @@ def write_distributed_folder(
         metadata_contents.append(build_metadata(plan, sizes, partial(data_file, number=number)))
         return sizes
 
-    # Each rank knows the sizes of all files, which the commit checks.
+    # Each rank knows the sizes of all files, which the commit checks. The reduction runs on the first rank, for
+    # which the others wait: nothing is written yet if ``.metadata`` is too large.
     sizes = world.all_reduce_object({path: len(value) for path, value in packed.items()}, describe)
     files: dict[str, int] = {}
     for rank, rank_sizes in enumerate(sizes):

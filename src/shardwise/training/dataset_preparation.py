@@ -162,7 +162,7 @@ def _find_widened_columns(dataset: datasets.Dataset) -> list[str]:
 
     Both columns of a pair if one has them.
     """
-    found, pair = [], []
+    widened, pair = [], []
     for name, feature in dataset.features.items():
         column, fields = dataset.data.column(name), getattr(feature, "feature", None)  # of each message or tool
         if name in ("chosen", "rejected") and isinstance(fields, dict):
@@ -172,9 +172,9 @@ def _find_widened_columns(dataset: datasets.Dataset) -> list[str]:
         elif name != "tools":
             continue
         if _has_added_nulls(column):
-            found.append(name)
+            widened.append(name)
     # TRL takes the messages with which both begin for their prompt, so they have to stay equal.
-    return found if set(found).isdisjoint(pair) else list(dict.fromkeys([*found, *pair]))
+    return widened if set(widened).isdisjoint(pair) else list(dict.fromkeys([*widened, *pair]))
 
 
 def _has_added_nulls(values: Any) -> bool:
