@@ -120,12 +120,15 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
 
 def _leave_out_flash_attention(options: PlanOptions) -> list[str]:
     """Remove FlashAttention from the options, as it needs a GPU, and return a note if it was there."""
-    attention = options.pop("attn_implementation", None)
-    parts = attention if isinstance(attention, dict) else {"": attention}
-    planned = {part: name for part, name in parts.items() if name is not None and "flash" not in name}
-    if planned:
-        options["attn_implementation"] = planned if isinstance(attention, dict) else planned[""]
-    return [f"attn_implementation: {_FLASH}"] if len(planned) < len(parts) and attention is not None else []
+    attention = options.get("attn_implementation") or {}
+    parts = attention if isinstance(attention, dict) else {"": attention}  # by part of a model that has several
+    others = {part: name for part, name in parts.items() if "flash" not in name}
+    if len(others) == len(parts):
+        return []
+    del options["attn_implementation"]
+    if others:
+        options["attn_implementation"] = others
+    return [f"attn_implementation: {_FLASH}"]
 
 
 def _device_type(device: str) -> str:

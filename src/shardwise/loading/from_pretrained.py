@@ -38,8 +38,6 @@ from shardwise.ranks import call_arguments
 from shardwise.ranks.world import Clock, World
 from shardwise.transfer.read import ReadExecutor
 
-_CONFIGS = {"config.json": is_there, "generation_config.json": may_be_read}
-"""Configs that are read from a URL, and the functions that find out whether they are there."""
 _MAX_CONFIG_BYTES = 10_000_000
 
 _log = logging.getLogger(__name__)
@@ -274,12 +272,11 @@ def _write_configs(contents: Mapping[str, bytes]) -> Iterator[Path]:
 
 
 def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:
-    contents: dict[str, bytes] = {}
     with open_storage(url, hub).reader as reader:
-        for name, is_found in _CONFIGS.items():
-            if is_found(reader, name):
-                contents[name] = read_limited(reader, name, _MAX_CONFIG_BYTES)
-    return contents
+        # A refused access is an error of the one, and of the other means that it may not exist.
+        names = ["config.json"] if is_there(reader, "config.json") else []
+        names += ["generation_config.json"] if may_be_read(reader, "generation_config.json") else []
+        return {name: read_limited(reader, name, _MAX_CONFIG_BYTES) for name in names}
 
 
 def _require_no_code(url: str, contents: Mapping[str, bytes]) -> None:
