@@ -231,7 +231,7 @@ def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> 
     if not plan.duplicates:
         return
     with world.all_reduce("compare tied tensors", unite_sorted) as exchange:
-        exchange.local = find_unequal_tied(plan, executor, world.rank, world.size)
+        exchange.local = find_unequal_tied(plan, executor)
     names = exchange.result
     if names:
         raise KeyMismatchError(

@@ -258,8 +258,7 @@ class StoredValues:
         for pair in pairs:
             one, other = (self.expressions[name] for name in pair)
             # The same numbers in two dtypes would be cast differently.
-            is_same_dtype = one.dtype is other.dtype
-            if not is_same_dtype or not are_equal(one, other, one.dtype, executor, world.rank, world.size):
+            if one.dtype is not other.dtype or not are_equal(one, other, one.dtype, executor):
                 unequal.append(pair)
         self.read_bytes += executor.read_bytes
         return unequal
