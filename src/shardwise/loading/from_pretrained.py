@@ -211,8 +211,7 @@ def open_model(
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
         directory = resolve_everywhere(world, name_or_path, hub, replace(files, extra=extra))
-    storage = open_everywhere(world, name_or_path if is_remote else directory, hub)
-    stack.enter_context(storage.reader)
+    storage = open_everywhere(world, name_or_path if is_remote else directory, hub, stack)
     weights_name = getattr(config, "transformers_weights", None)
     source = read_index(world, storage, weights_name=weights_name, extra=extra)
     # The adapters of the tuning join the index and the reader one by one. Names of their files have a prefix.
