@@ -339,7 +339,7 @@ def set_model_state_dict(
 
 
 def swap_stored_experts(
-    world: World, model: nn.Module, values: state_values.Values, adapter: str | None, folder: str
+    world: World, model: Any, values: state_values.Values, adapter: str | None, folder: str
 ) -> state_values.Values:
     """Return the values of a state with the LoRA matrices of stacked experts in the layout of today's PEFT.
 
@@ -350,39 +350,29 @@ def swap_stored_experts(
         ConfigError: the layout is not known, or ranks hold whole tensors or shards, which are not rearranged.
     """
     with world.collective("match experts"):
-        return _swap_experts(model, values, adapter, folder)
-
-
-def _swap_experts(model: Any, values: state_values.Values, adapter: str | None, folder: str) -> state_values.Values:
-    config = Path(folder, ADAPTER_CONFIG)
-    version = read_peft_version(config) if config.is_file() else CURRENT_LAYOUT_VERSION
-    expressions: Mapping[str, Expression]
-    if isinstance(values, state_values.StoredValues):
-        expressions = values.expressions
-    else:
-        expressions = _describe_matrices(values.tensors)
-    refs, swapped = collect_tensors(model), expressions
-    adapters = list(model.peft_config) if adapter is None else [adapter]
-    for name in adapters:
-        swapped = swap_experts(model, refs, name, swapped, version, folder)
-    # Expressions are rearranged while they are read. Tensors that ranks pass would have to be resharded.
-    changed = [name for name, item in swapped.items() if item != expressions[name]]
-    if not changed:
-        return values
-    if not isinstance(values, state_values.StoredValues):
-        raise ConfigError(
-            f"{folder}: {changed[0]} was saved by PEFT before 0.19.1, which swapped the input and the output of "
-            "stacked experts. Save the adapter with save_pretrained, and read that folder"
-        )
-    return replace(values, expressions=swapped)
-
-
-def _describe_matrices(tensors: Mapping[str, Any]) -> dict[str, Expression]:
-    matrices: dict[str, Expression] = {}
-    for name, value in tensors.items():
-        if ".lora_" in name and isinstance(value, torch.Tensor):
-            matrices[name] = Stored(name, tuple(value.shape), from_torch(value.dtype, name))
-    return matrices
+        config = Path(folder, ADAPTER_CONFIG)
+        version = read_peft_version(config) if config.is_file() else CURRENT_LAYOUT_VERSION
+        expressions: dict[str, Expression] = {}
+        if isinstance(values, state_values.StoredValues):
+            expressions.update(values.expressions)
+        else:
+            for name, value in values.tensors.items():
+                if ".lora_" in name and isinstance(value, torch.Tensor):
+                    expressions[name] = Stored(name, tuple(value.shape), from_torch(value.dtype, name))
+        refs, swapped = collect_tensors(model), expressions
+        adapters = list(model.peft_config) if adapter is None else [adapter]
+        for name in adapters:
+            swapped = swap_experts(model, refs, name, swapped, version, folder)
+        # Expressions are rearranged while they are read. Tensors that ranks pass would have to be resharded.
+        changed = [name for name, item in swapped.items() if item != expressions[name]]
+        if not changed:
+            return values
+        if not isinstance(values, state_values.StoredValues):
+            raise ConfigError(
+                f"{folder}: {changed[0]} was saved by PEFT before 0.19.1, which swapped the input and the output "
+                "of stacked experts. Save the adapter with save_pretrained, and read that folder"
+            )
+        return replace(values, expressions=swapped)
 
 
 def open_stored_values(
