@@ -13,7 +13,6 @@ from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.expert_factors import CURRENT_LAYOUT_VERSION
 from shardwise.core.expression import Expression, Stored
-from shardwise.core.formatting import canonical_name
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import StateReport
 from shardwise.files.checkpoint_index import without_wrappers
@@ -395,15 +394,5 @@ def open_stored_values(
     if file in ADAPTER_WEIGHTS:
         index, _ = without_wrappers(index)
     with world.collective("map the keys"):
-        named = by_canonical_keys(stored_tensors(index), index.root)
+        named = state_values.by_canonical_names(stored_tensors(index), index.root, FormatError)
     return state_values.StoredValues(reader, index, named, options.budget_bytes)
-
-
-def by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for key, expression in stored.items():
-        plain = canonical_name(key)
-        if plain in named:
-            raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
-        named[plain] = expression
-    return named
