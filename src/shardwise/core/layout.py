@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -245,10 +245,3 @@ class WorldLayout:
     spreads: Mapping[str, Spread]
     groups: tuple[GroupLayout, ...]
     whole: Mapping[str, str]
-
-    def at(self, rank: int) -> ModelLayout:
-        """Return the layout of one rank."""
-        position = self.mesh.position(rank)
-        return ModelLayout(
-            tuple(replace(item, boxes=self.spreads[item.fqn].boxes[position]) for item in self.rank0.tensors)
-        )
