@@ -62,7 +62,7 @@ def last_rows(boxes: Iterable[LocalBox], start: int) -> list[LocalBox]:
     parts: list[LocalBox] = []
     for item in boxes:
         # The rows from ``start`` on, however many there are, and the columns of the box.
-        rows = Box((start, *item.box.offsets[1:]), (sys.maxsize - start, *item.box.sizes[1:]))
+        rows = item.box.narrow(0, start, sys.maxsize - start)
         if (inside := item.box.intersect(rows)) is not None:
             parts.append(LocalBox(inside, locate_box(inside, [item])))
     return parts

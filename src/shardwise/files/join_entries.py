@@ -351,19 +351,14 @@ def _cut(whole: Box, dim: int, boxes: list[Tile]) -> list[tuple[Box, list[Tile]]
     for box, composition in ordered:
         first = box.offsets[dim]
         if first >= stop and members:  # all boxes before end here: a cut
-            groups.append((_slab(whole, dim, start, stop), members))
+            groups.append((whole.narrow(dim, start, stop - start), members))
             start, members = stop, []
         if first > stop:
             return None
         members.append((box, composition))
         stop = max(stop, first + box.sizes[dim])
-    groups.append((_slab(whole, dim, start, stop), members))
+    groups.append((whole.narrow(dim, start, stop - start), members))
     return groups if stop == whole.offsets[dim] + whole.sizes[dim] else None
-
-
-def _slab(whole: Box, dim: int, start: int, stop: int) -> Box:
-    offsets = (*whole.offsets[:dim], start, *whole.offsets[dim + 1 :])
-    return Box(offsets, (*whole.sizes[:dim], stop - start, *whole.sizes[dim + 1 :]))
 
 
 METADATA = ".metadata"

@@ -102,9 +102,9 @@ def are_equal(first: Expression, second: Expression, dtype: DType, executor: Rea
     world = executor.world
     for start in range(world.rank * step, rows, world.size * step):
         # A tensor without dimensions is one block, which the first rank compares.
-        box = Box((), ())
+        box = Box.whole(first.shape)
         if first.shape:
-            box = Box((start, *[0] * (len(first.shape) - 1)), (min(step, rows - start), *first.shape[1:]))
+            box = box.narrow(0, start, min(step, rows - start))
         one, other = executor.read_values([(item, box, to_torch(dtype)) for item in (first, second)])
         if not torch.equal(raw_bytes(one), raw_bytes(other)):
             return False
