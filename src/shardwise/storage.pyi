@@ -5,7 +5,7 @@ from shardwise.files.local_reader import OpenStorage as OpenStorage
 from shardwise.files.local_reader import open_storage as open_storage
 from shardwise.files.local_writer import LocalWriter as LocalWriter
 from shardwise.files.local_writer import open_writer as open_writer
-from shardwise.files.remote import RemoteReader as RemoteReader
+from shardwise.files.objects import RemoteReader as RemoteReader
 from shardwise.files.remote import resolve as resolve
 from shardwise.files.storage import DISK_WRITES as DISK_WRITES
 from shardwise.files.storage import INCOMPLETE as INCOMPLETE

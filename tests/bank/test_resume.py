@@ -294,7 +294,7 @@ def rewrite(path: Path, header: dict[str, Any]) -> None:
 def record_again(folder: Path) -> None:
     """Have the record tell of the files as they are, as somebody does who has made them all."""
     record = folder / fingerprints.fingerprint_file("adapter_model")
-    (older,) = fingerprints.from_bytes(record.read_bytes())
+    (older,) = fingerprints.parse(record.read_bytes())
     paths = [folder / name for name in older.files]
     tensors = {
         key: fingerprint(memoryview(path.read_bytes()[8 + length_of(path) :][slice(*entry["data_offsets"])]))

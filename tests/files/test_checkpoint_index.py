@@ -13,11 +13,10 @@ from tests.support.memory_storage import MemoryReader
 
 from shardwise.core.errors import CheckpointError, FormatError, StorageError
 from shardwise.core.tensors import DType
-from shardwise.files import join_entries
+from shardwise.files import join_entries, objects
 from shardwise.files.checkpoint_index import CheckpointIndex
-from shardwise.files.objects import Objects
+from shardwise.files.objects import RemoteReader
 from shardwise.files.open_checkpoint import open_checkpoint
-from shardwise.files.remote import RemoteReader
 
 
 def opened(files: Mapping[str, bytes], **options: object) -> CheckpointIndex:
@@ -419,6 +418,5 @@ def test_a_file_that_the_index_names_and_the_server_lacks() -> None:
 
 
 def test_a_storage_that_lists_its_files_is_searched() -> None:
-    bucket = Objects("memory://checkpoint-at-url", {}, doing="writing to")
-    bucket.store.put(bucket.path("only.safetensors"), A)
+    objects._memory().put("checkpoint-at-url/only.safetensors", A)
     assert list(open_checkpoint("memory://checkpoint-at-url").files) == ["only.safetensors"]

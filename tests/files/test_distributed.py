@@ -33,8 +33,8 @@ from shardwise.core.tensors import Box
 from shardwise.files.checkpoint_index import Joined, View, Whole
 from shardwise.files.join_entries import merge_indexes, tiling
 from shardwise.files.local_reader import LocalReader
+from shardwise.files.objects import RemoteReader
 from shardwise.files.open_checkpoint import open_checkpoint
-from shardwise.files.remote import RemoteReader
 from shardwise.transfer.distributed_chunks import build_metadata, data_file, envelope, flat_key, plan_tensors
 
 

@@ -11,14 +11,14 @@ from shardwise.core.computed import Computed
 from shardwise.core.expression import Stored
 from shardwise.core.tensors import Box, DType, Form4
 from shardwise.files.dequantize import dequantize
-from shardwise.files.four_bit_blocks import bounds_and_order, packed_shape, quantize_rows
+from shardwise.files.four_bit_blocks import bounds_and_order, quantize_rows
 
 DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 
 
 def quantized(values: torch.Tensor, block: int, form: Form4) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales, of which no row is refused."""
-    packed = torch.full(packed_shape(values.shape), 99, dtype=torch.uint8)
+    packed = torch.full((*values.shape[:-1], values.shape[-1] // 2), 99, dtype=torch.uint8)
     absmax = torch.full((*values.shape[:-1], values.shape[-1] // block), math.nan)
     assert quantize_rows(values, DTYPES[values.dtype], block, form, packed, absmax) == ()
     return packed, absmax

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.files.building import file_of, file_with, tensor
 from tests.support.memory_storage import MemoryReader
 
-from shardwise.core.tensors import DType
+from shardwise.core.tensors import DType, numel
 from shardwise.files import safetensors_files as header_module
 from shardwise.files.safetensors_files import read_header
 
@@ -50,7 +50,7 @@ def test_tensors_written_by_safetensors_are_found_at_their_offsets(
         for entry in header.entries:
             label, array = tensors[entry.key]
             assert (entry.dtype.label, entry.shape) == (label, array.shape)
-            assert (entry.numel, entry.nbytes) == (array.size, array.nbytes)
+            assert (numel(entry.shape), entry.nbytes) == (array.size, array.nbytes)
             assert reader.read("f", entry.range.start, entry.range.stop) == array.tobytes()
 
 

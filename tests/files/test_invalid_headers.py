@@ -15,6 +15,7 @@ from tests.support.memory_storage import MemoryReader
 from tests.support.speed import slowness
 
 from shardwise.core.errors import FormatError, StorageError
+from shardwise.core.tensors import numel
 from shardwise.files.safetensors_files import MAX_HEADER_BYTES, FileHeader, read_header
 
 ONE = b'"data_offsets":[0,1]'
@@ -161,7 +162,7 @@ def check_consistent(header: FileHeader) -> None:
     covered = header.data_start
     for entry in header.entries:
         assert entry.start == covered
-        assert entry.nbytes * 8 == entry.numel * entry.dtype.bits
+        assert entry.nbytes * 8 == numel(entry.shape) * entry.dtype.bits
         covered = entry.stop
     assert covered == header.file_nbytes
 

@@ -12,8 +12,7 @@ from tests.support.storage_suite import MakeReader, StorageReaderSuite
 
 from shardwise.files import objects
 from shardwise.files.local_reader import LocalReader
-from shardwise.files.objects import Objects
-from shardwise.files.remote import RemoteReader
+from shardwise.files.objects import RemoteReader
 from shardwise.files.storage import StorageReader
 
 _numbers = itertools.count()
@@ -58,13 +57,12 @@ class TestHttp(StorageReaderSuite):
 class TestMemoryAtUrl(StorageReaderSuite):
     @pytest.fixture
     def make_reader(self) -> MakeReader:
-        url = f"memory://contract-{next(_numbers)}"
+        folder = f"contract-{next(_numbers)}"
 
         def make(files: Mapping[str, bytes]) -> StorageReader:
-            there = Objects(url, {}, doing="writing to")
             for name, content in files.items():
-                there.store.put(there.path(name), content)
-            return RemoteReader(url)
+                objects._memory().put(f"{folder}/{name}", content)
+            return RemoteReader(f"memory://{folder}")
 
         return make
 
@@ -75,11 +73,12 @@ class TestBucket(StorageReaderSuite):
         from obstore.store import LocalStore
 
         # obstore's store of a folder has the interface of its S3 store.
-        with mock.patch.object(objects, "_bucket", return_value=LocalStore(prefix=tmp_path)):
+        store = LocalStore(prefix=tmp_path)
+        with mock.patch.object(objects, "_bucket", return_value=store):
 
             def make(files: Mapping[str, bytes]) -> StorageReader:
                 for name, content in files.items():
-                    Objects("s3://bucket", {}, doing="writing to").store.put(name, content)
+                    store.put(name, content)
                 return RemoteReader("s3://bucket")
 
             yield make

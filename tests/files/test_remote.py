@@ -24,7 +24,7 @@ from tests.support.http_store import (
 from tests.support.local_ranks import LIMIT_S
 
 from shardwise.core.errors import ConfigError, StorageError
-from shardwise.files.remote import RemoteReader
+from shardwise.files.objects import RemoteReader
 from shardwise.files.storage import OBJECT_STORE
 
 CONTENT = bytes(range(251)) * 400

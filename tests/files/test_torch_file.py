@@ -16,8 +16,8 @@ from torch import nn
 from shardwise.core.errors import FormatError
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.local_reader import LocalReader
+from shardwise.files.objects import RemoteReader
 from shardwise.files.open_checkpoint import open_checkpoint
-from shardwise.files.remote import RemoteReader
 
 
 def opened(value: object) -> tuple[CheckpointIndex, MemoryReader]:

@@ -9,7 +9,8 @@ from tests.support.http_store import HttpStore
 
 from shardwise.core.errors import StorageError
 from shardwise.files.local_reader import LocalReader, open_storage
-from shardwise.files.remote import RemoteReader, resolve
+from shardwise.files.objects import RemoteReader
+from shardwise.files.remote import resolve
 from shardwise.files.urls import HubOptions, is_local, is_url, redact, split_file, without_secrets
 
 

@@ -103,5 +103,5 @@ def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
 
 def forecast_of(config: Any, index: CheckpointIndex, mesh: MeshShape, **options: Any) -> Estimate:
     """The estimate of a checkpoint of which there are headers alone."""
-    source = OpenSource(index, MemoryReader({}, policy=LOCAL), {}, is_own=False)
+    source = OpenSource(index, MemoryReader({}, policy=LOCAL), {})
     return estimate(OpenModel(Path("/nowhere"), config, index, source, {}), mesh, cast(Any, options))

@@ -46,12 +46,11 @@ from shardwise.ranks.world import Clock, World
 from shardwise.saving.prepare import AdapterTrainingState
 from shardwise.saving.verify import require_as_saved
 from shardwise.state.model_states import (
-    by_canonical_keys,
     open_stored_values,
     set_model_values,
     swap_stored_experts,
 )
-from shardwise.state.state_values import StateOptions, Values
+from shardwise.state.state_values import StateOptions, Values, by_canonical_names
 from shardwise.transfer.matching import OnFault
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def read_adapter_headers(model: PreTrainedModel, folder: str | os.PathLike[str])
     config.init_lora_weights = True
     with LocalReader(root) as reader:
         index, _ = without_wrappers(open_checkpoint(reader, weights_name=file))
-    tensors = by_canonical_keys(stored_tensors(index), str(root))
+    tensors = by_canonical_names(stored_tensors(index), str(root), FormatError)
     return rename_adapter(_build(model), StoredAdapter(str(root), config, tensors))
 
 

@@ -350,7 +350,7 @@ def _materialize(
 ) -> int:
     """Materialize and fill a model on meta, like a load. Return the bytes read. Collective: yes."""
     model = collected.model
-    source = OpenSource(opened.index, reader, {}, is_own=False)
+    source = OpenSource(opened.index, reader, {})
     with world.collective("plan the load"):
         on_meta = [item.fqn for item in collected.model_tensors if item.tensor.is_meta and item.kind.is_saved]
         absent = [fqn for fqn in on_meta if fqn not in matched.model]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -62,7 +62,7 @@ def last_rows(boxes: Iterable[LocalBox], start: int) -> list[LocalBox]:
     parts: list[LocalBox] = []
     for item in boxes:
         # The rows from ``start`` on, however many there are, and the columns of the box.
-        rows = Box((start, *item.box.offsets[1:]), (sys.maxsize - start, *item.box.sizes[1:]))
+        rows = item.box.narrow(0, start, sys.maxsize - start)
         if (inside := item.box.intersect(rows)) is not None:
             parts.append(LocalBox(inside, locate_box(inside, [item])))
     return parts
@@ -245,10 +245,3 @@ class WorldLayout:
     spreads: Mapping[str, Spread]
     groups: tuple[GroupLayout, ...]
     whole: Mapping[str, str]
-
-    def at(self, rank: int) -> ModelLayout:
-        """Return the layout of one rank."""
-        position = self.mesh.position(rank)
-        return ModelLayout(
-            tuple(replace(item, boxes=self.spreads[item.fqn].boxes[position]) for item in self.rank0.tensors)
-        )

@@ -133,6 +133,11 @@ class Box:
             stop <= bound for stop, bound in zip(self.stops, shape, strict=True)
         )
 
+    def narrow(self, dim: int, start: int, size: int) -> Box:
+        """Return the box with the indices ``start <= i < start + size`` in one dimension."""
+        offsets = (*self.offsets[:dim], start, *self.offsets[dim + 1 :])
+        return Box(offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
+
     def intersect(self, other: Box) -> Box | None:
         """Return the common indices of two boxes of the same tensor, or None."""
         offsets: list[int] = []
@@ -167,9 +172,8 @@ def split_box(box: Box, unit: Sequence[int], most: int) -> Iterator[Box]:
             others = (*box.sizes[:dim], *box.sizes[dim + 1 :])
             rows = max(step, most // numel(others) // step * step)
             for start in range(0, size, rows):
-                offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
-                sizes = (*box.sizes[:dim], min(rows, size - start), *box.sizes[dim + 1 :])
-                yield from split_box(Box(offsets, sizes), unit, most)
+                part = box.narrow(dim, box.offsets[dim] + start, min(rows, size - start))
+                yield from split_box(part, unit, most)
             return
     yield box
 

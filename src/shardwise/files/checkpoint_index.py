@@ -270,10 +270,6 @@ class TensorEntry:
         return ByteRange(self.start, self.stop)
 
     @property
-    def numel(self) -> int:
-        return numel(self.shape)
-
-    @property
     def nbytes(self) -> int:
         return self.stop - self.start
 

@@ -306,20 +306,10 @@ class _DistributedFolders(CheckpointFormat):
     def is_named(self, name: str) -> bool:
         return name.rpartition("/")[2] == METADATA
 
-    def select(
-        self,
-        reader: StorageReader,  # noqa: ARG002 - as any format
-        name: str,
-        faults: FormatFaults,  # noqa: ARG002
-    ) -> FileSelection:
+    def select(self, _reader: StorageReader, name: str, _faults: FormatFaults) -> FileSelection:
         return FileSelection(DISTRIBUTED, [], folder=name.removesuffix(METADATA))
 
-    def find(
-        self,
-        reader: StorageReader,
-        names: Sequence[str],
-        faults: FormatFaults,  # noqa: ARG002 - as any format
-    ) -> FileSelection | None:
+    def find(self, reader: StorageReader, names: Sequence[str], _faults: FormatFaults) -> FileSelection | None:
         if METADATA in names:
             return FileSelection(DISTRIBUTED, [])
         # No checkpoint at the top: that of the only folder with a model's name, or else an error that says what
@@ -348,11 +338,7 @@ class _DistributedFolders(CheckpointFormat):
         raise FormatError(f"{text}\n{join_entries.where_models_are(reader, names, only_models=True) or remedy}")
 
     def read(
-        self,
-        reader: StorageReader,
-        selection: FileSelection,
-        index: IndexSoFar,
-        faults: FormatFaults,
+        self, reader: StorageReader, selection: FileSelection, index: IndexSoFar, faults: FormatFaults
     ) -> None:
         metadata = read_metadata(reader, selection.folder)
         choice = join_entries.choose_model(metadata.tensors)

@@ -28,7 +28,6 @@ the number of
 threads: it is computed once, for all ranks.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -68,16 +67,6 @@ _BITS: dict[DType, tuple[type[np.unsignedinteger[Any]], int]] = {
     DType.F16: (np.uint16, 0x7FFF),
 }
 """Unsigned integers of a dtype's width, and the mask of its magnitude. Magnitudes compare like their bits."""
-
-
-def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a weight's codes, two in a byte."""
-    return (*shape[:-1], shape[-1] // 2)
-
-
-def fits_blocks(shape: Sequence[int], block: int) -> bool:
-    """Return whether a weight of this shape is made of whole blocks within its rows."""
-    return len(shape) >= 2 and block in BLOCKS and shape[-1] > 0 and shape[-1] % block == 0
 
 
 def scales_in(raw: Any) -> Any:

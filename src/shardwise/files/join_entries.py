@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from shardwise.core.errors import FormatError, StorageError
 from shardwise.core.tensors import Box, ByteRange, DType, Strided, numel
@@ -156,9 +156,14 @@ def select_indexed(
     reader: StorageReader, name: str, suffix: str, layout: str, faults: FormatFaults
 ) -> FileSelection:
     """Return the files that an index names, each of which must end in ``suffix``."""
-    data = read_limited(reader, name, MAX_INDEX_BYTES)
-    content = checkpoint_index.parse_object(data, what=f"{shown(name)} in {reader.root}")
-    weight_map = _weight_map(reader, name, content.get("weight_map"), suffix, faults)
+    what = f"{shown(name)} in {reader.root}"
+    content = checkpoint_index.parse_object(read_limited(reader, name, MAX_INDEX_BYTES), what=what)
+    mapped = content.get("weight_map")
+    if not isinstance(mapped, dict):
+        raise checkpoint_index.invalid_file(what, "it has no object named weight_map")
+    if not mapped:
+        raise checkpoint_index.invalid_file(what, "its weight_map is empty")
+    weight_map = _usable_files(name, mapped, suffix, faults)
     metadata = content.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
@@ -166,18 +171,12 @@ def select_indexed(
     return FileSelection(layout, sorted(set(weight_map.values())), weight_map, texts)
 
 
-def _weight_map(
-    reader: StorageReader, name: str, value: object, suffix: str, faults: FormatFaults
-) -> dict[str, str]:
+def _usable_files(name: str, weight_map: dict[str, Any], suffix: str, faults: FormatFaults) -> dict[str, str]:
     """Return the index's map of keys to files. File names that must not be opened are faults."""
-    if not isinstance(value, dict):
-        _refuse_index(reader, name, "it has no object named weight_map")
-    if not value:
-        _refuse_index(reader, name, "its weight_map is empty")
-    for key, file in value.items():
+    for key, file in weight_map.items():
         if not isinstance(file, str):
             faults.add(f"keys without a file in {shown(name)}", f"{shown(key)}: {shown(repr(file))}, not a string")
-    mapped = {key: file for key, file in value.items() if isinstance(file, str)}
+    mapped = {key: file for key, file in weight_map.items() if isinstance(file, str)}
     unsafe: set[str] = set()
     for file in sorted(set(mapped.values())):
         reason = unsafe_name_reason(file) if file.endswith(suffix) else f"it does not end in {suffix}"
@@ -185,10 +184,6 @@ def _weight_map(
             faults.add(f"file names refused in {shown(name)}", f"{shown(file)}: {reason}")
             unsafe.add(file)
     return {key: file for key, file in mapped.items() if file not in unsafe}
-
-
-def _refuse_index(reader: StorageReader, name: str, cause: str) -> NoReturn:
-    raise FormatError(f"{shown(name)} in {reader.root}: {cause}. Download or write the index again")
 
 
 KeyPath: TypeAlias = tuple[str, ...]
@@ -356,19 +351,14 @@ def _cut(whole: Box, dim: int, boxes: list[Tile]) -> list[tuple[Box, list[Tile]]
     for box, composition in ordered:
         first = box.offsets[dim]
         if first >= stop and members:  # all boxes before end here: a cut
-            groups.append((_slab(whole, dim, start, stop), members))
+            groups.append((whole.narrow(dim, start, stop - start), members))
             start, members = stop, []
         if first > stop:
             return None
         members.append((box, composition))
         stop = max(stop, first + box.sizes[dim])
-    groups.append((_slab(whole, dim, start, stop), members))
+    groups.append((whole.narrow(dim, start, stop - start), members))
     return groups if stop == whole.offsets[dim] + whole.sizes[dim] else None
-
-
-def _slab(whole: Box, dim: int, start: int, stop: int) -> Box:
-    offsets = (*whole.offsets[:dim], start, *whole.offsets[dim + 1 :])
-    return Box(offsets, (*whole.sizes[:dim], stop - start, *whole.sizes[dim + 1 :]))
 
 
 METADATA = ".metadata"

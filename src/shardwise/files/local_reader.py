@@ -337,7 +337,7 @@ def _open_url(url: str, hub: HubOptions) -> OpenStorage:
         before, mark, query = folder.partition("?")
         folder = f"{before.rstrip('/')}/{hub.subfolder}{mark}{query}"
     # Imported here: what is local needs no network code.
-    from shardwise.files.remote import RemoteReader
+    from shardwise.files.objects import RemoteReader
 
     return OpenStorage(RemoteReader(folder), file)
 

@@ -1,4 +1,4 @@
-"""Read access to object stores, HTTP servers and memory through obstore.
+"""A reader of object stores, HTTP servers and memory by range, through obstore.
 
 Credentials are removed from obstore's errors.
 """
@@ -6,16 +6,17 @@ Credentials are removed from obstore's errors.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from shardwise.core.errors import StorageError
-from shardwise.files.storage import CannotListError
-from shardwise.files.urls import get_scheme, redact, shown, without_secrets
+from shardwise.files.storage import OBJECT_STORE, CannotListError, ReadPolicy, StorageReader, as_bytes, ends_early
+from shardwise.files.urls import get_scheme, redact, require_file_name, shown, without_secrets
 
 _TIMEOUTS: Final = {"connect_timeout": "30s", "read_timeout": "30s", "timeout": "1h"}
 """Silence of half a minute is a failure; a request as a whole may take long, as others share the network."""
@@ -44,89 +45,165 @@ class FileState:
         return f"{self.version}, {self.nbytes} bytes"
 
 
-class Objects:
-    """The files below a URL.
+class RemoteReader(StorageReader):
+    """A reader of files below a URL by range. See :class:`~shardwise.files.storage.StorageReader`.
+
+    Nothing is written to disk, and no complete file is held in memory: each request in flight is buffered once and
+    copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight, regardless of the
+    number of threads. Obstore retries transient failures. The version of every file is recorded at the first
+    access, and bytes of another version are a StorageError.
+
+    ``reads`` (requested ranges) and ``files_opened`` (accessed files) are counters.
 
     Args:
-        url: ``s3://``, ``gs://``, ``az://``, ``http://``, ``https://`` or ``memory://`` (one for each process).
-        options: the arguments of obstore's store (``client_options``, ``retry_config``, and those of its kind).
-        doing: the operation for errors, such as "reading".
+        url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``, ``az://...`` or
+            ``memory://folder`` (one for each process). A query is sent with every file.
+        storage_options: the arguments of obstore's store: ``client_options`` and ``retry_config``, for buckets also
+            ``region``, ``endpoint``, ``skip_signature``, ...
+        concurrency: a replacement for ``policy.concurrency``.
+        policy: read policy of the storage.
 
     Raises:
-        StorageError: the URL cannot be opened. No request is sent yet.
+        StorageError: the URL cannot be read. No request is sent before the first read.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any], *, doing: str) -> None:
-        self.root = without_secrets(url)
+    def __init__(
+        self,
+        url: str,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        concurrency: int | None = None,
+        policy: ReadPolicy = OBJECT_STORE,
+    ) -> None:
+        self._policy = policy if concurrency is None else replace(policy, concurrency=concurrency)
+        options, scheme = storage_options or {}, get_scheme(url)
+        self._root = without_secrets(url)
+        if scheme == "hf":
+            raise StorageError(
+                f"{shown(self._root)}: the hub is not read in place. Pass the repository's name "
+                "(organization/name, with revision and subfolder), whose files are downloaded"
+            )
         # Kept to be removed from the texts of errors, and for nothing else.
         self._secrets = url, options
         self._folder = ""
-        self._is_http = get_scheme(url) in ("http", "https")
-        with self.failures(None, f"{doing} {get_scheme(url)}://"):
-            if get_scheme(url) == "memory":
+        self._is_http = scheme in ("http", "https")
+        with self._failures(None, f"reading {scheme}://"):
+            if scheme == "memory":
                 self._folder = url.partition("://")[2].strip("/") + "/"
-                self.store = _memory(**options)
+                self._store = _memory(**options)
             else:
-                self.store = http_store(url, options) if self._is_http else _bucket(url, options)
+                self._store = http_store(url, options) if self._is_http else _bucket(url, options)
+        self._in_flight = threading.BoundedSemaphore(self._policy.concurrency)
+        self._states: dict[str, FileState] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self.reads = 0
+        self.files_opened = 0
 
-    def path(self, file: str) -> str:
-        """Return the path in the store of a file, or of the folder ("")."""
-        return f"{self._folder}{file}"
+    @property
+    def root(self) -> str:
+        return self._root
+
+    @property
+    def policy(self) -> ReadPolicy:
+        return self._policy
 
     def list(self) -> list[str]:
-        """Return the names of all files, sorted.
+        """Return the names of all files below the URL, sorted.
 
         Raises:
-            CannotListError: the URL is on an HTTP server, or there is no permission to list.
+            CannotListError: the URL is on an HTTP server, which only serves files by name, or there is no
+                permission to list.
         """
+        self._require_open(None)
         if self._is_http:
-            raise CannotListError(f"{self.root}: an HTTP server does not list its files")
-        with self.failures(None, "listing the files"):
+            raise CannotListError(f"{self._root}: an HTTP server does not list its files")
+        with self._failures(None, "listing the files"):
             try:
-                items = self.store.list(self._folder or None).collect()
+                items = self._store.list(self._folder or None).collect()
             except Exception as error:
                 # Of a refused listing, obstore has only the text.
                 if not is_denied(error) and " 403 Forbidden" not in str(error):
                     raise
                 raise CannotListError(
-                    f"{self.root}: listing the files is refused. Pass the URL of the file, or credentials by "
+                    f"{self._root}: listing the files is refused. Pass the URL of the file, or credentials by "
                     "storage_options"
                 ) from PermissionError(self._text_of(error))
         return sorted(item["path"].removeprefix(self._folder) for item in items)
 
-    def state(self, file: str) -> FileState:
-        """Return the file's current state."""
-        with self.failures(file, "reading its size"):
+    def size(self, file: str) -> int:
+        return self._first_state(file).nbytes
+
+    def identity(self, file: str) -> str:
+        """Return the file's version (ETag or hash, or else modification time) and size, from a new request."""
+        return self._request_state(file)[0].identity
+
+    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        flat, nbytes = as_bytes(buffers)
+        stop, expected = start + nbytes, self._first_state(file)
+        if not 0 <= start <= stop <= expected.nbytes:
+            raise ends_early(self._root, file, (start, stop), expected.nbytes)
+        if start == stop:
+            return
+        doing = f"reading bytes {start}..{stop}"
+        # A whole file is requested without a range, which some servers do not support.
+        is_whole = (start, stop) == (0, expected.nbytes)
+        # The semaphore is held until the response is copied: it also bounds the memory of responses.
+        with self._in_flight, self._failures(file, doing):
+            self._require_open(file)
+            answer = self._store.get(
+                f"{self._folder}{file}", options=None if is_whole else {"range": (start, stop)}
+            )
+            if (state := FileState.from_metadata(answer.meta)) != expected:
+                raise StorageError(
+                    f"{self._label(file)}: the file changed while it was being read ({expected.identity} before, "
+                    f"{state.identity} now). Load again when no process writes to it"
+                )
+            data = memoryview(answer.bytes())
+            if data.nbytes != nbytes:
+                raise StorageError(
+                    f"{self._label(file)}: {doing} failed, the response has a wrong size. Check the server"
+                )
+            for buffer in flat:
+                buffer[:], data = data[: buffer.nbytes], data[buffer.nbytes :]
+        with self._lock:
+            self.reads += 1
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _first_state(self, file: str) -> FileState:
+        """Return the file's state as of its first access."""
+        self._require_open(file)
+        return self._states.get(file) or self._request_state(file)[1]
+
+    def _request_state(self, file: str) -> tuple[FileState, FileState]:
+        """Return the file's state now, and as of its first access."""
+        self._require_open(file)
+        require_file_name(self._root, file)
+        path = f"{self._folder}{file}"
+        with self._in_flight, self._failures(file, "reading its size"):
             try:
-                return FileState.from_metadata(self.store.head(self.path(file)))
+                state = FileState.from_metadata(self._store.head(path))
             except Exception as error:
                 if not self._is_http or not is_denied(error):
                     raise
-            # Links that are signed for GET refuse HEAD.
-            return FileState.from_metadata(self.store.get(self.path(file), options={"range": (0, 1)}).meta)
+                # Links that are signed for GET refuse HEAD.
+                state = FileState.from_metadata(self._store.get(path, options={"range": (0, 1)}).meta)
+        with self._lock:
+            self.files_opened += file not in self._states
+            return state, self._states.setdefault(file, state)
 
-    def fetch(self, file: str, start: int, stop: int, expected: FileState) -> memoryview:
-        """Return the bytes ``start <= i < stop`` of a file in this state, buffered once.
+    def _require_open(self, file: str | None) -> None:
+        if self._closed:
+            raise StorageError(f"{self._label(file)}: the reader is closed. Open another one")
 
-        Call it within :meth:`failures`.
-        """
-        # A whole file is requested without a range, which some servers do not support.
-        is_whole = (start, stop) == (0, expected.nbytes)
-        options = None if is_whole else {"range": (start, stop)}
-        answer = self.store.get(self.path(file), options=options)
-        if (state := FileState.from_metadata(answer.meta)) != expected:
-            raise StorageError(
-                f"{self.label(file)}: the file changed while it was being read ({expected.identity} before, "
-                f"{state.identity} now). Load again when no process writes to it"
-            )
-        return memoryview(answer.bytes())
-
-    def label(self, file: str | None) -> str:
+    def _label(self, file: str | None) -> str:
         """Format a file, or the folder, for errors."""
-        return self.root if file is None else f"{shown(file)} in {self.root}"
+        return self._root if file is None else f"{shown(file)} in {self._root}"
 
     @contextmanager
-    def failures(self, file: str | None, doing: str) -> Iterator[None]:
+    def _failures(self, file: str | None, doing: str) -> Iterator[None]:
         """Raise errors of obstore as StorageErrors, caused by OSErrors of the same kind and without credentials."""
         try:
             yield
@@ -134,12 +211,12 @@ class Objects:
             raise
         except ImportError as error:
             raise StorageError(
-                f"{self.root}: {doing} needs obstore. Run pip install 'shardwise[remote]'"
+                f"{self._root}: {doing} needs obstore. Run pip install 'shardwise[remote]'"
             ) from error
         except Exception as error:
             # The cause is an error of the same kind with the redacted text: a traceback shows no credentials.
             kind, cause, remedy = _find_cause(error, self._text_of(error))
-            raise StorageError(f"{self.label(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
+            raise StorageError(f"{self._label(file)}: {doing} failed, {cause}. {remedy}") from kind(cause)
 
     def _text_of(self, error: Exception) -> str:
         return redact(str(error).partition("\n\nDebug source")[0], *self._secrets)

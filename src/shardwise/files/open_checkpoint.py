@@ -109,7 +109,10 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
     else:
         chosen.read(reader, selection, index, faults)
         safetensors.read(reader, FileSelection("", extras), index, faults)
-    _check_weight_map(selection.weight_map, index.keys, faults)
+    # Every key of the index file has to be in its file. Files may have further keys.
+    for key, file in selection.weight_map.items():
+        if file in index.keys and key not in index.keys[file]:
+            faults.add("keys not in the file the index names", f"{shown(key)}: not in {shown(file)}")
     faults.raise_if_any()
     ignored = index.ignored[:_MAX_IGNORED]
     if len(index.ignored) > _MAX_IGNORED:
@@ -134,13 +137,6 @@ def may_be_read(reader: StorageReader, name: str) -> bool:
         if reader.policy.is_remote and isinstance(error.__cause__, PermissionError):
             return False
         raise
-
-
-def _check_weight_map(weight_map: Mapping[str, str], keys: Mapping[str, set[str]], faults: FormatFaults) -> None:
-    """Check that every key of the index is in its file. Files may have further keys."""
-    for key, file in weight_map.items():
-        if file in keys and key not in keys[file]:
-            faults.add("keys not in the file the index names", f"{shown(key)}: not in {shown(file)}")
 
 
 # Choosing files

@@ -348,13 +348,13 @@ def quantize_to_packed_rows(
         ValueError: its rows are not whole blocks, or its dtype cannot be quantized.
     """
     shape = tuple(weight.shape)
-    if not four_bit_blocks.fits_blocks(shape, block):
+    if len(shape) < 2 or block not in four_bit_blocks.BLOCKS or shape[-1] < 1 or shape[-1] % block:
         raise ValueError(f"{weight} has {shape}, whose rows are not of whole blocks of {block}")
     if weight.dtype.kind != "float" or weight.dtype.bits < 8 or dtype not in (DType.F32, DType.BF16, DType.F16):
         raise ValueError(f"{weight}, {weight.dtype.label}, cannot be put into 4 bits by way of {dtype.label}")
     operation = QuantizeRows(shape, block, form, weight.dtype, dtype)
     scales = (*shape[:-1], 4 * shape[-1] // block)
     return (
-        Computed(operation, _CODES, four_bit_blocks.packed_shape(shape), DType.U8, (weight,)),
+        Computed(operation, _CODES, (*shape[:-1], shape[-1] // 2), DType.U8, (weight,)),
         Computed(operation, _SCALES, scales, DType.U8, (weight,)),
     )

@@ -1,4 +1,4 @@
-"""Download of the required files of a hub repository to a folder, and a reader of URLs by range."""
+"""Downloads the required files of a hub repository to a folder."""
 
 import contextlib
 import glob
@@ -6,28 +6,14 @@ import json
 import os
 import re
 import secrets
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from shardwise.core.errors import StorageError
-from shardwise.files.objects import FileState, Objects
-from shardwise.files.storage import OBJECT_STORE, ReadPolicy, StorageReader, as_bytes, ends_early
-from shardwise.files.urls import (
-    AdapterFiles,
-    HubOptions,
-    ModelFiles,
-    WantedFiles,
-    get_scheme,
-    local_path,
-    require_file_name,
-    shown,
-    without_secrets,
-)
+from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, WantedFiles, local_path, shown
 
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
 """Indexes, configurations, tokenizers."""
@@ -248,118 +234,3 @@ def hub_errors_named(repo_id: str, options: HubOptions) -> Iterator[None]:
             f"be downloaded from the Hugging Face hub ({type(error).__name__}: {' '.join(str(error).split())}). "
             f"{_REMEDIES[kind]}"
         ) from error
-
-
-class RemoteReader(StorageReader):
-    """A reader of files below a URL by range. See :class:`~shardwise.files.storage.StorageReader`.
-
-    Nothing is written to disk, and no complete file is held in memory: each request in flight is buffered once and
-    copied into the caller's buffers. At most ``policy.concurrency`` requests are in flight, regardless of the
-    number of threads. Obstore retries transient failures. The version of every file is recorded at the first
-    access, and bytes of another version are a StorageError.
-
-    ``reads`` (requested ranges) and ``files_opened`` (accessed files) are counters.
-
-    Args:
-        url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``, ``az://...`` or
-            ``memory://folder``. A query is sent with every file.
-        storage_options: the arguments of obstore's store: ``client_options`` and ``retry_config``, for buckets also
-            ``region``, ``endpoint``, ``skip_signature``, ...
-        concurrency: a replacement for ``policy.concurrency``.
-        policy: read policy of the storage.
-
-    Raises:
-        StorageError: the URL cannot be read. No request is sent before the first read.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-        concurrency: int | None = None,
-        policy: ReadPolicy = OBJECT_STORE,
-    ) -> None:
-        self._policy = policy if concurrency is None else replace(policy, concurrency=concurrency)
-        options = storage_options or {}
-        if get_scheme(url) == "hf":
-            raise StorageError(
-                f"{shown(without_secrets(url))}: the hub is not read in place. Pass the repository's name "
-                "(organization/name, with revision and subfolder), whose files are downloaded"
-            )
-        self._files = Objects(url, options, doing="reading")
-        self._in_flight = threading.BoundedSemaphore(self._policy.concurrency)
-        self._states: dict[str, FileState] = {}
-        self._lock = threading.Lock()
-        self._closed = False
-        self.reads = 0
-        self.files_opened = 0
-
-    @property
-    def root(self) -> str:
-        return self._files.root
-
-    @property
-    def policy(self) -> ReadPolicy:
-        return self._policy
-
-    def list(self) -> list[str]:
-        """Return the names of all files below the URL, sorted.
-
-        Raises:
-            CannotListError: the URL is on an HTTP server, which only serves files by name, or there is no
-                permission to list.
-        """
-        self._require_open(None)
-        return self._files.list()
-
-    def size(self, file: str) -> int:
-        return self._state(file).nbytes
-
-    def identity(self, file: str) -> str:
-        """Return the file's version (ETag or hash, or else modification time) and size, from a new request."""
-        return self._get_state(file).identity
-
-    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        flat, nbytes = as_bytes(buffers)
-        # Against the size at the first access: another version since then is an error of fetch().
-        stop, state = start + nbytes, self._state(file)
-        if not 0 <= start <= stop <= state.nbytes:
-            raise ends_early(self.root, file, (start, stop), state.nbytes)
-        if start == stop:
-            return
-        doing = f"reading bytes {start}..{stop}"
-        # The semaphore is held until the response is copied: it also bounds the memory of responses.
-        with self._in_flight, self._files.failures(file, doing):
-            self._require_open(file)
-            data = self._files.fetch(file, start, stop, state)
-            if data.nbytes != nbytes:
-                raise StorageError(
-                    f"{self._files.label(file)}: {doing} failed, the response has a wrong size. Check the server"
-                )
-            for buffer in flat:
-                buffer[:], data = data[: buffer.nbytes], data[buffer.nbytes :]
-        with self._lock:
-            self.reads += 1
-
-    def close(self) -> None:
-        self._closed = True
-
-    def _state(self, file: str) -> FileState:
-        """Return the file's state as of its first access."""
-        self._require_open(file)
-        return self._states.get(file) or self._get_state(file, is_first=True)
-
-    def _get_state(self, file: str, *, is_first: bool = False) -> FileState:
-        self._require_open(file)
-        require_file_name(self.root, file)
-        with self._in_flight:
-            state = self._files.state(file)
-        with self._lock:
-            self.files_opened += file not in self._states
-            first = self._states.setdefault(file, state)
-        return first if is_first else state
-
-    def _require_open(self, file: str | None) -> None:
-        if self._closed:
-            raise StorageError(f"{self._files.label(file)}: the reader is closed. Open another one")

@@ -142,15 +142,10 @@ class _SafetensorsFiles(CheckpointFormat):
         return FileSelection(layout, files)
 
     def read(
-        self,
-        reader: StorageReader,
-        selection: FileSelection,
-        index: IndexSoFar,
-        faults: FormatFaults,
+        self, reader: StorageReader, selection: FileSelection, index: IndexSoFar, faults: FormatFaults
     ) -> None:
-        _add_headers(
-            join_entries.read_each(reader, sorted(set(selection.files)), read_header, faults), index, faults
-        )
+        headers = join_entries.read_each(reader, sorted(set(selection.files)), read_header, faults)
+        _add_headers(headers, index, faults)
 
 
 FORMAT: Final[CheckpointFormat] = _SafetensorsFiles()

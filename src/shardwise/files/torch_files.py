@@ -389,15 +389,13 @@ def _walk(
         elif isinstance(item, dict):
             members = [(_component(key), member) for key, member in item.items()]
             stack += [((*path, name), member) for name, member in reversed(members)]
-        elif isinstance(item, list | tuple) and _holds_tensors(item):
+        elif isinstance(item, list | tuple) and any(
+            isinstance(member, PickledTensor | dict | list | tuple) for member in item
+        ):
             stack += [((*path, str(number)), member) for number, member in reversed(list(enumerate(item)))]
         else:
             others.append((path, _kind(item)))
     return tensors, others
-
-
-def _holds_tensors(items: Sequence[object]) -> bool:
-    return any(isinstance(item, PickledTensor | dict | list | tuple) for item in items)
 
 
 def _component(key: object) -> str:

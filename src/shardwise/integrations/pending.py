@@ -138,13 +138,13 @@ def defer_load(
     names = [Path(file).name for file in checkpoint_files]
     # Several .bin files are found by their index, which has its usual name.
     is_named = len(names) == 1 or names[0].endswith(".safetensors")
-    source = read_index(
-        world,
-        OpenStorage(LocalReader(folder), None),
-        weights_name=names[0] if is_named else None,
-        extra=names[1:] if is_named else (),
-    )
-    with source.closing():
+    with LocalReader(folder) as reader:
+        source = read_index(
+            world,
+            OpenStorage(reader, None),
+            weights_name=names[0] if is_named else None,
+            extra=names[1:] if is_named else (),
+        )
         if {*source.index.files} != {*names}:
             return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())

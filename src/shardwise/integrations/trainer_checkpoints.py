@@ -408,7 +408,7 @@ def _find_durable(writer: LocalWriter) -> set[str]:
             continue
         # A record has names within its own folder: in "a/x.fingerprints.json", "y" is the file "a/y".
         folder, slash, _ = name.rpartition("/")
-        for saved in fingerprints.from_bytes(writer.read(name)):
+        for saved in fingerprints.parse(writer.read(name) or b"") or []:
             durable |= {f"{folder}{slash}{file}" for file in saved.files}
     return durable
 

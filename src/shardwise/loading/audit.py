@@ -75,24 +75,22 @@ _BLOCK_NUMEL = 1 << 20
 """Elements of tied tensors that are compared at once."""
 
 
-def find_unequal_tied(plan: LoadPlan, executor: ReadExecutor, rank: int, size: int) -> list[str]:
+def find_unequal_tied(plan: LoadPlan, executor: ReadExecutor) -> list[str]:
     """Return names of tensors whose other expressions differ from the first in this rank's part of the rows."""
     reads = plan.reads()
     unequal: list[str] = []
     for name, others in plan.duplicates.items():
         dtype = plan.layout.by_name[name].dtype
         first = reads[name].expression
-        if not all(are_equal(first, other, dtype, executor, rank, size) for other in others):
+        if not all(are_equal(first, other, dtype, executor) for other in others):
             unequal.append(name)
     return unequal
 
 
-def are_equal(
-    first: Expression, second: Expression, dtype: DType, executor: ReadExecutor, rank: int, size: int
-) -> bool:
+def are_equal(first: Expression, second: Expression, dtype: DType, executor: ReadExecutor) -> bool:
     """Return whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
 
-    Blocks of rows are distributed over the ``size`` ranks, which together read each expression once.
+    Blocks of rows are distributed over the executor's ranks, which together read each expression once.
     Memory: two blocks, each of about a million elements, or of one row if it is larger.
     """
     if first.shape != second.shape:
@@ -101,11 +99,12 @@ def are_equal(
     # An embedding of shape (151936, 4096) has blocks of 256 rows. With 4 ranks, rank 1 compares the rows from 256,
     # 1280, 2304, ... on.
     step = max(1, _BLOCK_NUMEL // max(1, numel(first.shape[1:])))
-    for start in range(rank * step, rows, size * step):
+    world = executor.world
+    for start in range(world.rank * step, rows, world.size * step):
         # A tensor without dimensions is one block, which the first rank compares.
-        box = Box((), ())
+        box = Box.whole(first.shape)
         if first.shape:
-            box = Box((start, *[0] * (len(first.shape) - 1)), (min(step, rows - start), *first.shape[1:]))
+            box = box.narrow(0, start, min(step, rows - start))
         one, other = executor.read_values([(item, box, to_torch(dtype)) for item in (first, second)])
         if not torch.equal(raw_bytes(one), raw_bytes(other)):
             return False

@@ -26,7 +26,7 @@ _AT_ONCE_BYTES = 32 << 20
 
 
 def _quantize_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
-    """Quantize the scales of a few layers. Collective: yes."""
+    """Quantize the scales of a few layers. Return the number of elements written by name. Collective: yes."""
     raw = {name: layer.weight_full_scales.detach() for name, layer in layers.items()}
     device = next(iter(raw.values())).device
     gathered = gather(world, raw, "full_on_all_ranks", budget_bytes=budget_bytes, device=device)
@@ -36,19 +36,12 @@ def _quantize_batch(world: World, layers: Mapping[str, Any], budget_bytes: int) 
         if world.rank == 0:
             exchange.local = {name: float(compute_offset(full)) for name, full in scales.items()}
     offsets = exchange.result
-    with world.collective("quantize layers"):
-        return _quantize_layers(layers, scales, offsets)
-
-
-def _quantize_layers(
-    layers: Mapping[str, Any], scales: dict[str, torch.Tensor], offsets: Mapping[str, float]
-) -> dict[str, int]:
-    """Quantize the scales of layers, and free the full scales. Return the number of elements written by name."""
     written: dict[str, int] = {}
-    for name, layer in layers.items():
-        counts = _quantize_layer(layer, scales.pop(name), offsets[name])
-        written |= {f"{name}.{local}": count for local, count in counts.items()}
-        _free_full_scales(layer)
+    with world.collective("quantize layers"):
+        for name, layer in layers.items():
+            counts = _quantize_layer(layer, scales.pop(name), offsets[name])
+            written |= {f"{name}.{local}": count for local, count in counts.items()}
+            _free_full_scales(layer)
     return written
 
 

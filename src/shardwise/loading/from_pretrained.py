@@ -3,8 +3,8 @@
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Unpack, cast, overload
@@ -193,7 +193,10 @@ def open_model(
                 if files.code:
                     _require_no_code(name, exchange.local)
         with world.collective("write the configs"):
-            directory = stack.enter_context(_write_configs(exchange.result))
+            # transformers reads the configs from a folder. The weights are never on disk.
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-")))
+            for file, content in exchange.result.items():
+                (directory / file).write_bytes(content)
     else:
         # A path, or a repository of which the files that every model needs are downloaded.
         directory = resolve_everywhere(world, name_or_path, hub, files)
@@ -211,8 +214,7 @@ def open_model(
     extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
     if extra and not is_remote:
         directory = resolve_everywhere(world, name_or_path, hub, replace(files, extra=extra))
-    storage = open_everywhere(world, name_or_path if is_remote else directory, hub)
-    stack.enter_context(storage.reader)
+    storage = open_everywhere(world, name_or_path if is_remote else directory, hub, stack)
     weights_name = getattr(config, "transformers_weights", None)
     source = read_index(world, storage, weights_name=weights_name, extra=extra)
     # The adapters of the tuning join the index and the reader one by one. Names of their files have a prefix.
@@ -260,15 +262,6 @@ def _join_adapter(
     stored = stored_tensors(joined.index).items()
     tensors = {key.removeprefix(f"{prefix}/"): item for key, item in stored if key.startswith(f"{prefix}/")}
     return joined, StoredAdapter(str(folder), config, tensors)
-
-
-@contextmanager
-def _write_configs(contents: Mapping[str, bytes]) -> Iterator[Path]:
-    """Write configs to a temporary folder, from which transformers reads them. The weights are never on disk."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        for name, content in contents.items():
-            Path(folder, name).write_bytes(content)
-        yield Path(folder)
 
 
 def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:

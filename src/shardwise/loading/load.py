@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -129,11 +130,11 @@ def load_checkpoint(
 
     The ``request`` has no bindings yet.
     """
-    with clock.phase("index"):
-        # Some classes load further files, which their config names.
-        extra = getattr(type(getattr(model, "config", None)), "extra_files", ())
-        source = open_source(world, checkpoint, hub, extra)
-    with source.closing():
+    # Some classes load further files, which their config names.
+    extra = getattr(type(getattr(model, "config", None)), "extra_files", ())
+    with ExitStack() as stack:
+        with clock.phase("index"):
+            source = open_source(world, checkpoint, hub, extra, stack)
         try:
             with clock.phase("plan"), world.collective("plan the load"):
                 prepared = prepare_checkpoint(world, model, source, request, key_mapping)
@@ -231,7 +232,7 @@ def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> 
     if not plan.duplicates:
         return
     with world.all_reduce("compare tied tensors", unite_sorted) as exchange:
-        exchange.local = find_unequal_tied(plan, executor, world.rank, world.size)
+        exchange.local = find_unequal_tied(plan, executor)
     names = exchange.result
     if names:
         raise KeyMismatchError(

@@ -257,11 +257,11 @@ class MetaModel:
 
 def compare_ties(built: MetaModel, pairs: Sequence[tuple[str, str]], executor: ReadExecutor) -> list[str]:
     """Return the first names of pairs whose stored values differ in this rank's part of the rows."""
-    matched, world = built.bindings.matched, executor.world
+    matched = built.bindings.matched
     differing: list[str] = []
     for name, other in pairs:
         dtype = built.layout.by_name[name].dtype  # values are compared as the model gets them
-        if not are_equal(matched[name][0], matched[other][0], dtype, executor, world.rank, world.size):
+        if not are_equal(matched[name][0], matched[other][0], dtype, executor):
             differing.append(name)
     return differing
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -28,48 +28,42 @@ class OpenSource:
 
     Attributes:
         identities: of the files, by which reads detect that a file has changed since its header was read.
-        is_own: whether the reader was opened by this module, and is closed with the load. A reader that the caller
-            passed stays open.
         notes: lines for the report.
     """
 
     index: CheckpointIndex
     reader: StorageReader
     identities: Mapping[str, str]
-    is_own: bool
     notes: tuple[str, ...] = ()
 
-    def closing(self) -> AbstractContextManager[object]:
-        """Return a context that closes the reader, unless it is the caller's."""
-        return self.reader if self.is_own else nullcontext()
 
-
-def open_source(world: World, checkpoint: Source, hub: HubOptions, extra: tuple[str, ...] = ()) -> OpenSource:
+def open_source(
+    world: World, checkpoint: Source, hub: HubOptions, extra: tuple[str, ...], stack: ExitStack
+) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes.
 
-    ``extra`` are further files of weights, if they exist.
+    ``extra`` are further files of weights, if they exist. The reader is closed with ``stack``, unless it is the
+    caller's.
     """
-    is_own = not isinstance(checkpoint, StorageReader)
     if isinstance(checkpoint, StorageReader):
         # The caller has opened this reader on every rank.
         storage = OpenStorage(checkpoint, None)
     else:
         wanted = ModelFiles(extra=extra)
         place = checkpoint if is_url(checkpoint) else resolve_everywhere(world, checkpoint, hub, wanted)
-        storage = open_everywhere(world, place, hub)
-    return read_index(world, storage, extra=extra, is_own=is_own)
+        storage = open_everywhere(world, place, hub, stack)
+    return read_index(world, storage, extra=extra)
 
 
-def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions) -> OpenStorage:
-    """Open a checkpoint's storage on every rank, or keep it open on none. Collective: yes."""
-    with ExitStack() as stack:
-        # If opening fails on another rank, the stack closes this rank's reader, too.
-        with world.collective("open the folder"):
-            storage = open_storage(place, hub) if is_url(place) else open_storage(place)
-            stack.enter_context(storage.reader)
-        # Nothing failed on any rank: from here on the caller closes the reader.
-        stack.pop_all()
-        return storage
+def open_everywhere(
+    world: World, place: str | os.PathLike[str], hub: HubOptions, stack: ExitStack
+) -> OpenStorage:
+    """Open a checkpoint's storage on every rank. The reader is closed with ``stack``. Collective: yes."""
+    with world.collective("open the folder"):
+        storage = open_storage(place, hub) if is_url(place) else open_storage(place)
+        # Within the phase: if opening fails on another rank, this rank's reader is closed, too.
+        stack.enter_context(storage.reader)
+    return storage
 
 
 def read_index(
@@ -78,28 +72,21 @@ def read_index(
     *,
     weights_name: str | None = None,
     extra: Sequence[str] = (),
-    is_own: bool = True,
 ) -> OpenSource:
     """Read the headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
     Ranks verify that they have opened the same checkpoint, see [Note: One checkpoint] in
     ``loading/one_checkpoint.py``.
-    After an error the reader is closed, unless it is the caller's (``is_own`` False).
     """
     reader = storage.reader
-    with ExitStack() as stack:
-        if is_own:
-            stack.enter_context(reader)
-        # One rank reads the headers of all files, so that a storage is not asked for them by every rank.
-        with world.broadcast("read headers") as exchange:
-            if world.rank == 0:
-                exchange.local = _read_headers(reader, storage.file or weights_name, extra)
-        index, remote_identities = exchange.result
-        identities, notes = require_one_checkpoint(world, reader, index)
-        # Nothing failed on any rank: from here on the caller closes the reader.
-        stack.pop_all()
+    # One rank reads the headers of all files, so that a storage is not asked for them by every rank.
+    with world.broadcast("read headers") as exchange:
+        if world.rank == 0:
+            exchange.local = _read_headers(reader, storage.file or weights_name, extra)
+    index, remote_identities = exchange.result
+    identities, notes = require_one_checkpoint(world, reader, index)
     # The identities of remote files are those that the first rank saw when it read the headers.
-    return OpenSource(index, reader, identities or remote_identities, is_own, notes)
+    return OpenSource(index, reader, identities or remote_identities, notes)
 
 
 def _read_headers(

@@ -303,7 +303,7 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
         remove_pending(writer, remains)
         folder_state = commit_plan.get_folder_state(writer.list(), writer.read(plan.index_file), plan.single_file)
         folder_state = replace(folder_state, listed=folder_state.listed | _find_valid_trainings(writer, plan))
-        recorded = fingerprints.from_bytes(writer.read(fingerprints.fingerprint_file(plan.stem)))
+        recorded = fingerprints.parse(writer.read(fingerprints.fingerprint_file(plan.stem)) or b"") or []
         if folder_state.weights:
             writer.sync_names()  # committed weights must be durable before those that were set aside are removed
         # Also the files that the index names while a single file is valid: a save that lost its lock may be about

@@ -197,7 +197,7 @@ def require_equal_copies(lora: _AdapterSource, adapter_name: str) -> None:
     """
     stored = stored_tensors(lora.executor.index)
     for key, other in merge_plan.find_repeated_copies(lora.tensors, adapter_name=adapter_name).items():
-        if not are_equal(stored[key], stored[other], lora.tensors[other].dtype, lora.executor, rank=0, size=1):
+        if not are_equal(stored[key], stored[other], lora.tensors[other].dtype, lora.executor):
             raise KeyMismatchError(
                 f"{lora.executor.reader.root}: {shown(key)} and {shown(other)} are the same tensor, and differ. "
                 "Save the adapter again"
@@ -247,7 +247,7 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
             is_tied = not lora.config.saves_module(stored_names[0].rpartition(".")[0])
         else:
             one, other = (expressions[whole[name]] for name in stored_names)
-            is_tied = are_equal(one, other, built.layout.by_name[target].dtype, lora.executor, rank=0, size=1)
+            is_tied = are_equal(one, other, built.layout.by_name[target].dtype, lora.executor)
         if not is_tied:
             separate.add(target)
     # No tie is affected, so the config of the base still holds.

@@ -13,7 +13,6 @@ from shardwise.core.consents import Consent
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.expert_factors import CURRENT_LAYOUT_VERSION
 from shardwise.core.expression import Expression, Stored
-from shardwise.core.formatting import canonical_name
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import StateReport
 from shardwise.files.checkpoint_index import without_wrappers
@@ -339,7 +338,7 @@ def set_model_state_dict(
 
 
 def swap_stored_experts(
-    world: World, model: nn.Module, values: state_values.Values, adapter: str | None, folder: str
+    world: World, model: Any, values: state_values.Values, adapter: str | None, folder: str
 ) -> state_values.Values:
     """Return the values of a state with the LoRA matrices of stacked experts in the layout of today's PEFT.
 
@@ -350,39 +349,29 @@ def swap_stored_experts(
         ConfigError: the layout is not known, or ranks hold whole tensors or shards, which are not rearranged.
     """
     with world.collective("match experts"):
-        return _swap_experts(model, values, adapter, folder)
-
-
-def _swap_experts(model: Any, values: state_values.Values, adapter: str | None, folder: str) -> state_values.Values:
-    config = Path(folder, ADAPTER_CONFIG)
-    version = read_peft_version(config) if config.is_file() else CURRENT_LAYOUT_VERSION
-    expressions: Mapping[str, Expression]
-    if isinstance(values, state_values.StoredValues):
-        expressions = values.expressions
-    else:
-        expressions = _describe_matrices(values.tensors)
-    refs, swapped = collect_tensors(model), expressions
-    adapters = list(model.peft_config) if adapter is None else [adapter]
-    for name in adapters:
-        swapped = swap_experts(model, refs, name, swapped, version, folder)
-    # Expressions are rearranged while they are read. Tensors that ranks pass would have to be resharded.
-    changed = [name for name, item in swapped.items() if item != expressions[name]]
-    if not changed:
-        return values
-    if not isinstance(values, state_values.StoredValues):
-        raise ConfigError(
-            f"{folder}: {changed[0]} was saved by PEFT before 0.19.1, which swapped the input and the output of "
-            "stacked experts. Save the adapter with save_pretrained, and read that folder"
-        )
-    return replace(values, expressions=swapped)
-
-
-def _describe_matrices(tensors: Mapping[str, Any]) -> dict[str, Expression]:
-    matrices: dict[str, Expression] = {}
-    for name, value in tensors.items():
-        if ".lora_" in name and isinstance(value, torch.Tensor):
-            matrices[name] = Stored(name, tuple(value.shape), from_torch(value.dtype, name))
-    return matrices
+        config = Path(folder, ADAPTER_CONFIG)
+        version = read_peft_version(config) if config.is_file() else CURRENT_LAYOUT_VERSION
+        expressions: dict[str, Expression] = {}
+        if isinstance(values, state_values.StoredValues):
+            expressions.update(values.expressions)
+        else:
+            for name, value in values.tensors.items():
+                if ".lora_" in name and isinstance(value, torch.Tensor):
+                    expressions[name] = Stored(name, tuple(value.shape), from_torch(value.dtype, name))
+        refs, swapped = collect_tensors(model), expressions
+        adapters = list(model.peft_config) if adapter is None else [adapter]
+        for name in adapters:
+            swapped = swap_experts(model, refs, name, swapped, version, folder)
+        # Expressions are rearranged while they are read. Tensors that ranks pass would have to be resharded.
+        changed = [name for name, item in swapped.items() if item != expressions[name]]
+        if not changed:
+            return values
+        if not isinstance(values, state_values.StoredValues):
+            raise ConfigError(
+                f"{folder}: {changed[0]} was saved by PEFT before 0.19.1, which swapped the input and the output "
+                "of stacked experts. Save the adapter with save_pretrained, and read that folder"
+            )
+        return replace(values, expressions=swapped)
 
 
 def open_stored_values(
@@ -405,15 +394,5 @@ def open_stored_values(
     if file in ADAPTER_WEIGHTS:
         index, _ = without_wrappers(index)
     with world.collective("map the keys"):
-        named = by_canonical_keys(stored_tensors(index), index.root)
+        named = state_values.by_canonical_names(stored_tensors(index), index.root, FormatError)
     return state_values.StoredValues(reader, index, named, options.budget_bytes)
-
-
-def by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for key, expression in stored.items():
-        plain = canonical_name(key)
-        if plain in named:
-            raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
-        named[plain] = expression
-    return named

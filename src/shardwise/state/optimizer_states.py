@@ -132,19 +132,14 @@ def _bind(
     with world.collective("collect the tensors"):
         refs = collect_tensors(model)
         bounds = bind_optimizers(optimizers, refs, KEEP_IT_APART)
-        _require_no_rank_local(bounds)
+        for bound in bounds:
+            if has_rank_local_state(bound.optimizer):
+                raise ShardingError(
+                    f"{class_name(bound.optimizer)}: its state is rank-local (8-bit, 4-bit or factored). "
+                    "Save and restore it with a Checkpointer, on the same number of ranks"
+                )
     require_alike_models(world, refs, bounds)
     return refs, bounds
-
-
-def _require_no_rank_local(bounds: Sequence[Bound]) -> None:
-    """Raise :class:`ShardingError` for optimizers whose state depends on the sharding of their parameters."""
-    for bound in bounds:
-        if has_rank_local_state(bound.optimizer):
-            raise ShardingError(
-                f"{class_name(bound.optimizer)}: its state is rank-local (8-bit, 4-bit or factored). "
-                "Save and restore it with a Checkpointer, on the same number of ranks"
-            )
 
 
 def _state_by_label(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:

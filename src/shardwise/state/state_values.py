@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError, StorageError
+from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError, ShardwiseError, StorageError
 from shardwise.core.expression import Expression
 from shardwise.core.formatting import canonical_name, few_names
 from shardwise.core.tensors import Box
@@ -71,11 +71,14 @@ def agree_on_arguments(
         exchange.local = {name: repr(value) for name, value in compared.items()}
 
 
-def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-    """Return a rank's part of a state under names without wrapper prefixes. Empty for None.
+def by_canonical_names(
+    state: Mapping[str, Any] | None, what: str, error: type[ShardwiseError] = ConfigError
+) -> dict[str, Any]:
+    """Return a rank's part of a state, or a checkpoint's tensors, without wrapper prefixes. Empty for None.
 
     Raises:
-        ConfigError: the state is no mapping, or two names are the same without prefixes.
+        ConfigError: the state is no mapping.
+        ShardwiseError: (the class ``error``) two names are the same without prefixes.
     """
     tensors: object = {} if state is None else state
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
@@ -86,7 +89,7 @@ def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, 
     # "layer.weight" and "_orig_mod.layer.weight" are one name. The same tensor may be under both.
     for name, value in tensors.items():
         if by_name.setdefault(canonical_name(name), value) is not value:
-            raise ConfigError(
+            raise error(
                 f"{what}: has {canonical_name(name)} twice, with and without the names of wrappers. Leave out one"
             )
     return by_name
@@ -258,8 +261,7 @@ class StoredValues:
         for pair in pairs:
             one, other = (self.expressions[name] for name in pair)
             # The same numbers in two dtypes would be cast differently.
-            is_same_dtype = one.dtype is other.dtype
-            if not is_same_dtype or not are_equal(one, other, one.dtype, executor, world.rank, world.size):
+            if one.dtype is not other.dtype or not are_equal(one, other, one.dtype, executor):
                 unequal.append(pair)
         self.read_bytes += executor.read_bytes
         return unequal

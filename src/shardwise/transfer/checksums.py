@@ -69,8 +69,8 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
         words = padded.view(torch.int64).view(-1, BLOCK_WORDS)  # (blocks, words of a block)
         # The block's weight is applied to the sum of its words. torch lacks arithmetic of uint64, and products
         # of int64 have the same bits.
-        weights = [_to_signed(block_weight(first + number)) for number in range(len(words))]
-        on_device = to_device(torch.tensor(weights, device="cpu"), words.device)
+        weights = np.array([block_weight(first + number) for number in range(len(words))], np.uint64)
+        on_device = to_device(torch.from_numpy(weights.view(np.int64)), words.device)
         total += ((words * weights_in_block).sum(1) * on_device).sum()
         start += run.numel()
     return total
@@ -81,10 +81,6 @@ def _word_weights(device: torch.device) -> torch.Tensor:
     weights = to_device(torch.from_numpy(word_weights().view("<i8")), device)
     synchronize_streams([weights])  # other streams use it
     return weights
-
-
-def _to_signed(weight: int) -> int:
-    return weight - MODULUS if weight >= MODULUS // 2 else weight
 
 
 def _runs(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:

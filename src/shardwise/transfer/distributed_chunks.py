@@ -153,20 +153,14 @@ def plan_tensors(
             shares = first_holder_shares(boxes[key])
         if not numel(shape):  # one rank writes the empty tensor
             shares = ((Box.whole(shape),), *((),) * (num_ranks - 1))
-        _lay_out(key, dtype, shares, files, ends)
+        for rank, rank_boxes in enumerate(shares):
+            for box in rank_boxes:
+                chunk = ArchivedChunk(key, box, dtype, _align(ends[rank]))
+                ends[rank] = chunk.stop
+                files[rank].append(chunk)
     return TensorsPlan(
         planned, tuple(map(tuple, files)), {path: flat_key(first) for path, first in (aliases or {}).items()}
     )
-
-
-def _lay_out(
-    key: str, dtype: torch.dtype, shares: Sequence[Boxes], files: list[list[ArchivedChunk]], ends: list[int]
-) -> None:
-    for rank, boxes in enumerate(shares):
-        for box in boxes:
-            chunk = ArchivedChunk(key, box, dtype, _align(ends[rank]))
-            ends[rank] = chunk.stop
-            files[rank].append(chunk)
 
 
 @gc_disabled()

@@ -74,11 +74,6 @@ def digest_json(content: object) -> str:
     return digest(json.dumps(content, sort_keys=True).encode())
 
 
-def from_bytes(content: bytes | None) -> list[RecordedSave]:
-    """Parse the records of saves, or return an empty list if the file is missing, damaged or of another format."""
-    return parse(content or b"") or []
-
-
 def parse(content: bytes) -> list[RecordedSave] | None:
     """Parse the records of saves, or return None if the file is damaged or of another format."""
     try:

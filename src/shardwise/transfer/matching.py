@@ -327,7 +327,7 @@ def select_dtypes(
             texts: list[str] = []
             for dtype in sorted(set(by_rank)):
                 ranks = [rank for rank, other in enumerate(by_rank) if other == dtype]
-                texts.append(f"{dtype} on {_name_ranks(ranks, global_ranks)}")
+                texts.append(f"{dtype} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks, global_ranks)}")
             errors.append(f"{name} is {', '.join(texts)}")
     if errors:
         shown = "\n  ".join(abbreviate(errors))
@@ -338,7 +338,3 @@ def select_dtypes(
 def is_exact(dtype: str) -> bool:
     """Return True for dtypes that are never cast: all but floating and complex dtypes of 16 bits and more."""
     return dtype.startswith(("float8", "float4")) or not dtype.startswith(("float", "bfloat", "complex"))
-
-
-def _name_ranks(ranks: Sequence[int], global_ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, global_ranks)}"

@@ -40,7 +40,7 @@ def even_shares(box: Box, count: int) -> Iterator[Box]:
     if rows >= count:
         for index in range(count):
             start, stop = index * rows // count, (index + 1) * rows // count
-            yield Box((box.offsets[0] + start, *box.offsets[1:]), (stop - start, *box.sizes[1:]))
+            yield box.narrow(0, box.offsets[0] + start, stop - start)
     elif len(box.sizes) < 2:
         yield from cut(box, 1)
     else:

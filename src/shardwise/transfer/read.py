@@ -318,6 +318,7 @@ class ReadExecutor:
                     self._last_block = None  # freed before memory of the next is allocated
                     self._last_block = task.key, self._compute_alone(task, staging_bytes)
                 self._copy_outputs(task, self._last_block[1], targets, outputs[0])
+                self._count_outputs(task, targets)
         finally:
             for buffer in outputs:
                 buffer.finish()
@@ -337,17 +338,25 @@ class ReadExecutor:
         buffers: tuple[StagingBuffer, StagingBuffer],
     ) -> None:
         """Compute one block on a worker thread. ``budget_bytes`` bounds the inputs of all workers together."""
+        inputs, computed = self._read_inputs(task, budget_bytes, _CPU, buffers[0])
+        # Inputs that are computed themselves get half of the budget of this level, so that nesting is bounded.
+        inputs_bytes = ComputingShare.from_budget(budget_bytes, self.reader.policy.concurrency).staging_bytes
+        for inner in computed:
+            self._compute_block(inputs, inputs_bytes, inner, buffers)
+        self._copy_outputs(task, task.evaluate(inputs.tensors), targets, buffers[1])
+        self._count_outputs(task, targets)
+
+    def _read_inputs(
+        self, task: ComputeTask, budget_bytes: int, device: torch.device, buffer: StagingBuffer
+    ) -> tuple[TargetTensors, Sequence[ComputeTask]]:
+        """Return memory for the inputs of a block, with those that are stored, and the tasks of the others."""
         # Requests fit into the buffer, also those of a block within a block, whose budget may suggest larger ones.
-        plan, values = self._plan_values(get_inputs(task), budget_bytes, _CPU, buffers[0].nbytes)
+        plan, values = self._plan_values(get_inputs(task), budget_bytes, device, buffer.nbytes)
         inputs = TargetTensors(values, [""] * len(values))
         for _, requests in plan.batches:
             for request in requests:
-                self._read_and_count(inputs, request, buffers[0])
-        # Inputs that are computed themselves get half of the budget of this level, so that nesting is bounded.
-        inputs_bytes = ComputingShare.from_budget(budget_bytes, self.reader.policy.concurrency).staging_bytes
-        for inner in plan.computed:
-            self._compute_block(inputs, inputs_bytes, inner, buffers)
-        self._copy_outputs(task, task.evaluate(values), targets, buffers[1])
+                self._read_and_count(inputs, request, buffer)
+        return inputs, plan.computed
 
     def _compute_on_device(
         self,
@@ -417,19 +426,13 @@ class ReadExecutor:
         buffer: DeviceStaging,
     ) -> torch.Tensor:
         """Read the inputs of a block and evaluate it. Return whether the CPU has to, as a tensor of the device."""
-        plan, values = self._plan_values(get_inputs(task), share.staging_bytes, buffer.device, buffer.nbytes)
-        inputs = TargetTensors(values, [""] * len(values))
-        for _, requests in plan.batches:
-            for request in requests:
-                self._read_and_count(inputs, request, buffer)
+        inputs, computed = self._read_inputs(task, share.staging_bytes, buffer.device, buffer)
         inner = ComputingShare.from_budget(share.staging_bytes, self.reader.policy.concurrency)
         # Inputs that are themselves computed come first, on the same stream.
-        inner_bad = [self._queue_block(each, inputs, inner, buffer) for each in plan.computed]
+        inner_bad = [self._queue_block(each, inputs, inner, buffer) for each in computed]
         operation = cast(DeviceOperation, task.operation)
-        outputs, is_bad = operation.evaluate_on_device(task.block, values, share.max_block_bytes)
-        for move in task.moves:
-            computed = strided_view(outputs[move.output].contiguous(), move.source)
-            strided_view(targets.tensors[move.target], move.place).copy_(computed)
+        outputs, is_bad = operation.evaluate_on_device(task.block, inputs.tensors, share.max_block_bytes)
+        self._copy_outputs(task, outputs, targets, buffer)
         return torch.stack([is_bad, *inner_bad]).any()
 
     def _copy_outputs(
@@ -439,7 +442,6 @@ class ReadExecutor:
         for move in task.moves:
             values = strided_view(outputs[move.output].contiguous(), move.source)
             buffer.copy(values, strided_view(targets.tensors[move.target], move.place))
-        self._count_outputs(task, targets)
 
     def _count_outputs(self, task: ComputeTask, targets: TargetTensors) -> None:
         with self._lock:

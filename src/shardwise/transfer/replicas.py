@@ -17,9 +17,9 @@ import torch
 
 from shardwise.core.errors import RankMismatchError, ShardingError
 from shardwise.core.formatting import few_names, format_ranks
-from shardwise.core.layout import LoraFactors, TensorKind, locate_box
+from shardwise.core.layout import LoraFactors, TensorKind
 from shardwise.core.tensors import Box
-from shardwise.fsdp.named_tensors import TensorRef, local_boxes, local_tensor, strided_view
+from shardwise.fsdp.named_tensors import TensorRef, local_boxes
 from shardwise.fsdp.rebind import Bound
 from shardwise.models.four_bit.config import Packing
 from shardwise.models.four_bit.layers import get_scales
@@ -65,11 +65,10 @@ class Replicas:
         # In the order of the names, which is that of the tensors on all ranks: digests depend on it.
         for name, boxes in common.items():
             # Two boxes of one tensor may be shared with different ranks, so they belong to different groups.
-            local, boxes_in_memory = local_tensor(tensors[name]), local_boxes(tensors[name], name)
+            local = LocalTensor.from_tensor(tensors[name], name)
             for box, holders in boxes:
                 group = ReplicaGroup(len(holders), name in buffers, repr_digest(holders))
-                view = strided_view(local, locate_box(box, boxes_in_memory))
-                by_group.setdefault(group, {}).setdefault(name, []).append(view)
+                by_group.setdefault(group, {}).setdefault(name, []).append(local.view(box))
         return cls(by_group)
 
     def digests(self) -> dict[ReplicaGroup, bytes]:
@@ -371,7 +370,7 @@ class ShardSender:
     def values(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor, row-major."""
         item = self.refs[name]
-        return strided_view(item.local, locate_box(box, local_boxes(item.tensor, item.fqn))).contiguous()
+        return LocalTensor.from_tensor(item.tensor, item.fqn).view(box).contiguous()
 
 
 @dataclass
