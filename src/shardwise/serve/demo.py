@@ -97,7 +97,7 @@ def _learn_answer(client: Any, rank: int, answer: str) -> str:
     weights = [0.0] * (len(prompt) - 1) + [1.0] * (len(text) - len(prompt))
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(text[:-1]),
-        loss_fn_inputs={"target_tokens": _tensor(text[1:], "int64"), "weights": _tensor(weights, "float32")},
+        loss_fn_inputs={"target_tokens": text[1:], "weights": weights},
     )
     losses = []
     for _ in range(120):
@@ -129,9 +129,9 @@ def _learn_by_reward(client: Any, rank: int) -> str:
             tokens, padding = list(each.tokens), [0.0] * (len(prompt) - 1)
             advantages = [*padding, *[count - rewards[-1]] * len(tokens)]
             inputs = {
-                "target_tokens": _tensor([*prompt[1:], *tokens], "int64"),
-                "logprobs": _tensor([*padding, *each.logprobs], "float32"),
-                "advantages": _tensor(advantages, "float32"),
+                "target_tokens": [*prompt[1:], *tokens],
+                "logprobs": [*padding, *each.logprobs],
+                "advantages": advantages,
             }
             text = types.ModelInput.from_ints([*prompt, *tokens[:-1]])
             data.append(types.Datum(model_input=text, loss_fn_inputs=inputs))
@@ -140,9 +140,3 @@ def _learn_by_reward(client: Any, rank: int) -> str:
         passed.result()
         stepped.result()
     return f"rank {rank}, importance_sampling: share of the letter e {rewards[0]:.2f} -> {rewards[-1]:.2f}"
-
-
-def _tensor(values: list[Any], dtype: Any) -> Any:
-    from tinker import types
-
-    return types.TensorData(data=values, dtype=dtype, shape=[len(values)])
