@@ -95,10 +95,8 @@ def _learn_answer(client: Any, rank: int, answer: str) -> str:
     model = client.create_lora_training_client(base_model="base", rank=rank).result()
     prompt, text = list(_QUESTION.encode()), [*_QUESTION.encode(), *answer.encode(), 0]
     weights = [0.0] * (len(prompt) - 1) + [1.0] * (len(text) - len(prompt))
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(text[:-1]),
-        loss_fn_inputs={"target_tokens": text[1:], "weights": weights},
-    )
+    inputs: Any = {"target_tokens": text[1:], "weights": weights}
+    datum = types.Datum(model_input=types.ModelInput.from_ints(text[:-1]), loss_fn_inputs=inputs)
     losses = []
     for _ in range(120):
         passed = model.forward_backward([datum], "cross_entropy")
@@ -128,7 +126,7 @@ def _learn_by_reward(client: Any, rank: int) -> str:
         for each, count in zip(sequences, counts, strict=True):
             tokens, padding = list(each.tokens), [0.0] * (len(prompt) - 1)
             advantages = [*padding, *[count - rewards[-1]] * len(tokens)]
-            inputs = {
+            inputs: Any = {
                 "target_tokens": [*prompt[1:], *tokens],
                 "logprobs": [*padding, *each.logprobs],
                 "advantages": advantages,
