@@ -248,9 +248,7 @@ class AdapterBank:
 
     def zero_grad(self, name: str) -> None:
         """Discard an adapter's open window. Collective: no, but call it on every rank."""
-        adapter = self._adapter(name)
-        if adapter.is_trained:
-            adapter.zero_grad()
+        self._adapter(name).zero_grad()
 
     @overload
     def optim_step(self, steps: str, **changes: Any) -> AdapterStep: ...
