@@ -97,7 +97,12 @@ class AdapterBank:
         with self._world.collective("check the base"):
             self._model = rows.require_base(model, self._world.size)
         with comparing_arguments(self._world) as exchange:
-            exchange.local = _check_options(backend, max_tokens_per_pass)
+            if type(max_tokens_per_pass) is not int or max_tokens_per_pass < 1:
+                raise ConfigError(
+                    f"max_tokens_per_pass={max_tokens_per_pass!r}: is not a positive integer. Pass 1 or more"
+                )
+            check_options({"backend": BackendChoice}, {"backend": backend})
+            exchange.local = {"backend": backend, "max_tokens_per_pass": str(max_tokens_per_pass)}
         self._adapters: dict[str, BankAdapter] = {}
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
@@ -138,7 +143,10 @@ class AdapterBank:
     def _build_on_all_ranks(
         self, name: str, config: LoraConfig, keywords: AdapterOptions, *, is_new: bool, is_trained: bool = True
     ) -> BankAdapter:
-        """Return a new adapter, equal on all ranks and not registered yet. Collective: yes."""
+        """Return an adapter, equal on all ranks and not registered yet. Unless it is new, its matrices are zeros.
+
+        Collective: yes.
+        """
         with self._world.collective("build the adapter"):
             if is_new:
                 self._require_new(name)
@@ -147,7 +155,14 @@ class AdapterBank:
                 raise unknown_keyword(call, keyword, DEFAULT_OPTIONS, {})
             options: AdapterOptions = {**DEFAULT_OPTIONS, **keywords}
             require_options(options)
-            adapter = self._build_locally(name, config, options, is_new=is_new, is_trained=is_trained)
+            outline = adapter_files.outline_lora(self._model, config, is_new=is_new)
+            self._hooks.require_supported(outline.sites)
+            device, world = self._base.device, self._world
+            adapter = BankAdapter(name, config, outline.sites, options, device, world, is_trained=is_trained)
+            if is_new:
+                # Equal on every rank without an exchange: the values follow from the seed and the matrix's name.
+                for matrix in outline.matrices():
+                    outline.initialize(matrix, adapter.matrices[matrix.key], options["seed"])
         # Functions cannot be compared, but what they have created can.
         values = [value for value in options.values() if not callable(value)]
         kinds = [type(each).__qualname__ for each in (adapter.optimizer, adapter.schedule)]
@@ -166,20 +181,6 @@ class AdapterBank:
             self._hooks.remove(self._adapters[adapter.name].sites)
         self._hooks.add(adapter.sites)
         self._adapters[adapter.name] = adapter
-
-    def _build_locally(
-        self, name: str, config: LoraConfig, options: AdapterOptions, *, is_new: bool, is_trained: bool = True
-    ) -> BankAdapter:
-        """Return an adapter that is not registered yet. Unless it is new, its matrices are zeros."""
-        outline = adapter_files.outline_lora(self._model, config, is_new=is_new)
-        self._hooks.require_supported(outline.sites)
-        device, world = self._base.device, self._world
-        adapter = BankAdapter(name, config, outline.sites, options, device, world, is_trained=is_trained)
-        if is_new:
-            # Equal on every rank without an exchange: the values follow from the seed and the name of the matrix.
-            for matrix in outline.matrices():
-                outline.initialize(matrix, adapter.matrices[matrix.key], options["seed"])
-        return adapter
 
     def _build_like(self, source: BankAdapter, name: str, *, is_trained: bool) -> BankAdapter:
         """Return an adapter with the sites and options of another one. Its matrices are zeros."""
@@ -247,9 +248,7 @@ class AdapterBank:
 
     def zero_grad(self, name: str) -> None:
         """Discard an adapter's open window. Collective: no, but call it on every rank."""
-        adapter = self._adapter(name)
-        if adapter.is_trained:
-            adapter.zero_grad()
+        self._adapter(name).zero_grad()
 
     @overload
     def optim_step(self, steps: str, **changes: Any) -> AdapterStep: ...
@@ -596,13 +595,6 @@ def _make_output(call: batch.RowCall, sums: batch.PassSums) -> FusedLosses:
         failure = sums.failures.get(number)
         outcomes.append(AdapterLoss(placed.request.adapter, loss / divisor, tokens, logprobs, failure))
     return FusedLosses(outcomes, len(call.passes))
-
-
-def _check_options(backend: object, max_tokens_per_pass: object) -> dict[str, str]:
-    if type(max_tokens_per_pass) is not int or max_tokens_per_pass < 1:
-        raise ConfigError(f"max_tokens_per_pass={max_tokens_per_pass!r}: is not a positive integer. Pass 1 or more")
-    check_options({"backend": BackendChoice}, {"backend": backend})
-    return {"backend": str(backend), "max_tokens_per_pass": str(max_tokens_per_pass)}
 
 
 def _check_arguments(name: str, switch: object, switch_name: str, **permissions: OnFault) -> dict[str, str]:

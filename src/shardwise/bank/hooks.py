@@ -32,17 +32,15 @@ class SiteHooks:
             ConfigError: it cannot. The message has each site.
         """
         faults: list[str] = []
-        for site in sites:
-            if isinstance(site, ExpertsSite):
-                reason = unsupported_experts_reason(site.module, self._modules[site.module], site.parameter)
-                if reason:
-                    faults.append(reason)
-        # Hooks are by name. A layer with two names would have two hooks, and add both matrices of an adapter.
         first_names: dict[nn.Module, str] = {}
         for site in sites:
-            module, place = self._modules[site.module], site.module
-            if not isinstance(site, ExpertsSite) and first_names.setdefault(module, place) != place:
-                faults.append(f"{place} and {first_names[module]} are one layer. Target one of the two")
+            name, module = site.module, self._modules[site.module]
+            if isinstance(site, ExpertsSite):
+                if reason := unsupported_experts_reason(name, module, site.parameter):
+                    faults.append(reason)
+            # Hooks are by name. A layer with two names would have two hooks, and add both matrices of an adapter.
+            elif first_names.setdefault(module, name) != name:
+                faults.append(f"{name} and {first_names[module]} are one layer. Target one of the two")
         if faults:
             raise ConfigError("this LoRA cannot be trained in a bank:\n  " + "\n  ".join(faults))
 

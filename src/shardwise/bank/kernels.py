@@ -150,7 +150,7 @@ class SegmentLoop:
 
 
 class GroupedProducts(SegmentLoop):
-    """Computes adjacent segments with equally many rows and one LoRA rank by one batched product.
+    """Computes adjacent segments with equally many rows and one LoRA rank by one batched product, others alone.
 
     Create one for each pass. It keeps the scales of runs on the device.
 

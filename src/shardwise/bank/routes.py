@@ -22,7 +22,6 @@ from shardwise.bank.kernels import (
     RoutedSegment,
     SegmentLoop,
     adapt,
-    group_into_runs,
     stable_key,
 )
 from shardwise.core.errors import TrainingError
@@ -152,8 +151,7 @@ class Route:
         segments = self.segments(site, x.shape[:-1].numel() // self.rows)
         if backend is None:
             may_group = self.backend_choice == "auto" and x.dtype == y.dtype
-            is_grouped = may_group and len(group_into_runs(segments)) < len(segments)
-            backend = self.grouped if is_grouped else SegmentLoop()
+            backend = self.grouped if may_group else SegmentLoop()
         is_trained = any(segment.is_trained for segment in segments)
         return self.record_site(site, adapt(self.anchor, x, y, segments, backend), is_trained=is_trained)
 

@@ -196,12 +196,8 @@ def _is_plain(values: object) -> bool:
 def _parse_list(who: str, rows: Sequence[Any], longest: int, keys: Collection[str] | None) -> list[UnpaddedRow]:
     parsed = []
     for number, row in enumerate(rows):
-        if not isinstance(row, Mapping) or not all(map(_is_plain, row.values())):
-            raise ConfigError(
-                f"{who}: the rows are not a dict of tensors of one shape, or a list of such dicts: row {number} is "
-                f"a {type(row).__name__}. Pass input_ids (tokens,) and targets for each"
-            )
-        ids, targets = row.get("input_ids"), row.get("targets")
+        is_row = isinstance(row, Mapping) and all(map(_is_plain, row.values()))
+        ids, targets = (row.get("input_ids"), row.get("targets")) if is_row else (None, None)
         if (
             ids is None
             or targets is None
@@ -212,10 +208,10 @@ def _parse_list(who: str, rows: Sequence[Any], longest: int, keys: Collection[st
             or ids.dtype not in _INTEGERS
             or targets.dtype not in _INTEGERS
         ):
-            shapes = {key: tuple(values.shape) for key, values in row.items()}
+            what = {key: tuple(values.shape) for key, values in row.items()} if is_row else type(row).__name__
             raise ConfigError(
                 f"{who}: the rows are not a dict of tensors of one shape, or a list of such dicts: row {number} is "
-                f"{shapes}. It needs input_ids (tokens,) and targets, (tokens,) or (tokens, K), of integers"
+                f"{what}. It needs input_ids (tokens,) and targets, (tokens,) or (tokens, K), tensors of integers"
             )
         if len(ids) > longest:
             raise ConfigError(f"{who}: row {number} has {len(ids)} tokens. It may have 1 to {longest}")

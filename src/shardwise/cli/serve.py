@@ -7,7 +7,7 @@ import resource
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -45,21 +45,14 @@ def serve_command(
     model: str | None,
     *,
     nproc_per_node: int,
-    host: str,
-    port: int,
-    keys: Path | None,
     new_key: str | None,
-    state: Path | None,
+    demo: bool,
     served_model_name: str | None,
     tokenizer: str | None,
-    dtype: str,
     max_tokens_per_turn: int,
-    max_tokens_per_pass: int,
     fuse_wait: float | None,
     session_timeout: float,
-    vllm: str | None,
-    log_requests: bool,
-    demo: bool,
+    **options: Any,
 ) -> None:
     """Serve MODEL to clients of the tinker package: each trains LoRAs, and all share the base's passes.
 
@@ -89,8 +82,7 @@ def serve_command(
     # A path on this machine tells clients nothing, so they see the name of the folder.
     name = served_model_name or (os.path.basename(os.path.abspath(model)) if Path(model).exists() else model)
     settings = Settings(name, tokenizer or name, max_tokens_per_turn, fuse_wait, session_timeout)
-    options = ServeOptions(model, settings, host, port, keys, state, max_tokens_per_pass, dtype, vllm, log_requests)
-    run_ranks(nproc_per_node, serve_on_rank, options, libraries=None)
+    run_ranks(nproc_per_node, serve_on_rank, ServeOptions(model, settings, **options), libraries=None)
 
 
 def serve_on_rank(options: ServeOptions) -> None:

@@ -465,11 +465,9 @@ class App:
             sampler = self._make_sampler(key, "", None if path is None else str(path), values.get("base_model"))
         number = values.get("num_samples", 1)
         number = number if type(number) is int and 0 < number <= 1024 else 1
+        digest = digest_of(data)
         if type(seq_id) is int and seq_id in sampler.seen:
-            digest, request_id = sampler.seen[seq_id]
-            if digest != digest_of(data):
-                request_id = self._service.answer(key, Refusal(f"seq_id={seq_id}: had another body before"))
-            return _promise(request_id, number)
+            return _promise(self._service.find_again(key, sampler.seen, seq_id, digest), number)
         with self._service.admit(key, f"samples of {key.name}") as queued:
             read_sample(queued, sampler, values, self._base, has_vllm=self._service.vllm is not None)
             if isinstance(queued.answer, SampleAnswer) and queued.answer.stops and self._service.tokenizer is None:
@@ -478,7 +476,7 @@ class App:
             if self._service.vllm is not None and sampler.folder is not None:
                 self._use_folder(sampler, sampler.folder)
         if type(seq_id) is int:
-            sampler.seen[seq_id] = digest_of(data), queued.request_id
+            sampler.seen[seq_id] = digest, queued.request_id
         return _promise(queued.request_id, number)
 
     def _use_folder(self, sampler: Sampler, folder: str) -> None:

@@ -95,10 +95,8 @@ def _learn_answer(client: Any, rank: int, answer: str) -> str:
     model = client.create_lora_training_client(base_model="base", rank=rank).result()
     prompt, text = list(_QUESTION.encode()), [*_QUESTION.encode(), *answer.encode(), 0]
     weights = [0.0] * (len(prompt) - 1) + [1.0] * (len(text) - len(prompt))
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(text[:-1]),
-        loss_fn_inputs={"target_tokens": _tensor(text[1:], "int64"), "weights": _tensor(weights, "float32")},
-    )
+    inputs: Any = {"target_tokens": text[1:], "weights": weights}
+    datum = types.Datum(model_input=types.ModelInput.from_ints(text[:-1]), loss_fn_inputs=inputs)
     losses = []
     for _ in range(120):
         passed = model.forward_backward([datum], "cross_entropy")
@@ -128,10 +126,10 @@ def _learn_by_reward(client: Any, rank: int) -> str:
         for each, count in zip(sequences, counts, strict=True):
             tokens, padding = list(each.tokens), [0.0] * (len(prompt) - 1)
             advantages = [*padding, *[count - rewards[-1]] * len(tokens)]
-            inputs = {
-                "target_tokens": _tensor([*prompt[1:], *tokens], "int64"),
-                "logprobs": _tensor([*padding, *each.logprobs], "float32"),
-                "advantages": _tensor(advantages, "float32"),
+            inputs: Any = {
+                "target_tokens": [*prompt[1:], *tokens],
+                "logprobs": [*padding, *each.logprobs],
+                "advantages": advantages,
             }
             text = types.ModelInput.from_ints([*prompt, *tokens[:-1]])
             data.append(types.Datum(model_input=text, loss_fn_inputs=inputs))
@@ -140,9 +138,3 @@ def _learn_by_reward(client: Any, rank: int) -> str:
         passed.result()
         stepped.result()
     return f"rank {rank}, importance_sampling: share of the letter e {rewards[0]:.2f} -> {rewards[-1]:.2f}"
-
-
-def _tensor(values: list[Any], dtype: Any) -> Any:
-    from tinker import types
-
-    return types.TensorData(data=values, dtype=dtype, shape=[len(values)])

@@ -420,7 +420,7 @@ class Service:
         digest = digest_of(body)
         # The client sends a request again when an answer was lost on its way.
         if seq_id in model.seen or seq_id in model.early or seq_id < model.next_seq_id:
-            yield QueuedRequest(self._find_again(model, seq_id, digest), is_new=False)
+            yield QueuedRequest(self.find_again(model.key, model.seen, seq_id, digest), is_new=False)
             return
         # Those without room take memory, too.
         if seq_id > model.next_seq_id and len(model.early) >= 16 * model.key.max_requests:
@@ -445,13 +445,13 @@ class Service:
             model.early_tokens -= ready.cost.tokens
             model.next_seq_id += 1
 
-    def _find_again(self, model: Model, seq_id: int, digest: str) -> str:
-        """Return the future of a request that was sent before."""
-        known, request_id = model.seen.get(seq_id, ("", ""))
+    def find_again(self, key: UserKey, seen: Mapping[int, tuple[str, str]], seq_id: int, digest: str) -> str:
+        """Return the future of a request that was sent before. ``seen`` is of its model or sampling session."""
+        known, request_id = seen.get(seq_id, ("", ""))
         if known == digest:
             return request_id
         text = "had another body before" if known else "was answered before, and its result is gone"
-        return self.answer(model.key, Refusal(f"seq_id={seq_id}: {text}"))
+        return self.answer(key, Refusal(f"seq_id={seq_id}: {text}"))
 
     @contextmanager
     def admit(self, key: UserKey, queue: str) -> Iterator[QueuedRequest]:

@@ -64,7 +64,7 @@ def plan_run(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
     options |= {
         "hub": HubOptions(revision=arguments.model.model_revision),
         "tuning": (tuning := build_tuning(arguments)),
-        "optim": getattr(training.optim, "value", training.optim),
+        "optim": training.optim.value,
         "per_device_train_batch_size": training.per_device_train_batch_size * rows_per_example,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "mixed_precision": "no",
@@ -112,7 +112,7 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
         if key not in sizes:
             options["tuning"] = tunings[key] = Lora(lora, placement="replicated")
             sizes[key] = plan(name, ranks=ranks, **options).trainable_parameters
-        adapters.append((getattr(arguments.training.optim, "value", arguments.training.optim), sizes[key]))
+        adapters.append((arguments.training.optim.value, sizes[key]))
     # A full pass: with 4096 tokens in a pass, and rows of up to 1500, it has two rows of 1500.
     tokens = config.own.tokens_per_pass
     length = min(max(arguments.training.max_length or tokens for arguments in parsed), tokens)

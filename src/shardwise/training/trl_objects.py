@@ -305,11 +305,10 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
         "revision": model.model_revision,
         "trust_remote_code": training.trust_remote_code,
         "options": LoadOptions(seed=training.seed),
+        "attn_implementation": model.attn_implementation,
+        "use_kernels": arguments.own.use_kernels,
+        "config_overrides": arguments.own.config_overrides or {},
     }
-    if model.attn_implementation:
-        options["attn_implementation"] = model.attn_implementation
-    if arguments.own.use_kernels:
-        options["use_kernels"] = True
     if training.use_liger_kernel and accelerator() is not None:
         # As TRL's trainers do, whose losses need the hidden states before the head.
         options["liger_kernel_config"] = {
@@ -319,13 +318,11 @@ def model_options(arguments: TrlArguments) -> PretrainedOptions:
     if training.torch_compile:
         compiled = {"backend": training.torch_compile_backend, "mode": training.torch_compile_mode}
         options["sharding"] = replace(options["sharding"], compile=compiled)
-    if arguments.own.config_overrides:
-        options["config_overrides"] = arguments.own.config_overrides
     # In place of the head for tokens, a reward model has one for a score.
     if arguments.own.method == "reward":
         options |= {
             "model_class": transformers.AutoModelForSequenceClassification,
-            "config_overrides": {**(arguments.own.config_overrides or {}), "num_labels": 1},
+            "config_overrides": {**options["config_overrides"], "num_labels": 1},
             "on_missing": Initialize(only=_HEAD),  # of a language model, as transformers does
             "on_unexpected": Ignore(only=("lm_head.*",)),
         }
@@ -370,14 +367,10 @@ def build_tuning(arguments: TrlArguments) -> Tuning:
     config = lora_config(arguments)
     if config is not None:
         return Lora(config, placement="sharded" if keys.shard_adapters else "replicated")
-    options: dict[str, Any] = {}
-    if keys.trainable_layers:
-        options["trainable_layers"] = keys.trainable_layers
-    if keys.trainable_modules:
-        options["trainable_modules"] = tuple(keys.trainable_modules)
-    if keys.extra_modules:
-        options["extra_modules"] = tuple(keys.extra_modules)
-    return Freeze(**options) if options else Full()
+    modules, extra_modules = tuple(keys.trainable_modules or ()), tuple(keys.extra_modules or ())
+    if keys.trainable_layers or modules or extra_modules:
+        return Freeze(keys.trainable_layers, modules, extra_modules)
+    return Full()
 
 
 def load_processor(arguments: TrlArguments) -> Any:
