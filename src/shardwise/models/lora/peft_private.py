@@ -429,12 +429,6 @@ def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT
             nn.init.normal_(getattr(layer, attribute)[adapter])
 
 
-def row_norms(rows: torch.Tensor) -> torch.Tensor:
-    """Compute ``DoraLinearLayer.get_weight_norm`` for the case that ``lora_B`` is zero."""
-    norms: torch.Tensor = torch.linalg.norm(rows, dim=1)
-    return norms.to(rows.dtype)
-
-
 def save_config(model: Any, adapter: str, folder: str) -> None:
     """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does, with names sorted."""
     config = copy.deepcopy(model.peft_config[adapter])
