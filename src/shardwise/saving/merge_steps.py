@@ -221,16 +221,16 @@ def write_out(
     with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
         out = LocalFiles(World(0, 1), writer, plan.files, bar.update)
         # The lock comes first: from here on, no other save removes or creates files in this folder.
-        state = begin_save(writer, plan)
+        state = begin_save(writer, plan, companions)
         try:
             write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
             # Only after all is written it is known whether the edits have changed a value, and before the commit
             # the older checkpoint is still valid.
             if check is not None:
                 check(out.written)
-            commit_save(writer, plan, state, companions, out.written.fingerprints)
+            commit_save(state, out.written.fingerprints)
         except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
-            undo_save(writer, plan, state)
+            undo_save(state)
             raise
     return out.written, plan.names
 
