@@ -39,13 +39,6 @@ from shardwise.ranks.world import World
 from shardwise.saving import merge_steps
 from shardwise.saving.commit import commit_written, replace_templates
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
-from shardwise.saving.merge_steps import (
-    config_content,
-    find_tokenizer_folder,
-    parse_config,
-    read_companions,
-    read_templates,
-)
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
 from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_journals
@@ -220,9 +213,10 @@ def _companions(
     if outputs.folder is None:
         return {}, None
     dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
-    config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=outputs.untied)
-    tokenizer = find_tokenizer_folder([*_nearest_folders(folder), outputs.folder])
-    return {**read_companions(outputs.folder, tokenizer), "config.json": config}, read_templates(tokenizer)
+    config = merge_steps.parse_config(outputs.folder)
+    files, templates = merge_steps.read_companions(outputs.folder, [*_nearest_folders(folder), outputs.folder])
+    files["config.json"] = merge_steps.config_content(config, dtype=dtype_name, untied=outputs.untied)
+    return files, templates
 
 
 def _nearest_folders(folder: Path) -> list[Path]:
@@ -406,7 +400,9 @@ def name_outputs(
     key_mapping: Mapping[str, str],
 ) -> NamedOutputs:
     """Return the hub's names if the model is known, otherwise those of the checkpoint, with the reason."""
-    options = _options(dtype, key_mapping)
+    options = ModelOptions(key_mapping=key_mapping)
+    if dtype is not None:
+        options["dtype"] = dtype
     # Without a config, or with one of an unknown class, there are no names of the hub. With a base, that is an
     # error.
     config_folder = _config_folder(folder, base)
@@ -491,11 +487,6 @@ def _is_wrapped(paths: Iterable[Levels]) -> bool:
         and inner <= {"state", "param_groups"}
         and all(len(path) > 1 for path in all_paths)
     )
-
-
-def _options(dtype: str | None, key_mapping: Mapping[str, str]) -> ModelOptions:
-    options = ModelOptions(key_mapping=key_mapping)
-    return options if dtype is None else ModelOptions(**options, dtype=dtype)
 
 
 def _name_as_on_hub(
