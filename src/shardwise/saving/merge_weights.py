@@ -261,7 +261,7 @@ def _write_torch_file(
             "output folder"
         )
     outputs.to_save.require_bounded()
-    written = WrittenTensors(bytes_by_file={outputs.torch_file: nbytes})
+    written = WrittenTensors(bytes_by_file=Counter({outputs.torch_file: nbytes}))
     with (
         progress_bar("Merging", nbytes, enabled=True) as bar,
         lock_and_clean_up(World(0, 1), writer.root) as saving,

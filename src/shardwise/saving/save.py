@@ -145,7 +145,7 @@ def _write_and_commit(
         tensors=len(plan.entries),
         parameters=prepared.parameters,
         checkpoint_bytes=plan.nbytes,
-        written_bytes=sum(shard_writer.written_bytes.values()),
+        written_bytes=shard_writer.written.nbytes,
         dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
         cast=prepared.cast,
         tied=prepare.find_tied_names(prepared),
@@ -176,7 +176,7 @@ def _write_by_owners(
     progress: tqdm,
 ) -> None:
     """Write each file on the rank that owns it. Collective: yes."""
-    written = write_by_owners(
+    shard_writer.written = write_by_owners(
         world,
         shard_writer.writer,
         prepared.plan.files,
@@ -188,8 +188,6 @@ def _write_by_owners(
         device=staging_device(prepared.tensors, [item.tensor for item in prepared.tensors]),
         progress=progress,
     )
-    shard_writer.written_bytes.update(written.bytes_by_file)
-    shard_writer.sums.update(written.fingerprints)
 
 
 def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[str, bytes], dict[str, bytes] | None]:
@@ -264,8 +262,8 @@ def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter)
     """
     # One array of all sums and sizes: one meeting of the ranks, however many tensors there are.
     keys, files = list(plan.entries), [file.name for file in plan.files]
-    local = [shard_writer.sums.get(key, 0) for key in keys]
-    local += [shard_writer.written_bytes.get(name, 0) for name in files]
+    local = [shard_writer.written.fingerprints.get(key, 0) for key in keys]
+    local += [shard_writer.written.bytes_by_file[name] for name in files]
     # (tensors + files,): fingerprints are sums modulo MODULUS of transfer/fingerprints.py, where uint64 wraps, too.
     unsigned = np.array([value % (1 << 64) for value in local], dtype=np.uint64)
     total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()
