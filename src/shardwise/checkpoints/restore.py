@@ -157,7 +157,16 @@ def _plan(
         matched = compare(opened, collected, state, common, world.size, consent)
     fitting = None
     if "optimizers" in matched.components:
-        fitting = _match_optimizers(world, opened, executor, collected, common, consent)
+        optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
+        with world.collective("read the optimizer state"):
+            parsed = _optimizer_state(opened, executor, optimizers, common)
+        stored: dict[str, SourceTensor] = {}
+        for name, tensor in parsed.tensors.items():
+            shape = tuple(tensor.shape)
+            stored[name] = SourceTensor(shape, from_torch_or_other(tensor.dtype), (Box.whole(shape),))
+        # Every rank can read all of it, which is described as if the first one had it.
+        described = [stored] + [{}] * (world.size - 1)
+        fitting = match_optimizer_state(world, optimizers, parsed, described, consent)
     return RestorePlan(collected, values, base, matched, fitting)
 
 
@@ -279,26 +288,6 @@ def _restore_generators(opened: OpenCheckpoint, values: NonTensorValues, world: 
 
 
 # The optimizers
-
-
-def _match_optimizers(
-    world: World,
-    opened: OpenCheckpoint,
-    executor: ReadExecutor,
-    collected: CollectedState,
-    common: Mapping[KeyPath, Any],
-    consent: Consent,
-) -> OptimizerMatch:
-    """Match the stored optimizer state with the current optimizers. Collective: yes."""
-    optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
-    with world.collective("read the optimizer state"):
-        parsed = _optimizer_state(opened, executor, optimizers, common)
-    stored: dict[str, SourceTensor] = {}
-    for name, tensor in parsed.tensors.items():
-        shape = tuple(tensor.shape)
-        stored[name] = SourceTensor(shape, from_torch_or_other(tensor.dtype), (Box.whole(shape),))
-    # Every rank can read all of it, which is described as if the first one had it.
-    return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), consent)
 
 
 @gc_disabled()
