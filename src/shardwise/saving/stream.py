@@ -125,32 +125,6 @@ class _ReceivedTensors:
             yield key, self.take(key)
 
 
-def _prepare_sender(
-    world: World,
-    model: nn.Module,
-    names: WrittenNames,
-    only: selection.Selection | selection.MergedAdapter,
-    dtype: torch.dtype | None,
-    options: StreamOptions,
-) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
-    """Return the tensors of the model, the outputs, and their source. Collective: yes."""
-    fqns: Mapping[str, str] = {}
-    if isinstance(only, selection.MergedAdapter):
-        with world.collective("collect the state"):
-            refs = _collect_to_merge(model)
-    else:
-        refs, fqns = collect_selected(world, model, only or names, dtype)
-    shares = agree_on_shares(world, refs).by_name
-    by_name = {name: item for item in refs for name in item.names}
-    sender = ShardSender(by_name, shares, world.rank)
-    with world.collective("select outputs"):
-        outputs, adapted = _select_outputs(model, refs, names, only, fqns)
-    if adapted is not None:
-        sender = _make_merging_sender(world, refs, sender, adapted, options)
-    world.require_equal(list(outputs), "the list of keys")
-    return refs, outputs, sender
-
-
 def _make_merging_sender(
     world: World, refs: Sequence[TensorRef], sender: ShardSender, adapted: selection.Adapted, options: StreamOptions
 ) -> MergingShardSender:
@@ -330,7 +304,20 @@ def _iter_tensors(
         # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
-        refs, outputs, sender = _prepare_sender(world, model, names, only, dtype, options)
+        # The tensors of the model, the outputs, and the source of their values.
+        fqns: Mapping[str, str] = {}
+        if isinstance(only, selection.MergedAdapter):
+            with world.collective("collect the state"):
+                refs = _collect_to_merge(model)
+        else:
+            refs, fqns = collect_selected(world, model, only or names, dtype)
+        shares = agree_on_shares(world, refs).by_name
+        sender = ShardSender({name: item for item in refs for name in item.names}, shares, world.rank)
+        with world.collective("select outputs"):
+            outputs, adapted = _select_outputs(model, refs, names, only, fqns)
+        if adapted is not None:
+            sender = _make_merging_sender(world, refs, sender, adapted, options)
+        world.require_equal(list(outputs), "the list of keys")
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         device = options.device if world.rank in targets else torch.device("meta")
