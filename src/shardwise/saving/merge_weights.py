@@ -416,7 +416,24 @@ def name_outputs(
         if base is not None:
             raise
         return _keep_names(*_rename_keys(index, key_mapping), executor, dtype, str(error))
-    return _name_as_on_hub(config_folder, config, index, executor, has_base=base is not None, options=options)
+    # The model's tensors as the hub has them, dequantized.
+    index = dequantize_index(executor.reader, index)
+    executor = merge_steps.create_executor(executor.reader, index)
+    built = build_meta_model(config_folder, config, index, options)
+    source = merge_steps.bind_offline(config, index, built, executor)
+    if dtype is None:
+        source = source.as_stored()
+    # The form of the base's own weights decides, or else that of this checkpoint: experts one by one, or fused.
+    of_model = built.transforms[len(key_mapping) :]  # renames by the caller are not undone
+    if base is not None and (transforms := _find_conversions(config_folder, config, source)):
+        pretrained.record_conversions(source.built.model, transforms)
+    elif any(item.was_used() for item in of_model):
+        pretrained.record_conversions(source.built.model, of_model)
+    outputs = source.revert()
+    parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
+    to_save = TensorsToSave(merge_steps.substitute_outputs(source, outputs, source.by_every_name()), executor)
+    names = f"the hub's, by {config_folder / 'config.json'}"
+    return NamedOutputs(to_save, names, config_folder, parameters, tuple(source.notes), source.is_untied())
 
 
 def _rename_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> tuple[CheckpointIndex, list[str]]:
@@ -487,35 +504,6 @@ def _is_wrapped(paths: Iterable[Levels]) -> bool:
         and inner <= {"state", "param_groups"}
         and all(len(path) > 1 for path in all_paths)
     )
-
-
-def _name_as_on_hub(
-    folder: Path,
-    config: PreTrainedConfig,
-    index: CheckpointIndex,
-    executor: ReadExecutor,
-    *,
-    has_base: bool,
-    options: ModelOptions,
-) -> NamedOutputs:
-    """Return the model's tensors as the hub has them, dequantized."""
-    index = dequantize_index(executor.reader, index)
-    executor = merge_steps.create_executor(executor.reader, index)
-    built = build_meta_model(folder, config, index, options)
-    source = merge_steps.bind_offline(config, index, built, executor)
-    if "dtype" not in options:
-        source = source.as_stored()
-    # The form of the base's own weights decides, or else that of this checkpoint: experts one by one, or fused.
-    of_model = built.transforms[len(options["key_mapping"]) :]  # renames by the caller are not undone
-    if has_base and (transforms := _find_conversions(folder, config, source)):
-        pretrained.record_conversions(source.built.model, transforms)
-    elif any(item.was_used() for item in of_model):
-        pretrained.record_conversions(source.built.model, of_model)
-    outputs = source.revert()
-    parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    to_save = TensorsToSave(merge_steps.substitute_outputs(source, outputs, source.by_every_name()), executor)
-    names = f"the hub's, by {folder / 'config.json'}"
-    return NamedOutputs(to_save, names, folder, parameters, tuple(source.notes), source.is_untied())
 
 
 def _find_conversions(folder: Path, config: PreTrainedConfig, source: merge_steps.OfflineModel) -> list[Any]:
