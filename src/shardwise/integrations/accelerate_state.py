@@ -103,7 +103,9 @@ def load_state(
         loaded: Any = None
         try:
             loaded = original(accelerator, input_dir, *others, **keywords)
-            _require_still_there(seen, folder)
+            # accelerate skips random states that it cannot read, so it does not notice a state that was replaced.
+            if seen != folder and has_broken_link(seen):
+                raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
         except Exception as error:
             failure = error
         # Not the World above: a rank that fails before its first inner call would wait in it for ranks that are in
@@ -121,12 +123,6 @@ def _require_one_each(call: str, models: int, optimizers: int) -> None:
             f"{call}: the accelerator has {optimizers} optimizers and {models} model(s), and accelerate's states "
             "have one optimizer for each model. Save several with shardwise.Checkpointer"
         )
-
-
-def _require_still_there(seen: Path, folder: Path) -> None:
-    """Check that the state was not replaced meanwhile, because accelerate skips random states it cannot read."""
-    if seen != folder and has_broken_link(seen):
-        raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
 
 
 def _next_folder(accelerator: Any) -> Path:

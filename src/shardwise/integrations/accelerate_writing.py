@@ -388,11 +388,8 @@ def _commit_state(locked: LockedFolder, work: TemporaryFolder, names: list[str])
             copies[name] = commit.copy_in(writer, os.path.join(work, name), temporary_name(name, locked.save_id))
         writer.sync_names()
     written = written.with_more(WrittenFiles(copies))
-    commit.commit_written(locked, written, _find_older_state(locked.writer.root, written))
-
-
-def _find_older_state(root: str, written: WrittenFiles) -> list[str]:
-    """Return the files of an older state that are not replaced by a new one."""
-    with LocalWriter(root, folders=rename_journal.distributed_folders(root)) as writer:
+    # The files of an older state that are not replaced by new ones.
+    with LocalWriter(locked.writer.root, folders=rename_journal.distributed_folders(locked.writer.root)) as writer:
         new = {*written.named, *written.beside}
-        return [name for name in writer.list() if is_accelerate_file(name) and name not in new]
+        older = [name for name in writer.list() if is_accelerate_file(name) and name not in new]
+    commit.commit_written(locked, written, older)
