@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import accumulate
@@ -67,10 +67,6 @@ class Additions:
     def from_tuning(self) -> frozenset[str]:
         """Names of the tensors that the tuning initializes."""
         return self.initialized.union(self.norms, self.nested)
-
-    def from_checkpoint(self) -> Additions:
-        """Return the same additions for an adapter whose values come from a checkpoint."""
-        return replace(self, initialized=frozenset(), norms={})
 
 
 NOTHING_ADDED = Additions()

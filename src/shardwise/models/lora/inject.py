@@ -167,7 +167,7 @@ def inject_lora(
         of_adapter = match_adapter(model, refs, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in of_adapter}
         # Clears from_tuning: names that are needed later must be taken before.
-        additions = additions.from_checkpoint()
+        additions = replace(additions, initialized=frozenset(), norms={})
         matched |= {fqn: (expression,) for fqn, expression in of_adapter.items()}
     # Other copies begin with what their originals are read from, which may be stored under a tied name.
     tied = {alias: item.names for item in refs for alias in item.names}
