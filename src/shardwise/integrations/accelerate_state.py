@@ -15,11 +15,7 @@ from shardwise.saving.rename_journal import has_broken_link, link_as_renamed
 
 
 def save_state(
-    original: compat.Original,
-    accelerator: Any,
-    output_dir: str | None = None,
-    *others: Any,
-    **keywords: Any,
+    original: compat.Original, accelerator: Any, output_dir: str | None = None, *others: Any, **keywords: Any
 ) -> Any:
     """Replace ``Accelerator.save_state``: all files are committed in one step.
 
@@ -63,11 +59,7 @@ def save_state(
 
 
 def load_state(
-    original: compat.Original,
-    accelerator: Any,
-    input_dir: str | None = None,
-    *others: Any,
-    **keywords: Any,
+    original: compat.Original, accelerator: Any, input_dir: str | None = None, *others: Any, **keywords: Any
 ) -> Any:
     """Replace ``Accelerator.load_state``: a committed state is read as a whole, even if its save was killed."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming

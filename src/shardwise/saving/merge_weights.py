@@ -233,11 +233,7 @@ def _write(
         if file_format == "bin":
             return _write_torch_file(writer, outputs, max_shard_bytes, companions), (outputs.torch_file,)
         return merge_steps.write_out(
-            writer,
-            outputs.to_save,
-            outputs.parameters,
-            max_shard_bytes=max_shard_bytes,
-            companions=companions,
+            writer, outputs.to_save, outputs.parameters, max_shard_bytes=max_shard_bytes, companions=companions
         )
 
 

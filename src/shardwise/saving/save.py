@@ -43,12 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def execute_save(
-    world: World,
-    request: prepare.SaveRequest,
-    options: prepare.SaveOptions,
-    clock: Clock,
-    *,
-    verify: bool,
+    world: World, request: prepare.SaveRequest, options: prepare.SaveOptions, clock: Clock, *, verify: bool
 ) -> SaveReport:
     """Agree on the content of a save, write, compare and commit it. Collective: yes."""
     with clock.phase("plan"):
