@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.accelerate_saves import MODEL
@@ -33,17 +34,16 @@ def save_state(
         # At the end of this block all files get their names together: those that models and optimizers have written
         # into the folder, and those that accelerate has written into ``work``.
         with saving_state(world, folder, is_new=is_named) as (saving, work):
-            config.automatic_checkpoint_naming = False  # accelerate would choose the folder, and not take ``work``
             # accelerate calls hooks after the models and optimizers: nothing before the first inner call fails on
             # one rank.
             failure: Exception | None = None
             location: Any = None
             try:
-                location = original(accelerator, work, *others, **keywords)
+                # Otherwise accelerate would choose the folder, and not take ``work``.
+                with mock.patch.object(config, "automatic_checkpoint_naming", False):
+                    location = original(accelerator, work, *others, **keywords)
             except Exception as error:
                 failure = saving.find_cause(error)
-            finally:
-                config.automatic_checkpoint_naming = is_named
             # Before the commit: a state must not count if any rank has failed to write its part.
             with world.collective("save the state"):
                 if failure is not None:

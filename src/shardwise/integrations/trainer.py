@@ -26,6 +26,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -174,11 +175,8 @@ class ShardwiseTrainer(_Trainer):
             settings.non_blocking = True
         config, is_split = self.args.parallelism_config, self._cp_size > 1
         # accelerate takes cp_size only with a plugin of FSDP2, by which the Trainer would shard the model again.
-        self.args.parallelism_config = None if is_split else config
-        try:
+        with mock.patch.object(self.args, "parallelism_config", None if is_split else config):
             super().create_accelerator_and_postprocess()
-        finally:
-            self.args.parallelism_config = config
         if accelerate_compat.is_context_parallel(self.accelerator):
             raise ConfigError(
                 "accelerate's configuration has cp_size. Pass TrainingArguments(parallelism_config="
@@ -300,22 +298,19 @@ class ShardwiseTrainer(_Trainer):
     @contextmanager
     def _synchronized(self, world: World) -> Iterator[None]:
         """Synchronize the ranks in each step within the block. See [Note: A rank that fails alone]."""
+        if world.size == 1:
+            yield
+            return
         # Within the block only: outside a training nothing is synchronized here. On the instance, over methods of
         # subclasses, too, which may raise after they have called this class's.
-        methods: dict[str, Any] = {}
-        if world.size > 1:
-            methods["get_batch_samples"] = partial(self._make_batches, world, self.get_batch_samples)
-            methods["evaluate"] = partial(self._evaluate_alike, self.evaluate)
-            if self.args.device.type == "cpu":
-                methods["compute_loss"] = partial(self._make_loss, world, self.compute_loss)
-        before = {name: vars(self)[name] for name in methods if name in vars(self)}
-        vars(self).update(methods)
-        try:
+        methods: dict[str, Any] = {
+            "get_batch_samples": partial(self._make_batches, world, self.get_batch_samples),
+            "evaluate": partial(self._evaluate_alike, self.evaluate),
+        }
+        if self.args.device.type == "cpu":
+            methods["compute_loss"] = partial(self._make_loss, world, self.compute_loss)
+        with mock.patch.multiple(self, **methods):
             yield
-        finally:
-            for name in methods:
-                del vars(self)[name]
-            vars(self).update(before)
 
     def _evaluate_alike(self, original: Any, *positional: Any, **keywords: Any) -> Any:
         metrics = original(*positional, **keywords)
@@ -449,14 +444,13 @@ class ShardwiseTrainer(_Trainer):
             trainer_checkpoints.locked_for(world, run, step) as saving,
         ):
             # Older checkpoints are removed after the commit, and not by the Trainer.
-            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            limit = self.args.save_total_limit
             failure: Exception | None = None
             try:
-                super()._save_checkpoint(model, trial)
+                with mock.patch.object(self.args, "save_total_limit", None):
+                    super()._save_checkpoint(model, trial)
             except Exception as error:
                 failure = saving.find_cause(error)
-            finally:
-                self.args.save_total_limit = limit
             # Before the commit: a checkpoint must not count if any rank has failed to write its part.
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
@@ -580,11 +574,8 @@ class ShardwiseTrainer(_Trainer):
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
         limit, run = self.args.save_total_limit, Path(self._get_output_dir(trial=trial))
         # With a limit of 1 the Trainer would remove all checkpoints but the best, their files in any order.
-        self.args.save_total_limit = None
-        try:
+        with mock.patch.object(self.args, "save_total_limit", None):
             output = super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
-        finally:
-            self.args.save_total_limit = limit
         if self.args.push_to_hub and not self.is_stop_requested:  # the first rank has ended the last upload
             with World.current(None, _UNTIL_UPLOADED, call="Trainer.train") as world:
                 world.all_gather_object(None)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -226,12 +227,9 @@ def record_truncated_normal() -> Iterator[None]:
         tensor.record(_TRUNCATED_NORMAL, (mean, std, a, b), {})
         return tensor
 
-    with pretrained.replace_init_function("trunc_normal_", record):
-        nn.init.trunc_normal_ = record
-        try:
-            yield
-        finally:
-            nn.init.trunc_normal_ = _TRUNCATED_NORMAL
+    replaced = mock.patch.object(nn.init, "trunc_normal_", record)
+    with pretrained.replace_init_function("trunc_normal_", record), replaced:
+        yield
 
 
 def copy_program(whole: torch.Tensor) -> Program:
@@ -254,10 +252,6 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
             get_parameters(module)[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     model_class: Any = original_class(model)
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-    try:
-        with not_initializing():
-            fresh: PreTrainedModel = pretrained.build_from_config(model_class, model.config)
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta), not_initializing():
+        fresh: PreTrainedModel = pretrained.build_from_config(model_class, model.config)
     return fresh

@@ -12,12 +12,13 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -226,20 +227,14 @@ def patterns(config: LoraConfig) -> Iterator[Pattern]:
         yield from (Pattern(field, text, form % text) for text in texts if isinstance(text, str))
 
 
-@contextmanager
-def _without_conversion() -> Iterator[None]:
+def _without_conversion() -> AbstractContextManager[object]:
     """Keep PEFT from replacing names of modules in a config that are names of experts in transformers 4.
 
     It replaces the names of shared experts, and of the layers of dense blocks, too.
     """
-    owner, name = find_private("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers")
     # Of the whole process: PEFT looks the function up in its module at each call.
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *_args, **_keywords: None)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    convert = find_private("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers")
+    return mock.patch.object(*convert, return_value=None)
 
 
 def _is_packed(layer: Any) -> bool:
