@@ -46,8 +46,8 @@ _FREE_FIELDS = """
 """Fields of ``LoraConfig`` that may have any value. Others, and those of later versions, must have the default."""
 
 
-def config_in(directory: str) -> LoraConfig:
-    """Read the config of an adapter in a folder.
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Return the config of the adapter in a folder, with the version of PEFT that the file has.
 
     Raises:
         ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
@@ -55,21 +55,11 @@ def config_in(directory: str) -> LoraConfig:
     from peft import LoraConfig, PeftConfig
 
     try:
-        config = PeftConfig.from_pretrained(directory)
+        config = PeftConfig.from_pretrained(str(folder))
     except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json, {error}") from error
+        raise ConfigError(f"{folder}: PEFT cannot read adapter_config.json, {error}") from error
     if not isinstance(config, LoraConfig):
-        raise ConfigError(f"{directory}: is a {config.peft_type}. Only a LORA can be trained, pass one")
-    return config
-
-
-def read_lora_config(folder: Path) -> LoraConfig:
-    """Return the config of the adapter in a folder, with the version of PEFT that the file has.
-
-    Raises:
-        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
-    """
-    config = config_in(str(folder))
+        raise ConfigError(f"{folder}: is a {config.peft_type}. Only a LORA can be trained, pass one")
     config.peft_version = read_peft_version(folder / ADAPTER_CONFIG)
     return config
 
