@@ -51,17 +51,11 @@ from shardwise.core.phases import busy_with
 from shardwise.files.urls import redact
 from shardwise.fsdp.named_tensors import collect_tensors, computing_device, reshard
 from shardwise.fsdp.rebind import bind_optimizers, plain_optimizer, require_sharded_parameters
-from shardwise.integrations import accelerate_compat, trainer_checkpoints
+from shardwise.integrations import accelerate_compat, trainer_checkpoints, trainer_marks
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.streamed_rows import split_by_row
 from shardwise.integrations.trainer_checkpoints import MODEL_ALONE, TrainerHeader
-from shardwise.integrations.trainer_marks import (
-    double_sharding_error,
-    require_rows_or_sequences,
-    require_trackers_that_save_nothing,
-    require_trainable,
-)
 from shardwise.integrations.trainer_restoring import STATE_FOLDER, load_trainer_checkpoint
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
@@ -120,7 +114,7 @@ class ShardwiseTrainer(_Trainer):
         if reference is not None:  # for the check alone
             kwargs = {**kwargs, "ref_model": reference}
         with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
-            require_trainable(type(self), kwargs, world)
+            trainer_marks.require_trainable(type(self), kwargs, world)
         try:
             replacements: dict[str, Any] = {}
             if reference is not None:  # loaded here, sharded, where TRL would load it whole by its name
@@ -187,11 +181,11 @@ class ShardwiseTrainer(_Trainer):
         size = dist.get_world_size() if dist.is_initialized() else 1
         accelerate_compat.require_ranks(self.args.world_size, size)
         if self.is_fsdp_enabled:
-            raise double_sharding_error("ACCELERATE_USE_FSDP, or accelerate's configuration,")
+            raise trainer_marks.double_sharding_error("ACCELERATE_USE_FSDP, or accelerate's configuration,")
         if self.is_deepspeed_enabled:
-            raise double_sharding_error("deepspeed")
+            raise trainer_marks.double_sharding_error("deepspeed")
         if self.accelerator.parallelism_config is not None:
-            require_rows_or_sequences(self.accelerator.parallelism_config)
+            trainer_marks.require_rows_or_sequences(self.accelerator.parallelism_config)
         # The Trainer refuses resumable checkpoints of models that are sharded already. Those of this class are.
         self._save_only_model, self.args.save_only_model = self.args.save_only_model, True
 
@@ -263,7 +257,7 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
             with world.collective("check the callbacks"):
-                require_trackers_that_save_nothing(self.callback_handler.callbacks)
+                trainer_marks.require_trackers_that_save_nothing(self.callback_handler.callbacks)
             # The first rank alone looks for checkpoints, so that all ranks resume from the same one.
             with world.broadcast("find the checkpoint to resume") as exchange:
                 if world.rank == 0:

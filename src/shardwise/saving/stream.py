@@ -21,14 +21,7 @@ from shardwise.models.revert import Output, revert
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
-from shardwise.saving.prepare import (
-    WrittenNames,
-    build_outputs,
-    collect_for_files,
-    collect_selected,
-    require_hub_names,
-    resolve_dtype,
-)
+from shardwise.saving import prepare
 from shardwise.transfer.memory import get_model_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
@@ -157,7 +150,7 @@ def _collect_to_merge(model: nn.Module) -> list[TensorRef]:
 def _select_outputs(
     model: nn.Module,
     refs: list[TensorRef],
-    names: WrittenNames,
+    names: prepare.WrittenNames,
     only: selection.Selection | selection.MergedAdapter,
     fqns: Mapping[str, str],
 ) -> tuple[Mapping[str, Output], selection.Adapted | None]:
@@ -168,8 +161,8 @@ def _select_outputs(
     """
     layout = build_layout(refs)
     if not isinstance(only, selection.MergedAdapter):
-        require_hub_names(model, only or names, "Pass only=MergedAdapter(), only=AdapterOnly()")
-        return build_outputs(model, only or names, refs, layout, fqns), None
+        prepare.require_hub_names(model, only or names, "Pass only=MergedAdapter(), only=AdapterOnly()")
+        return prepare.build_outputs(model, only or names, refs, layout, fqns), None
     # The outputs are those of the base, as if PEFT had never wrapped it. 4-bit weights count as dequantized
     # ones.
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
@@ -188,7 +181,7 @@ def find_packed_rows(refs: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
 
 
 def describe_tensors(
-    model: nn.Module, names: WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
+    model: nn.Module, names: prepare.WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of the tensors that :func:`iter_hf_tensors` yields, by key and in its order.
 
@@ -197,7 +190,7 @@ def describe_tensors(
     Raises:
         ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
-    refs = collect_for_files(model, names, dtype) if only is None else _collect_to_merge(model)
+    refs = prepare.collect_for_files(model, names, dtype) if only is None else _collect_to_merge(model)
     outputs, _ = _select_outputs(model, refs, names, only, {})
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
@@ -238,7 +231,7 @@ def iter_hf_tensors(
     model: nn.Module,
     *,
     to: Targets = "all_ranks",
-    names: WrittenNames = "hub",
+    names: prepare.WrittenNames = "hub",
     only: selection.Selection | selection.MergedAdapter = None,
     dtype: torch.dtype | None = None,
     options: StreamOptions = StreamOptions(),
@@ -290,7 +283,7 @@ def iter_hf_tensors(
 def _iter_tensors(
     model: nn.Module,
     to: Targets,
-    names: WrittenNames,
+    names: prepare.WrittenNames,
     only: selection.Selection | selection.MergedAdapter,
     dtype: torch.dtype | None,
     options: StreamOptions,
@@ -300,7 +293,7 @@ def _iter_tensors(
         with world.collective("check the arguments"):
             choices = {"to": to, "names": names, "only": only, "options": options}
             check_options(get_hints(iter_hf_tensors), choices)
-            dtype = resolve_dtype(dtype)
+            dtype = prepare.resolve_dtype(dtype)
         # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
@@ -310,7 +303,7 @@ def _iter_tensors(
             with world.collective("collect the state"):
                 refs = _collect_to_merge(model)
         else:
-            refs, fqns = collect_selected(world, model, only or names, dtype)
+            refs, fqns = prepare.collect_selected(world, model, only or names, dtype)
         shares = agree_on_shares(world, refs).by_name
         sender = ShardSender({name: item for item in refs for name in item.names}, shares, world.rank)
         with world.collective("select outputs"):
