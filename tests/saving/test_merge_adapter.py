@@ -26,7 +26,7 @@ from transformers import (
 
 from shardwise import KeyMismatchError, StorageError
 from shardwise.saving.merge_adapter import merge_adapter
-from shardwise.saving.merge_steps import find_tokenizer_folder, read_companions
+from shardwise.saving.merge_steps import read_companions
 
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _CONFIGS = {
@@ -279,13 +279,13 @@ def test_it_loads_and_computes_as_the_adapted_model_does(bases: dict[str, Path],
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "preprocessor_config.json"])
 def test_code_that_a_config_refers_to_is_copied(file: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
-    assert "own.py" not in read_companions(tmp_path, tmp_path)
+    assert "own.py" not in read_companions(tmp_path, [tmp_path])[0]
     parts = {"source.spm", "bpe.codes", "normalizer.json", "vocab-src.json", "qwen.tiktoken"}
     for part in parts:
         (tmp_path / part).touch()
-    assert parts <= read_companions(tmp_path, tmp_path).keys()
+    assert parts <= read_companions(tmp_path, [tmp_path])[0].keys()
     (tmp_path / file).write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
-    assert "own.py" in read_companions(tmp_path, tmp_path)
+    assert "own.py" in read_companions(tmp_path, [tmp_path])[0]
     (adapter := tmp_path / "adapter").mkdir()
-    found = read_companions(adapter, find_tokenizer_folder([tmp_path, adapter]))
+    found, _ = read_companions(adapter, [tmp_path, adapter])
     assert ("own.py" in found) == (file == "tokenizer_config.json")

@@ -54,14 +54,18 @@ class RestorePlan:
 
     Attributes:
         collected: the current model and optimizers.
-        values: the checkpoint's values that are not tensors.
+        common: values that are not tensors: state that is equal on all ranks, and the first rank's random
+            generators.
+        local: this rank's position in the data ("data"), its generators ("rng"), and its reduced optimizer state
+            ("optimizers"), if the checkpoint has them for this rank.
         base: comparison of the checkpoint's base with the current one.
         matched: comparison of everything except optimizer state.
         fitting: matched optimizer state. None if no optimizer is restored.
     """
 
     collected: CollectedState
-    values: NonTensorValues
+    common: Mapping[KeyPath, Any]
+    local: Mapping[str, Any]
     base: BaseMatch
     matched: Comparison
     fitting: OptimizerMatch | None
@@ -149,7 +153,7 @@ def _plan(
             exchange.local = _common_values(reader, opened)
     common: dict[KeyPath, Any] = exchange.result
     with world.collective("read this rank's values"):
-        values = NonTensorValues(common, _local_values(reader, opened, world))
+        local = _local_values(reader, opened, world)
     base = _match_bases(world, opened, collected, consent)
     # The tuning first: with another one, all tensors of the model would be missing and unexpected.
     with world.collective("compare with the checkpoint"):
@@ -157,8 +161,17 @@ def _plan(
         matched = compare(opened, collected, state, common, world.size, consent)
     fitting = None
     if "optimizers" in matched.components:
-        fitting = _match_optimizers(world, opened, executor, collected, common, consent)
-    return RestorePlan(collected, values, base, matched, fitting)
+        optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
+        with world.collective("read the optimizer state"):
+            parsed = _optimizer_state(opened, executor, optimizers, common)
+        stored: dict[str, SourceTensor] = {}
+        for name, tensor in parsed.tensors.items():
+            shape = tuple(tensor.shape)
+            stored[name] = SourceTensor(shape, from_torch_or_other(tensor.dtype), (Box.whole(shape),))
+        # Every rank can read all of it, which is described as if the first one had it.
+        described = [stored] + [{}] * (world.size - 1)
+        fitting = match_optimizer_state(world, optimizers, parsed, described, consent)
+    return RestorePlan(collected, common, local, base, matched, fitting)
 
 
 def _read_tensors(
@@ -205,20 +218,6 @@ def _match_bases(world: World, opened: OpenCheckpoint, collected: CollectedState
 # Values that are not tensors
 
 
-@dataclass(frozen=True, slots=True)
-class NonTensorValues:
-    """Values of a checkpoint that are not tensors, as one rank needs them.
-
-    Attributes:
-        common: state that is equal on all ranks, and the first rank's random generators.
-        local: this rank's position in the data ("data"), its generators ("rng"), and its reduced optimizer state
-            ("optimizers"), if the checkpoint has them for this rank.
-    """
-
-    common: Mapping[KeyPath, Any]
-    local: Mapping[str, Any]
-
-
 def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPath, Any]:
     paths = [REDUCED, ("rng", "rank_0"), ("schedulers",), ("scaler",)]
     values: dict[KeyPath, Any] = {}
@@ -250,55 +249,35 @@ def _restore_components(
     """Restore schedulers, scaler, data position and generators. Return notes on the last two."""
     # Generators come last: load_state_dict() of another component may draw from them.
     notes = {"rng": "", "data": ""}
-    components, values = plan.matched.components, plan.values
+    components = plan.matched.components
     if "schedulers" in components:
-        for scheduler, stored in zip(state.all_schedulers, values.common["schedulers",], strict=True):
+        for scheduler, stored in zip(state.all_schedulers, plan.common["schedulers",], strict=True):
             scheduler.load_state_dict(stored)
     if "scaler" in components and state.scaler is not None:
-        state.scaler.load_state_dict(values.common["scaler",])
+        state.scaler.load_state_dict(plan.common["scaler",])
     if "data" in components and state.data is not None:
-        state.data.load_state_dict(values.local["data"])
+        state.data.load_state_dict(plan.local["data"])
         is_common = opened.header.data == "one"
         notes["data"] = "one position for all ranks" if is_common else "each rank's own position"
     if "rng" in components:
-        notes["rng"] = _restore_generators(opened, values, world)
+        notes["rng"] = _restore_generators(opened, plan, world)
     return notes
 
 
-def _restore_generators(opened: OpenCheckpoint, values: NonTensorValues, world: World) -> str:
+def _restore_generators(opened: OpenCheckpoint, plan: RestorePlan, world: World) -> str:
     header, what = opened.header, f"{opened.folder}: rng"
-    if "rng" in values.local:
-        missing = restore_generators(values.local["rng"], what)
+    if "rng" in plan.local:
+        missing = restore_generators(plan.local["rng"], what)
         note = "every rank continues with its own random state"
     else:
         equal = header.equal_generators
-        missing = seed_generators(values.common["rng", "rank_0"], equal, world.rank, world.size, what)
+        missing = seed_generators(plan.common["rng", "rank_0"], equal, world.rank, world.size, what)
         note = f"{', '.join(equal)}: as saved, equal on all ranks; others: " if equal else ""
         note += f"seeded anew, as there were {header.world_size} ranks, and are {world.size}"
     return note + (f"; not on this machine: {', '.join(missing)}" if missing else "")
 
 
 # The optimizers
-
-
-def _match_optimizers(
-    world: World,
-    opened: OpenCheckpoint,
-    executor: ReadExecutor,
-    collected: CollectedState,
-    common: Mapping[KeyPath, Any],
-    consent: Consent,
-) -> OptimizerMatch:
-    """Match the stored optimizer state with the current optimizers. Collective: yes."""
-    optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
-    with world.collective("read the optimizer state"):
-        parsed = _optimizer_state(opened, executor, optimizers, common)
-    stored: dict[str, SourceTensor] = {}
-    for name, tensor in parsed.tensors.items():
-        shape = tuple(tensor.shape)
-        stored[name] = SourceTensor(shape, from_torch_or_other(tensor.dtype), (Box.whole(shape),))
-    # Every rank can read all of it, which is described as if the first one had it.
-    return match_optimizer_state(world, optimizers, parsed, [stored] + [{}] * (world.size - 1), consent)
 
 
 @gc_disabled()
@@ -324,7 +303,7 @@ def _restore_optimizers(
         return []
     with world.collective("bind the optimizer"):
         without_state = plan.fitting.bind(optimizers, targets)
-        _restore_reduced(optimizers, plan.values.local.get("optimizers", {}))
+        _restore_reduced(optimizers, plan.local.get("optimizers", {}))
     return without_state
 
 

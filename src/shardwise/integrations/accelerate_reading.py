@@ -26,7 +26,7 @@ from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.rename_journal import journal_folder, link_as_renamed, read_journals
-from shardwise.saving.saved_trees import SavedTree, read_distributed_tree, read_file_tree
+from shardwise.saving.saved_trees import read_distributed_tree, read_file_tree
 from shardwise.saving.torch_saves import Levels, read_rank_file
 from shardwise.state import state_values
 from shardwise.state.model_states import open_stored_values, set_model_values, swap_stored_experts
@@ -210,10 +210,14 @@ def _read_optimizer_state(
         return parsed, state_values.ProvidedValues(parsed.tensors)
     with world.collective("open the folder"):
         reader = stack.enter_context(LocalReader(save.folder))
-    file = save.file if isinstance(save, accelerate_saves.WholeFile) else None
     with world.broadcast("read the values") as exchange:
         if world.rank == 0:
-            exchange.local = _read_tree(reader, file, targets, options.budget_bytes)
+            if isinstance(save, accelerate_saves.WholeFile):
+                tree = read_file_tree(reader, save.file)
+            else:
+                tree = read_distributed_tree(reader, options.budget_bytes)
+            tree = tree.inside("optimizer")
+            exchange.local = (tree, *_parse(tree.tree, targets))
     tree, parsed, paths = exchange.result
     expressions = stored_tensors(tree.index)
     by_label = {name: expressions[tree.keys[paths[name]]] for name in parsed.tensors}
@@ -222,15 +226,6 @@ def _read_optimizer_state(
     if world.rank > 0:
         parsed = ParsedState()
     return parsed, values
-
-
-def _read_tree(
-    reader: LocalReader, file: str | None, targets: OptimizerTargets, budget_bytes: int
-) -> tuple[SavedTree, ParsedState, dict[str, Levels]]:
-    """Parse a state in one file, or in a folder if ``file`` is None."""
-    tree = read_distributed_tree(reader, budget_bytes) if file is None else read_file_tree(reader, file)
-    state = tree.inside("optimizer")
-    return state, *_parse(state.tree, targets)
 
 
 def _find_save(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.files.accelerate_saves import MODEL
@@ -15,11 +16,7 @@ from shardwise.saving.rename_journal import has_broken_link, link_as_renamed
 
 
 def save_state(
-    original: compat.Original,
-    accelerator: Any,
-    output_dir: str | None = None,
-    *others: Any,
-    **keywords: Any,
+    original: compat.Original, accelerator: Any, output_dir: str | None = None, *others: Any, **keywords: Any
 ) -> Any:
     """Replace ``Accelerator.save_state``: all files are committed in one step.
 
@@ -37,17 +34,16 @@ def save_state(
         # At the end of this block all files get their names together: those that models and optimizers have written
         # into the folder, and those that accelerate has written into ``work``.
         with saving_state(world, folder, is_new=is_named) as (saving, work):
-            config.automatic_checkpoint_naming = False  # accelerate would choose the folder, and not take ``work``
             # accelerate calls hooks after the models and optimizers: nothing before the first inner call fails on
             # one rank.
             failure: Exception | None = None
             location: Any = None
             try:
-                location = original(accelerator, work, *others, **keywords)
+                # Otherwise accelerate would choose the folder, and not take ``work``.
+                with mock.patch.object(config, "automatic_checkpoint_naming", False):
+                    location = original(accelerator, work, *others, **keywords)
             except Exception as error:
                 failure = saving.find_cause(error)
-            finally:
-                config.automatic_checkpoint_naming = is_named
             # Before the commit: a state must not count if any rank has failed to write its part.
             with world.collective("save the state"):
                 if failure is not None:
@@ -63,11 +59,7 @@ def save_state(
 
 
 def load_state(
-    original: compat.Original,
-    accelerator: Any,
-    input_dir: str | None = None,
-    *others: Any,
-    **keywords: Any,
+    original: compat.Original, accelerator: Any, input_dir: str | None = None, *others: Any, **keywords: Any
 ) -> Any:
     """Replace ``Accelerator.load_state``: a committed state is read as a whole, even if its save was killed."""
     is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
@@ -103,7 +95,9 @@ def load_state(
         loaded: Any = None
         try:
             loaded = original(accelerator, input_dir, *others, **keywords)
-            _require_still_there(seen, folder)
+            # accelerate skips random states that it cannot read, so it does not notice a state that was replaced.
+            if seen != folder and has_broken_link(seen):
+                raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
         except Exception as error:
             failure = error
         # Not the World above: a rank that fails before its first inner call would wait in it for ranks that are in
@@ -121,12 +115,6 @@ def _require_one_each(call: str, models: int, optimizers: int) -> None:
             f"{call}: the accelerator has {optimizers} optimizers and {models} model(s), and accelerate's states "
             "have one optimizer for each model. Save several with shardwise.Checkpointer"
         )
-
-
-def _require_still_there(seen: Path, folder: Path) -> None:
-    """Check that the state was not replaced meanwhile, because accelerate skips random states it cannot read."""
-    if seen != folder and has_broken_link(seen):
-        raise StorageError(f"{folder}: a save began there while its state was loaded. Load it again")
 
 
 def _next_folder(accelerator: Any) -> Path:

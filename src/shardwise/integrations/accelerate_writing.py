@@ -29,16 +29,10 @@ from shardwise.fsdp.named_tensors import TensorRef, without_compile
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import World
-from shardwise.saving import commit, rename_journal
+from shardwise.saving import commit, rename_journal, torch_saves
 from shardwise.saving.commit_plan import WrittenFiles, temporary_name
 from shardwise.saving.locked_folder import LockedFolder, Saving, lock_here
 from shardwise.saving.saving_lock import LOCK_FILE
-from shardwise.saving.torch_saves import (
-    flatten_values,
-    write_distributed_folder,
-    write_rank_files,
-    write_whole_file,
-)
 from shardwise.state.model_states import collect_model
 from shardwise.state.optimizer_states import collect_optimizers
 from shardwise.state.state_values import StateOptions, agree_on_arguments
@@ -245,22 +239,24 @@ def _write_files(
         case "full":
             name = kind.file(number)
             # By path in the tree of the state: tensors, and all other values.
-            values = dict(flatten_values(state))
+            values = dict(torch_saves.flatten_values(state))
             tensors = {way: value for way, value in values.items() if isinstance(value, torch.Tensor)}
             objects = {way: value for way, value in values.items() if way not in tensors}
-            nbytes, written = write_whole_file(
+            nbytes, written = torch_saves.write_whole_file(
                 world, saving, name, tensors, objects, budget_bytes=budget, device=device
             )
         case "sharded":
             name = kind.folder(number)
             with world.collective("close the files"):
                 LocalWriter(folder, folders=[name]).close()  # which refuses links
-            written = write_distributed_folder(world, saving, name, {kind.what: state}, budget_bytes=budget)
+            written = torch_saves.write_distributed_folder(
+                world, saving, name, {kind.what: state}, budget_bytes=budget
+            )
             nbytes = sum(written.beside.values())
         case "local":
             names = [kind.rank_file(number, rank) for rank in range(world.size)]
             name = names[world.rank]
-            nbytes, written = write_rank_files(world, saving, names, state)
+            nbytes, written = torch_saves.write_rank_files(world, saving, names, state)
         case _:
             assert_never(place.form)
     return folder / name, nbytes, written
@@ -388,11 +384,8 @@ def _commit_state(locked: LockedFolder, work: TemporaryFolder, names: list[str])
             copies[name] = commit.copy_in(writer, os.path.join(work, name), temporary_name(name, locked.save_id))
         writer.sync_names()
     written = written.with_more(WrittenFiles(copies))
-    commit.commit_written(locked, written, _find_older_state(locked.writer.root, written))
-
-
-def _find_older_state(root: str, written: WrittenFiles) -> list[str]:
-    """Return the files of an older state that are not replaced by a new one."""
-    with LocalWriter(root, folders=rename_journal.distributed_folders(root)) as writer:
+    # The files of an older state that are not replaced by new ones.
+    with LocalWriter(locked.writer.root, folders=rename_journal.distributed_folders(locked.writer.root)) as writer:
         new = {*written.named, *written.beside}
-        return [name for name in writer.list() if is_accelerate_file(name) and name not in new]
+        older = [name for name in writer.list() if is_accelerate_file(name) and name not in new]
+    commit.commit_written(locked, written, older)

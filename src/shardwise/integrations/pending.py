@@ -300,7 +300,10 @@ def load_full_state_dict(
     in_files = {name for _, expressions in pending_here for name in expressions}
     with World.current(call="prepare") as world, torch.no_grad(), torch.device("cpu"), ExitStack() as stack:
         with world.collective("look up live tensors"):
-            live = _collect_live(full_sd, in_files)
+            # Tensors that have values on this rank and are in no file, by canonical names.
+            with_values = {name: value for name, value in full_sd.items() if not value.is_meta}
+            named = by_canonical_names(with_values, "the model")
+            live = {name: value for name, value in named.items() if name not in in_files}
         with world.broadcast("check for values") as exchange:
             if world.rank == 0:
                 exchange.local = _require_values(full_sd, live, in_files)
@@ -346,12 +349,6 @@ def _rebind(model: nn.Module, bounds: list[Bound]) -> None:
     for bound in bounds:
         for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
             group["params"] = [parameters[name] for name in names]
-
-
-def _collect_live(full_sd: Mapping[str, torch.Tensor], in_files: set[str]) -> dict[str, torch.Tensor]:
-    """Return tensors that have values on this rank and are in no file, by canonical names."""
-    named = by_canonical_names({name: value for name, value in full_sd.items() if not value.is_meta}, "the model")
-    return {name: value for name, value in named.items() if name not in in_files}
 
 
 def _require_values(

@@ -26,6 +26,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,17 +51,11 @@ from shardwise.core.phases import busy_with
 from shardwise.files.urls import redact
 from shardwise.fsdp.named_tensors import collect_tensors, computing_device, reshard
 from shardwise.fsdp.rebind import bind_optimizers, plain_optimizer, require_sharded_parameters
-from shardwise.integrations import accelerate_compat, trainer_checkpoints
+from shardwise.integrations import accelerate_compat, trainer_checkpoints, trainer_marks
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.streamed_rows import split_by_row
 from shardwise.integrations.trainer_checkpoints import MODEL_ALONE, TrainerHeader
-from shardwise.integrations.trainer_marks import (
-    double_sharding_error,
-    require_rows_or_sequences,
-    require_trackers_that_save_nothing,
-    require_trainable,
-)
 from shardwise.integrations.trainer_restoring import STATE_FOLDER, load_trainer_checkpoint
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
@@ -119,7 +114,7 @@ class ShardwiseTrainer(_Trainer):
         if reference is not None:  # for the check alone
             kwargs = {**kwargs, "ref_model": reference}
         with World.current(call="ShardwiseTrainer") as world, world.collective("check the arguments"):
-            require_trainable(type(self), kwargs, world)
+            trainer_marks.require_trainable(type(self), kwargs, world)
         try:
             replacements: dict[str, Any] = {}
             if reference is not None:  # loaded here, sharded, where TRL would load it whole by its name
@@ -174,11 +169,8 @@ class ShardwiseTrainer(_Trainer):
             settings.non_blocking = True
         config, is_split = self.args.parallelism_config, self._cp_size > 1
         # accelerate takes cp_size only with a plugin of FSDP2, by which the Trainer would shard the model again.
-        self.args.parallelism_config = None if is_split else config
-        try:
+        with mock.patch.object(self.args, "parallelism_config", None if is_split else config):
             super().create_accelerator_and_postprocess()
-        finally:
-            self.args.parallelism_config = config
         if accelerate_compat.is_context_parallel(self.accelerator):
             raise ConfigError(
                 "accelerate's configuration has cp_size. Pass TrainingArguments(parallelism_config="
@@ -189,11 +181,11 @@ class ShardwiseTrainer(_Trainer):
         size = dist.get_world_size() if dist.is_initialized() else 1
         accelerate_compat.require_ranks(self.args.world_size, size)
         if self.is_fsdp_enabled:
-            raise double_sharding_error("ACCELERATE_USE_FSDP, or accelerate's configuration,")
+            raise trainer_marks.double_sharding_error("ACCELERATE_USE_FSDP, or accelerate's configuration,")
         if self.is_deepspeed_enabled:
-            raise double_sharding_error("deepspeed")
+            raise trainer_marks.double_sharding_error("deepspeed")
         if self.accelerator.parallelism_config is not None:
-            require_rows_or_sequences(self.accelerator.parallelism_config)
+            trainer_marks.require_rows_or_sequences(self.accelerator.parallelism_config)
         # The Trainer refuses resumable checkpoints of models that are sharded already. Those of this class are.
         self._save_only_model, self.args.save_only_model = self.args.save_only_model, True
 
@@ -265,7 +257,7 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), requested), "resume_from_checkpoint, or output_dir,")
             with world.collective("check the callbacks"):
-                require_trackers_that_save_nothing(self.callback_handler.callbacks)
+                trainer_marks.require_trackers_that_save_nothing(self.callback_handler.callbacks)
             # The first rank alone looks for checkpoints, so that all ranks resume from the same one.
             with world.broadcast("find the checkpoint to resume") as exchange:
                 if world.rank == 0:
@@ -300,22 +292,19 @@ class ShardwiseTrainer(_Trainer):
     @contextmanager
     def _synchronized(self, world: World) -> Iterator[None]:
         """Synchronize the ranks in each step within the block. See [Note: A rank that fails alone]."""
+        if world.size == 1:
+            yield
+            return
         # Within the block only: outside a training nothing is synchronized here. On the instance, over methods of
         # subclasses, too, which may raise after they have called this class's.
-        methods: dict[str, Any] = {}
-        if world.size > 1:
-            methods["get_batch_samples"] = partial(self._make_batches, world, self.get_batch_samples)
-            methods["evaluate"] = partial(self._evaluate_alike, self.evaluate)
-            if self.args.device.type == "cpu":
-                methods["compute_loss"] = partial(self._make_loss, world, self.compute_loss)
-        before = {name: vars(self)[name] for name in methods if name in vars(self)}
-        vars(self).update(methods)
-        try:
+        methods: dict[str, Any] = {
+            "get_batch_samples": partial(self._make_batches, world, self.get_batch_samples),
+            "evaluate": partial(self._evaluate_alike, self.evaluate),
+        }
+        if self.args.device.type == "cpu":
+            methods["compute_loss"] = partial(self._make_loss, world, self.compute_loss)
+        with mock.patch.multiple(self, **methods):
             yield
-        finally:
-            for name in methods:
-                del vars(self)[name]
-            vars(self).update(before)
 
     def _evaluate_alike(self, original: Any, *positional: Any, **keywords: Any) -> Any:
         metrics = original(*positional, **keywords)
@@ -449,14 +438,13 @@ class ShardwiseTrainer(_Trainer):
             trainer_checkpoints.locked_for(world, run, step) as saving,
         ):
             # Older checkpoints are removed after the commit, and not by the Trainer.
-            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            limit = self.args.save_total_limit
             failure: Exception | None = None
             try:
-                super()._save_checkpoint(model, trial)
+                with mock.patch.object(self.args, "save_total_limit", None):
+                    super()._save_checkpoint(model, trial)
             except Exception as error:
                 failure = saving.find_cause(error)
-            finally:
-                self.args.save_total_limit = limit
             # Before the commit: a checkpoint must not count if any rank has failed to write its part.
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
@@ -580,11 +568,8 @@ class ShardwiseTrainer(_Trainer):
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
         limit, run = self.args.save_total_limit, Path(self._get_output_dir(trial=trial))
         # With a limit of 1 the Trainer would remove all checkpoints but the best, their files in any order.
-        self.args.save_total_limit = None
-        try:
+        with mock.patch.object(self.args, "save_total_limit", None):
             output = super()._finalize_training(trial, *others)  # type: ignore[no-untyped-call]
-        finally:
-            self.args.save_total_limit = limit
         if self.args.push_to_hub and not self.is_stop_requested:  # the first rank has ended the last upload
             with World.current(None, _UNTIL_UPLOADED, call="Trainer.train") as world:
                 world.all_gather_object(None)

@@ -26,7 +26,7 @@ from shardwise.loading.load import load_checkpoint
 from shardwise.loading.prepare import LoadOptions, LoadRequest
 from shardwise.models.selection import AdapterOnly, has_adapters
 from shardwise.ranks.call_arguments import get_world
-from shardwise.ranks.world import Clock, World
+from shardwise.ranks.world import Clock
 from shardwise.saving.rename_journal import link_as_renamed
 from shardwise.state.model_states import open_stored_values, set_model_values, swap_stored_experts
 from shardwise.state.state_values import StateOptions, Values, agree_on_arguments
@@ -91,7 +91,27 @@ def load_trainer_checkpoint(
             is_adapter = has_adapters(model) and not folder.has_accelerate_model
             with world.collective("find the adapter"):
                 file = folder.adapter_file(adapter) if is_adapter else None
-        report = _set_model(world, model, folder, file, adapter, on_unexpected, options)
+        only = AdapterOnly(adapter) if has_adapters(model) else None
+        consent, clock = Consent(unexpected=on_unexpected), Clock()
+        report: StateReport | LoadReport
+        # Files of save_pretrained, of a whole model: a load like any other.
+        if file is None and not folder.has_accelerate_model:
+            as_load = LoadOptions(process_group=options.process_group, timeouts=options.timeouts)
+            request = LoadRequest(consent=consent, options=as_load)
+            report = load_checkpoint(world, model, folder.path, request, clock)
+        # accelerate's files.
+        elif file is None:
+            with torch.device("cpu"):
+                report = read_model(world, model, FilesSource(folder.path, 0, consent, options), only, clock)
+        # Files of save_pretrained, of an adapter.
+        else:
+            with torch.device("cpu"), ExitStack() as stack:
+                with clock.phase("agree"):
+                    values: Values = open_stored_values(world, str(file.parent), file.name, options, stack)
+                    values = swap_stored_experts(world, model, values, adapter, str(file.parent))
+                report = set_model_values(
+                    world, model, values, only=only, consent=consent, options=options, clock=clock
+                )
     return TrainerReport(
         checkpoint=str(folder.path),
         step=folder.step,
@@ -113,34 +133,6 @@ def _not_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
     if has_adapters(model):
         reasons["base weights"] = "only the adapter was saved; they are as they were"
     return reasons
-
-
-def _set_model(
-    world: World,
-    model: nn.Module,
-    folder: TrainerFolder,
-    file: Path | None,
-    adapter: str,
-    on_unexpected: OnFault,
-    options: StateOptions,
-) -> StateReport | LoadReport:
-    """Set a model's weights, or of a PEFT model its adapter's in ``file``. Collective: yes."""
-    # Files of save_pretrained, of a whole model: a load like any other.
-    if file is None and not folder.has_accelerate_model:
-        as_load = LoadOptions(process_group=options.process_group, timeouts=options.timeouts)
-        request = LoadRequest(consent=Consent(unexpected=on_unexpected), options=as_load)
-        return load_checkpoint(world, model, folder.path, request, Clock())
-    only = AdapterOnly(adapter) if has_adapters(model) else None
-    consent, clock = Consent(unexpected=on_unexpected), Clock()
-    with torch.device("cpu"), ExitStack() as stack:
-        # accelerate's files.
-        if file is None:
-            return read_model(world, model, FilesSource(folder.path, 0, consent, options), only, clock)
-        # Files of save_pretrained, of an adapter.
-        with clock.phase("agree"):
-            values: Values = open_stored_values(world, str(file.parent), file.name, options, stack)
-            values = swap_stored_experts(world, model, values, adapter, str(file.parent))
-        return set_model_values(world, model, values, only=only, consent=consent, options=options, clock=clock)
 
 
 STATE_FILE = "trainer_state.json"

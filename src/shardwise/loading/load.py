@@ -30,7 +30,7 @@ from shardwise.loading.source import OpenSource, Source, open_source
 from shardwise.models import pretrained
 from shardwise.models.four_bit.base import quantize_bindings
 from shardwise.models.four_bit.files import dequantize_layout
-from shardwise.models.initialize import Additions, BufferRules, RowNorms
+from shardwise.models.initialize import Additions, BufferRules
 from shardwise.models.pretrained import bind, mark_loaded
 from shardwise.ranks import call_arguments
 from shardwise.ranks.world import Clock, World
@@ -349,8 +349,8 @@ def fill_unread(prepared: PreparedLoad, written: dict[str, int], staging: Stagin
             written[item.fqn] = written.get(item.fqn, 0) + sum(piece.box.numel for piece in boxes)
         elif item.fqn in additions.norms and isinstance(prepared.plan.fills[item.fqn], Init):
             # Computed from the matrix, which has been read before.
-            norms = additions.norms[item.fqn]
-            fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
+            matrix = additions.norms[item.fqn]
+            fill_with_norms(item, tensor, by_name[matrix], layout.by_name[matrix])
             written[item.fqn] = tensor.local_numel
         elif (
             item.kind is TensorKind.NON_PERSISTENT_BUFFER
@@ -366,13 +366,7 @@ def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
     return boxes if count is None else last_rows(boxes, count)
 
 
-def fill_with_norms(
-    item: TensorRef,
-    tensor: TensorLayout,
-    matrix: TensorRef,
-    rows: TensorLayout,
-    norms: RowNorms,
-) -> None:
+def fill_with_norms(item: TensorRef, tensor: TensorLayout, matrix: TensorRef, rows: TensorLayout) -> None:
     """Fill a vector with the norms of the rows of a matrix that has been loaded. Memory: 4 Mi elements.
 
     Raises:
@@ -390,7 +384,8 @@ def fill_with_norms(
     step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
     for start in range(0, item.local.shape[0], step):
         block = matrix.local[start : start + step]
-        item.local[start : start + step] = norms.of(block).to(item.local.dtype)
+        # In the matrix's dtype first, as PEFT's DoraLinearLayer.get_weight_norm has it while lora_B is zero.
+        item.local[start : start + step] = torch.linalg.norm(block, dim=1).to(block.dtype).to(item.local.dtype)
 
 
 def set_value(item: TensorRef, value: torch.Tensor, staging: StagingBuffer) -> None:

@@ -176,16 +176,12 @@ def _fuse(weight: Expression, pairs: Mapping[str, LowRankPair], *, is_transposed
     for number, part in enumerate(parts):
         height = part[0].lora_B.shape[0]
         diagonal = stack([part[expert].lora_B for expert in range(experts)], 2)  # (rows, ranks, experts)
-        zeros = [_make_zeros((height, rank, experts), dtype) for rank in ranks]
+        zeros = [Computed(_ZeroBlocks(dtype), "zeros", (height, rank, experts), dtype, ()) for rank in ranks]
         blocks.append(concat([*zeros[:number], diagonal, *zeros[number + 1 :]], 1))
     lora_B = concat(blocks, 0)
     # (out, r, experts) is (out, r * experts), rank by rank, as PEFT has it.
     r = sum(ranks)
     return LowRankPair(lora_A, reshape(lora_B, (lora_B.shape[0], r * experts)), r, parts[0][0].scaling)
-
-
-def _make_zeros(shape: tuple[int, ...], dtype: DType) -> Expression:
-    return Computed(_ZeroBlocks(dtype), "zeros", shape, dtype, ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -20,14 +21,8 @@ from transformers import PreTrainedModel
 from shardwise.core.layout import LocalBox
 from shardwise.core.regions import Region, flatten
 from shardwise.core.tensors import Box
+from shardwise.fsdp import torch_private
 from shardwise.fsdp.named_tensors import strided_view
-from shardwise.fsdp.torch_private import (
-    get_parameters,
-    make_without_memory,
-    original_class,
-    tree_leaves,
-    tree_map_only,
-)
 from shardwise.models import pretrained
 from shardwise.models.pretrained import not_initializing
 
@@ -76,7 +71,7 @@ class ProgramTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, program: Program, shape: Sequence[int], rows: tuple[int, int]) -> ProgramTensor:
-        tensor: ProgramTensor = make_without_memory(cls, shape, program.dtype)
+        tensor: ProgramTensor = torch_private.make_without_memory(cls, shape, program.dtype)
         tensor.program = program
         tensor.rows = rows
         return tensor
@@ -95,7 +90,7 @@ class ProgramTensor(torch.Tensor):
         # An operation is an alias, a view of rows, a step of the program, or anything else, which makes the program
         # one that cannot be replayed in blocks.
         target = args[0] if args and isinstance(args[0], ProgramTensor) else None
-        others = [item for item in tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
+        others = [item for item in torch_private.tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
         if target is not None and func in _ALIASES:
             return target
         if target is not None and func in _ROWS and target.ndim == len(target.program.shape):
@@ -105,10 +100,10 @@ class ProgramTensor(torch.Tensor):
             target.record(func, args[1:], kwargs)
             return target
         # Other operations are run on meta tensors, so that the initializer can continue.
-        for item in tree_leaves((args, kwargs)):
+        for item in torch_private.tree_leaves((args, kwargs)):
             if isinstance(item, ProgramTensor):
                 item.program.is_elementwise = False
-        args, kwargs = tree_map_only(
+        args, kwargs = torch_private.tree_map_only(
             ProgramTensor, lambda item: torch.empty(item.shape, dtype=item.dtype, device="meta"), (args, kwargs)
         )
         return func(*args, **kwargs)
@@ -226,12 +221,9 @@ def record_truncated_normal() -> Iterator[None]:
         tensor.record(_TRUNCATED_NORMAL, (mean, std, a, b), {})
         return tensor
 
-    with pretrained.replace_init_function("trunc_normal_", record):
-        nn.init.trunc_normal_ = record
-        try:
-            yield
-        finally:
-            nn.init.trunc_normal_ = _TRUNCATED_NORMAL
+    replaced = mock.patch.object(nn.init, "trunc_normal_", record)
+    with pretrained.replace_init_function("trunc_normal_", record), replaced:
+        yield
 
 
 def copy_program(whole: torch.Tensor) -> Program:
@@ -251,13 +243,11 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
         register(module, name, parameter)
         # The method is the class's, so other threads that build modules call this one, too.
         if parameter is not None and threading.get_ident() == thread:
-            get_parameters(module)[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            torch_private.get_parameters(module)[name] = nn.Parameter(
+                parameter.to("meta"), requires_grad=parameter.requires_grad
+            )
 
-    model_class: Any = original_class(model)
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-    try:
-        with not_initializing():
-            fresh: PreTrainedModel = pretrained.build_from_config(model_class, model.config)
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    model_class: Any = torch_private.original_class(model)
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta), not_initializing():
+        fresh: PreTrainedModel = pretrained.build_from_config(model_class, model.config)
     return fresh

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import accumulate
@@ -37,17 +37,6 @@ BufferRules = Mapping[str, Callable[[nn.Module], torch.Tensor]]
 """Functions that compute a buffer of a module, by glob of buffer names."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowNorms:
-    """A vector that is initialized with the norms of a matrix's rows (the magnitude of DoRA).
-
-    ``of`` computes the norms of full rows.
-    """
-
-    matrix: str
-    of: Callable[[torch.Tensor], torch.Tensor]
-
-
 def _nothing() -> None:
     pass
 
@@ -62,7 +51,7 @@ class Additions:
         initialized: names of the tensors that ``initialize`` writes.
         initialize: runs the initializers of added modules on their present tensors.
         copies: names of originals by names of parameters that are initialized with their values.
-        norms: vectors that are initialized with the norms of a matrix's rows, by name.
+        norms: names of matrices whose row norms initialize a vector (the magnitude of DoRA), by its name.
         nested: names of scales of 4-bit weights that are computed after all scales are read.
     """
 
@@ -71,17 +60,13 @@ class Additions:
     initialized: frozenset[str] = frozenset()
     initialize: Callable[[], None] = _nothing
     copies: Mapping[str, str] = field(default_factory=dict)
-    norms: Mapping[str, RowNorms] = field(default_factory=dict)
+    norms: Mapping[str, str] = field(default_factory=dict)
     nested: frozenset[str] = frozenset()
 
     @property
     def from_tuning(self) -> frozenset[str]:
         """Names of the tensors that the tuning initializes."""
         return self.initialized.union(self.norms, self.nested)
-
-    def from_checkpoint(self) -> Additions:
-        """Return the same additions for an adapter whose values come from a checkpoint."""
-        return replace(self, initialized=frozenset(), norms={})
 
 
 NOTHING_ADDED = Additions()
@@ -146,7 +131,7 @@ class Initializers:
         return Origin.NOWHERE
 
     def programs(self, names: Collection[str]) -> dict[str, Program]:
-        """Return the programs of the tensors to initialize, by FQN. There are none for ``RowNorms``."""
+        """Return the programs of the tensors to initialize, by FQN. There are none for norms of rows."""
         added = self.additions.initialized.intersection(names)
         others = [name for name in names if name not in self.additions.from_tuning]
         return {

@@ -21,7 +21,6 @@ from shardwise.models import pretrained
 from shardwise.models.lora import inject, peft_private
 from shardwise.models.lora.former_adapters import rename_adapter
 from shardwise.models.lora.inject import StoredAdapter, Tuned, matches, near
-from shardwise.models.selection import AdapterOnly, Selection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,10 +37,6 @@ class Tuning:
     def folders(self) -> Mapping[str, str | os.PathLike[str]]:
         """Return the folders of adapters that are read with the checkpoint, by the adapter's name in the model."""
         return {}
-
-    def saves(self) -> Selection:
-        """Return the part of the trained model that is saved."""
-        return None
 
     def comparable_text(self, adapters: Mapping[str, StoredAdapter]) -> str:  # noqa: ARG002
         """Return the settings that must be equal on all ranks, such as the scaling of a LoRA, as text.
@@ -134,9 +129,6 @@ class _LoraTuning(Tuning):
                 f"adapter={name!r}: is not a name that can be part of tensor names. Pass one that is not empty, "
                 "without a dot, a slash or lora_"
             )
-
-    def saves(self) -> Selection:
-        return AdapterOnly(self.adapter)
 
     def comparable_text(self, adapters: Mapping[str, StoredAdapter]) -> str:
         return repr((peft_private.comparable_text(self._config(adapters)), self.adapter, self.placement))

@@ -281,14 +281,31 @@ def copy_in(writer: StorageWriter, source: str, file: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CommitState:
-    """A save that holds the lock of its folder, the folder's state before it, and its records."""
+    """A save that holds the lock of its folder.
 
+    Attributes:
+        plan: the plan of the save.
+        small_files: small files that are saved with the weights, by name.
+        templates: see :func:`replace_templates`.
+        locked: the folder.
+        folder_state: its content before the save.
+        recorded: its records of earlier saves.
+    """
+
+    plan: SavePlan
+    small_files: Mapping[str, bytes]
+    templates: Mapping[str, bytes] | None
     locked: LockedFolder
     folder_state: FolderState
     recorded: Sequence[fingerprints.RecordedSave]
 
 
-def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
+def begin_save(
+    writer: StorageWriter,
+    plan: SavePlan,
+    small_files: Mapping[str, bytes],
+    templates: Mapping[str, bytes] | None = None,
+) -> CommitState:
     """Lock the folder, read its state, and remove the remains of saves that were never committed.
 
     Raises:
@@ -316,11 +333,12 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> CommitState:
     except BaseException:
         locked.release()
         raise
-    return CommitState(locked, folder_state, recorded)
+    return CommitState(plan, small_files, templates, locked, folder_state, recorded)
 
 
-def undo_save(writer: StorageWriter, plan: SavePlan, state: CommitState) -> None:
+def undo_save(state: CommitState) -> None:
     """Remove the files of this save unless it is committed. The older save is unchanged."""
+    writer, plan = state.locked.writer, state.plan
     try:
         # Temporary names of this save are never valid. Its other files are, if the index on disk is its own.
         names = {name for name in writer.list() if commit_plan.is_pending(name) and plan.save_id in name}
@@ -351,27 +369,15 @@ def _find_valid_trainings(writer: StorageWriter, plan: SavePlan) -> frozenset[st
         return trainings
 
 
-def commit_save(
-    writer: StorageWriter,
-    plan: SavePlan,
-    state: CommitState,
-    small_files: Mapping[str, bytes],
-    sums: Mapping[str, int],
-    templates: Mapping[str, bytes] | None = None,
-) -> list[str]:
+def commit_save(state: CommitState, sums: Mapping[str, int]) -> list[str]:
     """Commit a written and synced save in one step, and remove the older one. Return the removed names.
 
-    Args:
-        writer: the writer of the folder.
-        plan: the plan of the save.
-        state: the lock, and the folder's state before the save.
-        small_files: small files that are saved with the weights, by name.
-        sums: the fingerprint of every tensor, by key.
-        templates: see :func:`replace_templates`.
+    ``sums`` has the fingerprint of every tensor, by key.
 
     Raises:
         StorageError: as of :func:`commit_files`.
     """
+    writer, plan, small_files = state.locked.writer, state.plan, state.small_files
     sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
     digests = {name: fingerprints.digest(content) for name, content in small_files.items()}
     headers = {name: fingerprints.digest(file.header) for name, file in zip(plan.names, plan.files, strict=True)}
@@ -387,7 +393,7 @@ def commit_save(
     removed = commit_files(writer, state.locked, commit, {**free, fingerprints_file: both})
     if state.locked.is_held():
         writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
-        replace_templates(writer.root, templates)
+        replace_templates(writer.root, state.templates)
     state.locked.release()
     return removed
 

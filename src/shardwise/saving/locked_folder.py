@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -68,7 +69,8 @@ class LockedFolder:
     def _renew(self) -> None:
         while not self._ended.wait(saving_lock.RENEWAL_S):
             with contextlib.suppress(OSError, StorageError):  # the commit will find out
-                saving_lock.renew_lock(self.writer, self.save_id)
+                if self.is_held():
+                    os.utime(os.path.join(self.writer.root, saving_lock.LOCK_FILE))
 
 
 @dataclass(slots=True)

@@ -45,13 +45,6 @@ from shardwise.models.revert import Output
 from shardwise.models.selection import find_transposed_modules, parameters_by_module
 from shardwise.saving import merge_plan, merge_steps
 from shardwise.saving.commit import replace_templates
-from shardwise.saving.merge_steps import (
-    config_content,
-    find_tokenizer_folder,
-    parse_config,
-    read_companions,
-    read_templates,
-)
 from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.stream_out import TensorsToSave, apply_edits
 from shardwise.transfer.read import ReadExecutor
@@ -180,7 +173,7 @@ def get_config_content(
     former names (``rope_scaling``) would overrule its own.
     """
     is_changed = "config" in options or bool(options.get("config_overrides"))
-    content = json.loads(config.to_json_string(use_diff=False)) if is_changed else parse_config(folder)
+    content = json.loads(config.to_json_string(use_diff=False)) if is_changed else merge_steps.parse_config(folder)
     if has_new_head:
         of_model = json.loads(model.config.to_json_string(use_diff=False))
         content |= {name: of_model[name] for name in ("id2label", "label2id") if name in of_model}
@@ -402,9 +395,14 @@ def merge_adapter(
         source, plan = merge.source, merge.plan
         # A Trainer writes the tokenizer above adapters in folders of their own. The config is the base's, with the
         # fields that the merge changes.
-        tokenizer = find_tokenizer_folder([lora_folder, adapter_path, folder])
-        companions = read_companions(folder, tokenizer)
-        companions["config.json"] = merge.config_content(options.get("dtype", "auto"))
+        companions, templates = merge_steps.read_companions(folder, [lora_folder, adapter_path, folder])
+        dtype = options.get("dtype", "auto")
+        companions["config.json"] = merge_steps.config_content(
+            merge.config,
+            dtype=None if dtype == "auto" else str(dtype).removeprefix("torch."),
+            untied=source.is_untied(),
+            vocab_size=merge.vocab_size,
+        )
         tensors = source.layout.tensors
         with LocalWriter(out) as writer:
             written, names = merge_steps.write_out(
@@ -415,7 +413,7 @@ def merge_adapter(
                 companions=companions,
                 check=lambda _: merge.require_effect(lora_folder),
             )
-        replace_templates(out, read_templates(tokenizer))
+        replace_templates(out, templates)
     return MergeAdapterReport(
         base=str(base_path),
         adapter=str(lora_folder),
@@ -428,7 +426,7 @@ def merge_adapter(
         nbytes=written.nbytes,
         files=names,
         companions=tuple(sorted(companions)),
-        notes=(*source.notes, *merge.notes()),
+        notes=tuple(source.notes),
         seconds=time.perf_counter() - start,
     )
 
@@ -445,16 +443,6 @@ class _PlannedEdits:
     """The number of tokens, if the adapter changes it."""
     config: Mapping[str, object]
     """The output's config, but for its dtype, ties and number of tokens."""
-
-    def config_content(self, dtype: object) -> bytes:
-        """Return the output's ``config.json``."""
-        dtype_name = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-        untied = self.source.is_untied()
-        return config_content(self.config, dtype=dtype_name, untied=untied, vocab_size=self.vocab_size)
-
-    def notes(self) -> list[str]:
-        """Return notes on a resized vocabulary."""
-        return [] if self.vocab_size is None else [f"the vocabulary has {self.vocab_size} tokens, as the adapter"]
 
     def require_effect(self, folder: Path) -> None:
         """Raises KeyMismatchError if nothing has been changed."""
@@ -519,4 +507,6 @@ def _plan_edits(
     content = get_config_content(folder, config, options, built.model, has_new_head=bool(head))
     to_save = TensorsToSave(merge_tensors(source, outputs, plan, expressions, changed), joined_executor)
     source.notes += lora.notes
+    if vocab_size is not None:
+        source.notes.append(f"the vocabulary has {vocab_size} tokens, as the adapter")
     return _PlannedEdits(source, plan, to_save, changed, vocab_size, content)

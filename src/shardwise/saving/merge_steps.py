@@ -221,16 +221,16 @@ def write_out(
     with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
         out = LocalFiles(World(0, 1), writer, plan.files, bar.update)
         # The lock comes first: from here on, no other save removes or creates files in this folder.
-        state = begin_save(writer, plan)
+        state = begin_save(writer, plan, companions)
         try:
             write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
             # Only after all is written it is known whether the edits have changed a value, and before the commit
             # the older checkpoint is still valid.
             if check is not None:
                 check(out.written)
-            commit_save(writer, plan, state, companions, out.written.fingerprints)
+            commit_save(state, out.written.fingerprints)
         except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
-            undo_save(writer, plan, state)
+            undo_save(state)
             raise
     return out.written, plan.names
 
@@ -288,22 +288,24 @@ _MAIN_TOKENIZER_FILES: Final = ("tokenizer_config.json", "tokenizer.json", "toke
 _MAX_COMPANION_BYTES = 256 << 20
 
 
-def find_tokenizer_folder(folders: Sequence[Path]) -> Path:
-    """Return the first folder that has a tokenizer, otherwise the last one."""
-    return next(filter(_has_tokenizer, folders), folders[-1])
-
-
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _MAIN_TOKENIZER_FILES)
 
 
-def read_companions(base: Path, tokenizer: Path) -> dict[str, bytes]:
+def read_companions(
+    base: Path, tokenizer_folders: Sequence[Path]
+) -> tuple[dict[str, bytes], dict[str, bytes] | None]:
     """Return the small files of a model by name: configs, tokenizer, chat template, and the code they refer to.
 
-    Those of the tokenizer are all of the folder ``tokenizer``: a mix of files of two tokenizers is neither.
+    Those of the tokenizer are all of the first folder that has one, or else of the last: a mix of files of two
+    tokenizers is neither. Return also its additional chat templates, or None without a tokenizer.
     """
-    configs = read_files(base, ("generation_config.json", "*processor_config.json"))
-    return configs | read_files(tokenizer, _TOKENIZER) | _read_code(base) | _read_code(tokenizer)
+    tokenizer = next(filter(_has_tokenizer, tokenizer_folders), tokenizer_folders[-1])
+    files = read_files(base, ("generation_config.json", "*processor_config.json"))
+    files |= read_files(tokenizer, _TOKENIZER) | _read_code(base) | _read_code(tokenizer)
+    if not _has_tokenizer(tokenizer):
+        return files, None
+    return files, read_files(tokenizer / TEMPLATES_FOLDER, ("*.jinja",))
 
 
 def _read_code(folder: Path) -> dict[str, bytes]:
@@ -345,20 +347,11 @@ def config_content(
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def read_templates(tokenizer: Path) -> dict[str, bytes] | None:
-    """Return the additional chat templates of a tokenizer in a folder, or None without a tokenizer."""
-    return read_files(tokenizer / TEMPLATES_FOLDER, ("*.jinja",)) if _has_tokenizer(tokenizer) else None
-
-
 def parse_config(folder: Path) -> dict[str, object]:
     """Return the content of a folder's ``config.json``, empty if there is none."""
     content = read_files(folder, (_CONFIG,)).get(_CONFIG)
     # transformers has written Infinity into the configs of state space models.
     return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}", allow_constants=True)
-
-
-def _is_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
@@ -368,7 +361,7 @@ def read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     try:
         for path in sorted(folder.iterdir()):
-            if _is_any(path.name, patterns) and path.is_file():
+            if any(fnmatchcase(path.name, pattern) for pattern in patterns) and path.is_file():
                 if path.stat().st_size > _MAX_COMPANION_BYTES:
                     raise FormatError(f"{path}: is larger than any config or tokenizer. Move it away")
                 contents[path.name] = path.read_bytes()

@@ -39,13 +39,6 @@ from shardwise.ranks.world import World
 from shardwise.saving import merge_steps
 from shardwise.saving.commit import commit_written, replace_templates
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
-from shardwise.saving.merge_steps import (
-    config_content,
-    find_tokenizer_folder,
-    parse_config,
-    read_companions,
-    read_templates,
-)
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
 from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_journals
@@ -220,9 +213,10 @@ def _companions(
     if outputs.folder is None:
         return {}, None
     dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
-    config = config_content(parse_config(outputs.folder), dtype=dtype_name, untied=outputs.untied)
-    tokenizer = find_tokenizer_folder([*_nearest_folders(folder), outputs.folder])
-    return {**read_companions(outputs.folder, tokenizer), "config.json": config}, read_templates(tokenizer)
+    config = merge_steps.parse_config(outputs.folder)
+    files, templates = merge_steps.read_companions(outputs.folder, [*_nearest_folders(folder), outputs.folder])
+    files["config.json"] = merge_steps.config_content(config, dtype=dtype_name, untied=outputs.untied)
+    return files, templates
 
 
 def _nearest_folders(folder: Path) -> list[Path]:
@@ -239,11 +233,7 @@ def _write(
         if file_format == "bin":
             return _write_torch_file(writer, outputs, max_shard_bytes, companions), (outputs.torch_file,)
         return merge_steps.write_out(
-            writer,
-            outputs.to_save,
-            outputs.parameters,
-            max_shard_bytes=max_shard_bytes,
-            companions=companions,
+            writer, outputs.to_save, outputs.parameters, max_shard_bytes=max_shard_bytes, companions=companions
         )
 
 
@@ -267,7 +257,7 @@ def _write_torch_file(
             "output folder"
         )
     outputs.to_save.require_bounded()
-    written = WrittenTensors(bytes_by_file={outputs.torch_file: nbytes})
+    written = WrittenTensors(bytes_by_file=Counter({outputs.torch_file: nbytes}))
     with (
         progress_bar("Merging", nbytes, enabled=True) as bar,
         lock_and_clean_up(World(0, 1), writer.root) as saving,
@@ -406,7 +396,9 @@ def name_outputs(
     key_mapping: Mapping[str, str],
 ) -> NamedOutputs:
     """Return the hub's names if the model is known, otherwise those of the checkpoint, with the reason."""
-    options = _options(dtype, key_mapping)
+    options = ModelOptions(key_mapping=key_mapping)
+    if dtype is not None:
+        options["dtype"] = dtype
     # Without a config, or with one of an unknown class, there are no names of the hub. With a base, that is an
     # error.
     config_folder = _config_folder(folder, base)
@@ -420,7 +412,24 @@ def name_outputs(
         if base is not None:
             raise
         return _keep_names(*_rename_keys(index, key_mapping), executor, dtype, str(error))
-    return _name_as_on_hub(config_folder, config, index, executor, has_base=base is not None, options=options)
+    # The model's tensors as the hub has them, dequantized.
+    index = dequantize_index(executor.reader, index)
+    executor = merge_steps.create_executor(executor.reader, index)
+    built = build_meta_model(config_folder, config, index, options)
+    source = merge_steps.bind_offline(config, index, built, executor)
+    if dtype is None:
+        source = source.as_stored()
+    # The form of the base's own weights decides, or else that of this checkpoint: experts one by one, or fused.
+    of_model = built.transforms[len(key_mapping) :]  # renames by the caller are not undone
+    if base is not None and (transforms := _find_conversions(config_folder, config, source)):
+        pretrained.record_conversions(source.built.model, transforms)
+    elif any(item.was_used() for item in of_model):
+        pretrained.record_conversions(source.built.model, of_model)
+    outputs = source.revert()
+    parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
+    to_save = TensorsToSave(merge_steps.substitute_outputs(source, outputs, source.by_every_name()), executor)
+    names = f"the hub's, by {config_folder / 'config.json'}"
+    return NamedOutputs(to_save, names, config_folder, parameters, tuple(source.notes), source.is_untied())
 
 
 def _rename_keys(index: CheckpointIndex, key_mapping: Mapping[str, str]) -> tuple[CheckpointIndex, list[str]]:
@@ -491,40 +500,6 @@ def _is_wrapped(paths: Iterable[Levels]) -> bool:
         and inner <= {"state", "param_groups"}
         and all(len(path) > 1 for path in all_paths)
     )
-
-
-def _options(dtype: str | None, key_mapping: Mapping[str, str]) -> ModelOptions:
-    options = ModelOptions(key_mapping=key_mapping)
-    return options if dtype is None else ModelOptions(**options, dtype=dtype)
-
-
-def _name_as_on_hub(
-    folder: Path,
-    config: PreTrainedConfig,
-    index: CheckpointIndex,
-    executor: ReadExecutor,
-    *,
-    has_base: bool,
-    options: ModelOptions,
-) -> NamedOutputs:
-    """Return the model's tensors as the hub has them, dequantized."""
-    index = dequantize_index(executor.reader, index)
-    executor = merge_steps.create_executor(executor.reader, index)
-    built = build_meta_model(folder, config, index, options)
-    source = merge_steps.bind_offline(config, index, built, executor)
-    if "dtype" not in options:
-        source = source.as_stored()
-    # The form of the base's own weights decides, or else that of this checkpoint: experts one by one, or fused.
-    of_model = built.transforms[len(options["key_mapping"]) :]  # renames by the caller are not undone
-    if has_base and (transforms := _find_conversions(folder, config, source)):
-        pretrained.record_conversions(source.built.model, transforms)
-    elif any(item.was_used() for item in of_model):
-        pretrained.record_conversions(source.built.model, of_model)
-    outputs = source.revert()
-    parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    to_save = TensorsToSave(merge_steps.substitute_outputs(source, outputs, source.by_every_name()), executor)
-    names = f"the hub's, by {folder / 'config.json'}"
-    return NamedOutputs(to_save, names, folder, parameters, tuple(source.notes), source.is_untied())
 
 
 def _find_conversions(folder: Path, config: PreTrainedConfig, source: merge_steps.OfflineModel) -> list[Any]:

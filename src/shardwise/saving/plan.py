@@ -153,10 +153,7 @@ def arrange_writes(
     """
     # Requests are planned as for reads, but without gaps: a gap would overwrite bytes of other ranks.
     read_policy = ReadPolicy(
-        max_gap_bytes=0,
-        request_bytes=policy.request_bytes,
-        concurrency=policy.concurrency,
-        is_remote=False,
+        max_gap_bytes=0, request_bytes=policy.request_bytes, concurrency=policy.concurrency, is_remote=False
     )
     segments: list[tuple[str, Segment]] = []
     for entry, expression in saved:

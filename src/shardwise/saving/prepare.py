@@ -162,7 +162,12 @@ def prepare(
     outputs = build_outputs(request.model, request.names, tensors, layout, fqns)
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
     # The training state of an adapter has a file of its own, and is no part of the number of parameters.
-    training = {} if request.training is None else _training_outputs(layout, fqns)
+    training: dict[str, Output] = {}
+    saved_training = None
+    if request.training is not None:
+        training = _training_outputs(layout, fqns)
+        described = [(key, output.dtype, output.shape) for key, output in training.items()]
+        saved_training = SavedTraining(described, request.training.text)
     parameters = 0
     for item in layout.tensors:
         if item.kind is TensorKind.PARAMETER and item.fqn not in training:
@@ -173,7 +178,7 @@ def prepare(
         parameters=parameters,
         save_id=save_id,
         stem=request.stem,
-        training=_describe_training(request, training),
+        training=saved_training,
     )
     # This rank's writes. They depend on its boxes, and everything above does not.
     is_on_host = all(item.local.device.type == "cpu" for item in tensors)
@@ -201,13 +206,6 @@ def prepare(
     return PreparedSave(
         request, tensors, shares, layout, outputs, parameters, plan, requests, staging, cast, digest
     )
-
-
-def _describe_training(request: SaveRequest, outputs: Mapping[str, Output]) -> SavedTraining | None:
-    if request.training is None:
-        return None
-    tensors = [(key, output.dtype, output.shape) for key, output in outputs.items()]
-    return SavedTraining(tensors, request.training.text)
 
 
 def require_hub_names(model: nn.Module, names: WrittenNames | AdapterOnly, remedy: str) -> None:

@@ -5,8 +5,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def execute_save(
-    world: World,
-    request: prepare.SaveRequest,
-    options: prepare.SaveOptions,
-    clock: Clock,
-    *,
-    verify: bool,
+    world: World, request: prepare.SaveRequest, options: prepare.SaveOptions, clock: Clock, *, verify: bool
 ) -> SaveReport:
     """Agree on the content of a save, write, compare and commit it. Collective: yes."""
     with clock.phase("plan"):
@@ -79,34 +73,6 @@ def execute_save(
         return _write_and_commit(world, writer, prepared, options, clock, verify=verify)
 
 
-@dataclass
-class _SaveFolder:
-    """The folder of a save, which the first rank locks, commits, and restores on errors."""
-
-    writer: StorageWriter
-    plan: SavePlan
-    state: CommitState | None = None
-    small_files: Mapping[str, bytes] = field(default_factory=dict)
-    templates: Mapping[str, bytes] | None = None
-
-    def begin(self, request: prepare.SaveRequest, *, creates_files: bool) -> None:
-        # Before the lock: a model whose config cannot be written fails without any trace in the folder.
-        self.small_files, self.templates = _config_files(request, self.plan)
-        self.state = begin_save(self.writer, self.plan)
-        # If files have owners, each owner creates its own. Otherwise all ranks write into these.
-        for file in self.plan.files if creates_files else ():
-            self.writer.create(file.name, file.nbytes)
-            self.writer.write(file.name, 0, [memoryview(file.header)])
-
-    def commit(self, sums: Mapping[str, int]) -> list[str]:
-        assert self.state is not None
-        return commit_save(self.writer, self.plan, self.state, self.small_files, sums, self.templates)
-
-    def undo(self) -> None:
-        if self.state is not None:
-            undo_save(self.writer, self.plan, self.state)
-
-
 def _write_and_commit(
     world: World,
     writer: StorageWriter,
@@ -117,14 +83,21 @@ def _write_and_commit(
     verify: bool,
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
-    plan, folder = prepared.plan, _SaveFolder(writer, prepared.plan)
+    plan = prepared.plan
+    state: CommitState | None = None  # on the first rank, while it has the lock
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
             # The first rank locks, cleans up and creates the files before any rank writes.
             with world.broadcast("begin the save"):
                 if world.rank == 0:
-                    folder.begin(prepared.request, creates_files=not has_owners)
+                    # Before the lock: a model whose config cannot be written fails without any trace in the folder.
+                    small_files, templates = _config_files(prepared.request, plan)
+                    state = begin_save(writer, plan, small_files, templates)
+                    # If files have owners, each owner creates its own. Otherwise all ranks write into these.
+                    for file in () if has_owners else plan.files:
+                        writer.create(file.name, file.nbytes)
+                        writer.write(file.name, 0, [memoryview(file.header)])
             # A rank that does not see the lock does not see the folder of the first rank.
             with world.collective("check the lock"):
                 require_lock(writer, plan.save_id)
@@ -152,34 +125,22 @@ def _write_and_commit(
             sums = _total_fingerprints(world, plan, shard_writer)
         with clock.phase("commit"):
             with world.broadcast("commit the save") as exchange:
-                if world.rank == 0:
-                    exchange.local = folder.commit(sums)
+                if state is not None:
+                    exchange.local = commit_save(state, sums)
             removed = exchange.result
     except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
-        folder.undo()
+        if state is not None:
+            undo_save(state)
         raise
-    return _report(world, shard_writer, prepared, removed, clock, verify=verify)
-
-
-def _report(
-    world: World,
-    shard_writer: ShardWriter,
-    prepared: prepare.PreparedSave,
-    removed: Sequence[str],
-    clock: Clock,
-    *,
-    verify: bool,
-) -> SaveReport:
-    plan = prepared.plan
     return SaveReport(
         rank=world.rank,
         world_size=world.size,
-        directory=shard_writer.writer.root,
+        directory=writer.root,
         files=plan.names,
         tensors=len(plan.entries),
         parameters=prepared.parameters,
         checkpoint_bytes=plan.nbytes,
-        written_bytes=sum(shard_writer.written_bytes.values()),
+        written_bytes=shard_writer.written.nbytes,
         dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
         cast=prepared.cast,
         tied=prepare.find_tied_names(prepared),
@@ -210,7 +171,7 @@ def _write_by_owners(
     progress: tqdm,
 ) -> None:
     """Write each file on the rank that owns it. Collective: yes."""
-    written = write_by_owners(
+    shard_writer.written = write_by_owners(
         world,
         shard_writer.writer,
         prepared.plan.files,
@@ -222,8 +183,6 @@ def _write_by_owners(
         device=staging_device(prepared.tensors, [item.tensor for item in prepared.tensors]),
         progress=progress,
     )
-    shard_writer.written_bytes.update(written.bytes_by_file)
-    shard_writer.sums.update(written.fingerprints)
 
 
 def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[str, bytes], dict[str, bytes] | None]:
@@ -276,8 +235,11 @@ def _choose_config_dtype(request: prepare.SaveRequest, plan: SavePlan) -> torch.
 
 def _require_read_back(world: World, shard_writer: ShardWriter, prepared: prepare.PreparedSave) -> None:
     """Require that what every rank wrote is read back as it is in memory. Collective: yes."""
-    with world.all_gather("read back") as exchange:
-        exchange.local = _read_back(world, shard_writer, prepared)
+    with world.all_gather("read back") as exchange, open_storage(prepared.request.directory).reader as reader:
+        # The first rank has written the headers, and every rank its own tensors.
+        headers = prepared.plan.files if world.rank == 0 else ()
+        files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
+        exchange.local = files, shard_writer.require_same(reader, prepared.requests)
     for rank, (files, keys) in enumerate(exchange.result):
         if files or keys:
             what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
@@ -285,17 +247,6 @@ def _require_read_back(world: World, shard_writer: ShardWriter, prepared: prepar
                 f"{shard_writer.writer.root}: {what} that rank {world.global_ranks[rank]} wrote differ from memory "
                 "when they are read back. The older save is kept. Check the disk and its driver"
             )
-
-
-def _read_back(
-    world: World, shard_writer: ShardWriter, prepared: prepare.PreparedSave
-) -> tuple[list[str], list[str]]:
-    """Return the files whose header, and the keys of tensors whose bytes differ from memory on this rank."""
-    with open_storage(prepared.request.directory).reader as reader:
-        # The first rank has written the headers, and every rank its own tensors.
-        headers = prepared.plan.files if world.rank == 0 else ()
-        files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
-        return files, shard_writer.require_same(reader, prepared.requests)
 
 
 def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter) -> dict[str, int]:
@@ -306,8 +257,8 @@ def _total_fingerprints(world: World, plan: SavePlan, shard_writer: ShardWriter)
     """
     # One array of all sums and sizes: one meeting of the ranks, however many tensors there are.
     keys, files = list(plan.entries), [file.name for file in plan.files]
-    local = [shard_writer.sums.get(key, 0) for key in keys]
-    local += [shard_writer.written_bytes.get(name, 0) for name in files]
+    local = [shard_writer.written.fingerprints.get(key, 0) for key in keys]
+    local += [shard_writer.written.bytes_by_file[name] for name in files]
     # (tensors + files,): fingerprints are sums modulo MODULUS of transfer/fingerprints.py, where uint64 wraps, too.
     unsigned = np.array([value % (1 << 64) for value in local], dtype=np.uint64)
     total = world.all_reduce_object(unsigned, partial(np.sum, axis=0, dtype=np.uint64)).tolist()

@@ -77,12 +77,6 @@ def take_lock(writer: StorageWriter, save_id: str) -> None:
         raise
 
 
-def renew_lock(writer: StorageWriter, save_id: str) -> None:
-    """Renew the lock of this save, unless another save has taken it over."""
-    if holds_lock(writer, save_id):
-        os.utime(os.path.join(writer.root, LOCK_FILE))
-
-
 def release_lock(writer: StorageWriter, save_id: str) -> None:
     """Remove the lock of this save, if it exists. Not durable before the names are synced.
 

@@ -21,14 +21,7 @@ from shardwise.models.revert import Output, revert
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
-from shardwise.saving.prepare import (
-    WrittenNames,
-    build_outputs,
-    collect_for_files,
-    collect_selected,
-    require_hub_names,
-    resolve_dtype,
-)
+from shardwise.saving import prepare
 from shardwise.transfer.memory import get_model_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
@@ -125,32 +118,6 @@ class _ReceivedTensors:
             yield key, self.take(key)
 
 
-def _prepare_sender(
-    world: World,
-    model: nn.Module,
-    names: WrittenNames,
-    only: selection.Selection | selection.MergedAdapter,
-    dtype: torch.dtype | None,
-    options: StreamOptions,
-) -> tuple[list[TensorRef], Mapping[str, Output], ShardSender]:
-    """Return the tensors of the model, the outputs, and their source. Collective: yes."""
-    fqns: Mapping[str, str] = {}
-    if isinstance(only, selection.MergedAdapter):
-        with world.collective("collect the state"):
-            refs = _collect_to_merge(model)
-    else:
-        refs, fqns = collect_selected(world, model, only or names, dtype)
-    shares = agree_on_shares(world, refs).by_name
-    by_name = {name: item for item in refs for name in item.names}
-    sender = ShardSender(by_name, shares, world.rank)
-    with world.collective("select outputs"):
-        outputs, adapted = _select_outputs(model, refs, names, only, fqns)
-    if adapted is not None:
-        sender = _make_merging_sender(world, refs, sender, adapted, options)
-    world.require_equal(list(outputs), "the list of keys")
-    return refs, outputs, sender
-
-
 def _make_merging_sender(
     world: World, refs: Sequence[TensorRef], sender: ShardSender, adapted: selection.Adapted, options: StreamOptions
 ) -> MergingShardSender:
@@ -183,7 +150,7 @@ def _collect_to_merge(model: nn.Module) -> list[TensorRef]:
 def _select_outputs(
     model: nn.Module,
     refs: list[TensorRef],
-    names: WrittenNames,
+    names: prepare.WrittenNames,
     only: selection.Selection | selection.MergedAdapter,
     fqns: Mapping[str, str],
 ) -> tuple[Mapping[str, Output], selection.Adapted | None]:
@@ -194,8 +161,8 @@ def _select_outputs(
     """
     layout = build_layout(refs)
     if not isinstance(only, selection.MergedAdapter):
-        require_hub_names(model, only or names, "Pass only=MergedAdapter(), only=AdapterOnly()")
-        return build_outputs(model, only or names, refs, layout, fqns), None
+        prepare.require_hub_names(model, only or names, "Pass only=MergedAdapter(), only=AdapterOnly()")
+        return prepare.build_outputs(model, only or names, refs, layout, fqns), None
     # The outputs are those of the base, as if PEFT had never wrapped it. 4-bit weights count as dequantized
     # ones.
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
@@ -214,7 +181,7 @@ def find_packed_rows(refs: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
 
 
 def describe_tensors(
-    model: nn.Module, names: WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
+    model: nn.Module, names: prepare.WrittenNames, only: selection.MergedAdapter | None, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of the tensors that :func:`iter_hf_tensors` yields, by key and in its order.
 
@@ -223,7 +190,7 @@ def describe_tensors(
     Raises:
         ConfigError, KeyMismatchError, ShardingError: as for going through them.
     """
-    refs = collect_for_files(model, names, dtype) if only is None else _collect_to_merge(model)
+    refs = prepare.collect_for_files(model, names, dtype) if only is None else _collect_to_merge(model)
     outputs, _ = _select_outputs(model, refs, names, only, {})
     return {key: (to_torch(saved_dtype(item.dtype, dtype)), item.shape) for key, item in outputs.items()}
 
@@ -264,7 +231,7 @@ def iter_hf_tensors(
     model: nn.Module,
     *,
     to: Targets = "all_ranks",
-    names: WrittenNames = "hub",
+    names: prepare.WrittenNames = "hub",
     only: selection.Selection | selection.MergedAdapter = None,
     dtype: torch.dtype | None = None,
     options: StreamOptions = StreamOptions(),
@@ -316,7 +283,7 @@ def iter_hf_tensors(
 def _iter_tensors(
     model: nn.Module,
     to: Targets,
-    names: WrittenNames,
+    names: prepare.WrittenNames,
     only: selection.Selection | selection.MergedAdapter,
     dtype: torch.dtype | None,
     options: StreamOptions,
@@ -326,11 +293,24 @@ def _iter_tensors(
         with world.collective("check the arguments"):
             choices = {"to": to, "names": names, "only": only, "options": options}
             check_options(get_hints(iter_hf_tensors), choices)
-            dtype = resolve_dtype(dtype)
+            dtype = prepare.resolve_dtype(dtype)
         # Everything on which the rounds depend. Ranks with other rounds would wait in other collectives.
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
-        refs, outputs, sender = _prepare_sender(world, model, names, only, dtype, options)
+        # The tensors of the model, the outputs, and the source of their values.
+        fqns: Mapping[str, str] = {}
+        if isinstance(only, selection.MergedAdapter):
+            with world.collective("collect the state"):
+                refs = _collect_to_merge(model)
+        else:
+            refs, fqns = prepare.collect_selected(world, model, only or names, dtype)
+        shares = agree_on_shares(world, refs).by_name
+        sender = ShardSender({name: item for item in refs for name in item.names}, shares, world.rank)
+        with world.collective("select outputs"):
+            outputs, adapted = _select_outputs(model, refs, names, only, fqns)
+        if adapted is not None:
+            sender = _make_merging_sender(world, refs, sender, adapted, options)
+        world.require_equal(list(outputs), "the list of keys")
         targets = range(1) if to == "first_rank" else range(world.size)
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         device = options.device if world.rank in targets else torch.device("meta")

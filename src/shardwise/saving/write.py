@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,11 +35,27 @@ _READ_BACK_BYTES = 4 << 20
 
 
 @dataclass
+class WrittenTensors:
+    """Fingerprints of the written tensors by key, and their bytes by file."""
+
+    fingerprints: dict[str, int] = field(default_factory=dict)
+    bytes_by_file: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.bytes_by_file.values())
+
+    def add(self, key: str, start: int, data: memoryview) -> None:
+        """Add bytes of a tensor, from its byte ``start`` on, to its fingerprint."""
+        self.fingerprints[key] = (self.fingerprints.get(key, 0) + fingerprint(data, start)) % MODULUS
+
+
+@dataclass
 class ShardWriter:
     """Writer of this rank's tensors, with fingerprints by key.
 
     See [Note: Fingerprints] in ``transfer/fingerprints.py``. ``tensors`` are this rank's own: a segment's
-    ``target`` is an index into them. ``written_bytes`` counts by file.
+    ``target`` is an index into them.
 
     A caller can expect the following sequence:
 
@@ -47,7 +64,7 @@ class ShardWriter:
     3. :meth:`finish`, on each rank, when all have written: the bytes are durable, and on the rank that has created
        the files their sizes are.
     4. :meth:`require_same`, if the save is to be verified, when all have finished.
-    5. Ranks add up ``sums`` and ``written_bytes``. The first commits the files if every byte was written once.
+    5. Ranks add up what they have ``written``. The first commits the files if every byte was written once.
 
     If a file has one writer (:func:`write_by_owners`), that takes the place of 1 (the files), 2 and 3.
     """
@@ -58,8 +75,7 @@ class ShardWriter:
     staging: Staging
     progress: tqdm
     world: World
-    written_bytes: dict[str, int] = field(default_factory=dict)
-    sums: dict[str, int] = field(default_factory=dict)
+    written: WrittenTensors = field(default_factory=WrittenTensors)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, requests: Sequence[FileRequest]) -> None:
@@ -75,8 +91,7 @@ class ShardWriter:
         self._add_fingerprints(request, buffers)
         self.writer.write(request.file, request.bytes.start, buffers)
         with self._lock:
-            done = self.written_bytes.get(request.file, 0)
-            self.written_bytes[request.file] = done + request.bytes.nbytes
+            self.written.bytes_by_file[request.file] += request.bytes.nbytes
             self.progress.update(request.bytes.nbytes)
 
     def finish(self, requests: Sequence[FileRequest], created: Collection[str] = ()) -> None:
@@ -138,25 +153,10 @@ class ShardWriter:
         for segment, buffer in zip(request.segments, buffers, strict=True):
             key = segment.copy.leaf.key
             values.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
+        sums = self.written.fingerprints
         with self._lock:
             for key, value in values:
-                self.sums[key] = (self.sums.get(key, 0) + value) % MODULUS
-
-
-@dataclass
-class WrittenTensors:
-    """Fingerprints of the written tensors by key, and their bytes by file."""
-
-    fingerprints: dict[str, int] = field(default_factory=dict)
-    bytes_by_file: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.bytes_by_file.values())
-
-    def add(self, key: str, start: int, data: memoryview) -> None:
-        """Add bytes of a tensor, from its byte ``start`` on, to its fingerprint."""
-        self.fingerprints[key] = (self.fingerprints.get(key, 0) + fingerprint(data, start)) % MODULUS
+                sums[key] = (sums.get(key, 0) + value) % MODULUS
 
 
 _BUFFERS = 3
@@ -285,8 +285,7 @@ class LocalFiles:
             with in_background(self.written.add, entry.key, start, data):
                 self._writer.write(entry.file, entry.start + start, [data])
             start += len(data)
-            written = self.written.bytes_by_file
-            written[entry.file] = written.get(entry.file, 0) + len(data)
+            self.written.bytes_by_file[entry.file] += len(data)
             self._advance(len(data))
 
     def finish(self) -> None:

@@ -65,7 +65,7 @@ class FourBitLinear:
 
     Attributes:
         packing: form of its weight.
-        quantization: the requested form.
+        is_nested: whether its scales are quantized to 8 bits.
         full_scales: until a load ends, or is left out, the expressions of the scales before they are nested.
     """
 
@@ -77,7 +77,7 @@ class FourBitLinear:
     in_features: int
     out_features: int
     packing: Packing
-    quantization: KeptForm
+    is_nested: bool
     compute_dtype: torch.dtype | None
     full_scales: tuple[Expression, ...]
 
@@ -95,11 +95,6 @@ class FourBitLinear:
         if not self.is_nested:
             return LocalScales(stored)
         return LocalScales(stored, self.weight_nested_scales, self.weight_nested_offset)
-
-    @property
-    def is_nested(self) -> bool:
-        """True if its scales are quantized to 8 bits."""
-        return self.quantization.double_quant
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         # Switch, LongT5 and others cast to the dtype of the weight, which is bytes.
@@ -183,20 +178,19 @@ def convert_to_four_bits(module: nn.Linear, quantization: KeptForm) -> None:
     # row, as bytes of float32 (64, 8). Nested, these are codes (64, 2), and each 256 of them have one float32.
     form, block, dtype = quantization.form, quantization.block_size, module.weight.dtype
     rows, columns = module.weight.shape
-    is_nested = quantization.double_quant
     weight = frozen_bytes(rows, columns // 2)
     del module.weight
     module.__class__ = _class()
     layer: Any = module
     layer.register_parameter(WEIGHT, weight)
     blocks = columns // block
-    layer.register_parameter(SCALES, frozen_bytes(rows, blocks if is_nested else 4 * blocks))
-    if is_nested:
+    layer.is_nested = quantization.double_quant
+    layer.register_parameter(SCALES, frozen_bytes(rows, blocks if layer.is_nested else 4 * blocks))
+    if layer.is_nested:
         nested = torch.empty(-(-rows * blocks // NESTED_BLOCK), dtype=torch.float32, device="meta")
         layer.register_buffer(NESTED, nested)
         layer.register_buffer(OFFSET, torch.empty(1, dtype=torch.float32, device="meta"))
     layer.packing = Packing(form, block, dtype)
-    layer.quantization = quantization
     layer.compute_dtype = quantization.compute_dtype
     layer.quant_state = None
     layer.full_scales = ()

@@ -18,7 +18,7 @@ from shardwise.core.expression import Bindings, Expression
 from shardwise.core.untrusted import require_quick_patterns
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
 from shardwise.models.four_bit.layers import get_packings
-from shardwise.models.initialize import Additions, RowNorms
+from shardwise.models.initialize import Additions
 from shardwise.models.lora import peft_private
 from shardwise.models.selection import AdapterOnly, names_outside
 
@@ -167,7 +167,7 @@ def inject_lora(
         of_adapter = match_adapter(model, refs, name, adapter, additions.from_tuning.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in of_adapter}
         # Clears from_tuning: names that are needed later must be taken before.
-        additions = additions.from_checkpoint()
+        additions = replace(additions, initialized=frozenset(), norms={})
         matched |= {fqn: (expression,) for fqn, expression in of_adapter.items()}
     # Other copies begin with what their originals are read from, which may be stored under a tied name.
     tied = {alias: item.names for item in refs for alias in item.names}
@@ -251,7 +251,7 @@ def _additions(model: Any, adapter_name: str, config: LoraConfig, refs: Mapping[
         ConfigError: magnitudes of DoRA are not norms of rows.
     """
     initialized: set[str] = set()
-    norms: dict[str, RowNorms] = {}
+    norms: dict[str, str] = {}
     lora_layers = list(peft_private.layers(model))
     for name, layer in lora_layers:
         for module, local in peft_private.matrices(layer, adapter_name):
@@ -263,8 +263,7 @@ def _additions(model: Any, adapter_name: str, config: LoraConfig, refs: Mapping[
                     f"{name}: use_dora of a {type(layer.get_base_layer()).__name__} needs norms over the sharded "
                     "dim. Leave it out of target_modules, or use_dora"
                 )
-            matrix = refs[id(layer.get_base_layer().weight)].fqn
-            norms[refs[id(magnitude.weight)].fqn] = RowNorms(matrix, peft_private.row_norms)
+            norms[refs[id(magnitude.weight)].fqn] = refs[id(layer.get_base_layer().weight)].fqn
 
     def initialize() -> None:
         with torch.no_grad():

@@ -12,12 +12,13 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -45,8 +46,8 @@ _FREE_FIELDS = """
 """Fields of ``LoraConfig`` that may have any value. Others, and those of later versions, must have the default."""
 
 
-def config_in(directory: str) -> LoraConfig:
-    """Read the config of an adapter in a folder.
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Return the config of the adapter in a folder, with the version of PEFT that the file has.
 
     Raises:
         ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
@@ -54,21 +55,11 @@ def config_in(directory: str) -> LoraConfig:
     from peft import LoraConfig, PeftConfig
 
     try:
-        config = PeftConfig.from_pretrained(directory)
+        config = PeftConfig.from_pretrained(str(folder))
     except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json, {error}") from error
+        raise ConfigError(f"{folder}: PEFT cannot read adapter_config.json, {error}") from error
     if not isinstance(config, LoraConfig):
-        raise ConfigError(f"{directory}: is a {config.peft_type}. Only a LORA can be trained, pass one")
-    return config
-
-
-def read_lora_config(folder: Path) -> LoraConfig:
-    """Return the config of the adapter in a folder, with the version of PEFT that the file has.
-
-    Raises:
-        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
-    """
-    config = config_in(str(folder))
+        raise ConfigError(f"{folder}: is a {config.peft_type}. Only a LORA can be trained, pass one")
     config.peft_version = read_peft_version(folder / ADAPTER_CONFIG)
     return config
 
@@ -226,20 +217,14 @@ def patterns(config: LoraConfig) -> Iterator[Pattern]:
         yield from (Pattern(field, text, form % text) for text in texts if isinstance(text, str))
 
 
-@contextmanager
-def _without_conversion() -> Iterator[None]:
+def _without_conversion() -> AbstractContextManager[object]:
     """Keep PEFT from replacing names of modules in a config that are names of experts in transformers 4.
 
     It replaces the names of shared experts, and of the layers of dense blocks, too.
     """
-    owner, name = find_private("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers")
     # Of the whole process: PEFT looks the function up in its module at each call.
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *_args, **_keywords: None)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    convert = find_private("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers")
+    return mock.patch.object(*convert, return_value=None)
 
 
 def _is_packed(layer: Any) -> bool:
@@ -427,12 +412,6 @@ def initialize(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT
     for attribute in ("lora_embedding_A", "lora_embedding_B"):
         if adapter in getattr(layer, attribute):
             nn.init.normal_(getattr(layer, attribute)[adapter])
-
-
-def row_norms(rows: torch.Tensor) -> torch.Tensor:
-    """Compute ``DoraLinearLayer.get_weight_norm`` for the case that ``lora_B`` is zero."""
-    norms: torch.Tensor = torch.linalg.norm(rows, dim=1)
-    return norms.to(rows.dtype)
 
 
 def save_config(model: Any, adapter: str, folder: str) -> None:
