@@ -185,7 +185,8 @@ HEADER = trainer_checkpoints.TrainerHeader(3, "mine", 8, 2).to_bytes()
         b'{"version": 1, "step": -1, "holds": "x"}',
         HEADER.replace(b"8", b"-8"),
         HEADER.replace(b'"mine"', b"3"),
-        HEADER.replace(b"null", b"3"),
+        HEADER.replace(b"null", b"3", 1),
+        HEADER.replace(b'"rows": null', b'"rows": 3'),
     ],
 )
 def test_invalid_headers_are_refused(content: bytes) -> None:
@@ -193,13 +194,16 @@ def test_invalid_headers_are_refused(content: bytes) -> None:
         trainer_checkpoints.TrainerHeader.from_bytes(content, "header")
 
 
-def test_headers_of_earlier_versions_have_no_order() -> None:
-    content = HEADER.replace(b',\n  "order": null', b"")
+def test_headers_of_earlier_versions_have_neither_order_nor_rows() -> None:
+    content = HEADER.replace(b',\n  "order": null,\n  "rows": null', b"")
     assert content != HEADER
-    assert trainer_checkpoints.TrainerHeader.from_bytes(content, "header").order is None
+    header = trainer_checkpoints.TrainerHeader.from_bytes(content, "header")
+    assert (header.order, header.rows) == (None, None)
 
 
 ORDERED: dict[str, Any] = {
+    "seed": 1,
+    "data_seed": None,
     "train_sampling_strategy": "random",
     "dataloader_drop_last": False,
     "dataloader_num_workers": 2,
@@ -232,6 +236,17 @@ def test_the_order_of_rows_that_depends_on_the_ranks(tmp_path: Path) -> None:
             for changes in (first, {**first, **then})
         ]
         assert (orders[0] == orders[1]) is is_same, orders
+
+
+def test_rows_and_the_seed_that_shuffles_them(tmp_path: Path) -> None:
+    """A stream has no number of rows. ``data_seed`` comes before ``seed``."""
+
+    def described(rows: Any, **seeds: int | None) -> str:
+        described: str = unbuilt(object, tmp_path, args=seeds, train_dataset=rows)._describe_rows()
+        return described
+
+    assert described([1, 2], seed=7, data_seed=None) == "2 rows with seed 7"
+    assert described(iter([1, 2]), seed=7, data_seed=0) == "a stream with seed 0"
 
 
 def test_it_comes_before_the_trainer() -> None:

@@ -200,11 +200,14 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     assert "was saved with 8 rows in a step, and this training has 12" in refused(rows)
     shorter = saving(folder, output, dataloader_drop_last=True).but(resume=True)
     assert "in the order of any ranks, and this training has that of dataloader_drop_last" in refused(shorter)
+    reseeded = saving(folder, output, seed=9).but(resume=True)
+    assert "with seed 9, so that its position in the data cannot be restored" in refused(reseeded)
     unordered = saving(folder, output, dataloader_in_order=False, dataloader_num_workers=2).but(resume=True)
     assert "with dataloader_in_order=False rows come in any order" in refused(unordered)
     empty = saving(folder, tmp_path / "empty").but(resume=True)
     assert "has no complete checkpoint of ShardwiseTrainer" in refused(empty)
-    assert "no such folder" in refused(saving(folder, tmp_path / "b").but(resume=str(tmp_path / "none")))
+    for run in (saving(folder, tmp_path / "b"), saving(folder, output)):
+        assert "no such folder" in refused(run.but(resume=str(tmp_path / "none")))
     stock = tmp_path / "stock" / "checkpoint-9"
     stock.mkdir(parents=True)
     (stock / "trainer_state.json").write_text("{}")

@@ -297,7 +297,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataset_name": "images.jsonl"}, "images: the model has no processor for images"),
     ({"model_name_or_path": "padded"}, "pad_token: has the id 269, and the model has embeddings for 0 to 259"),
     ({"accelerate_config": "half.json"}, "accelerate_config: mixed_precision fp16 needs fp16: true"),
-    ({"report_to": "wandb"}, "sft: SFTTrainer cannot be created, WandbCallback requires wandb"),
+    ({"report_to": "wandb"}, "report_to: wandb cannot be used, WandbCallback requires wandb"),
     ({"dataset_name": "nulls.jsonl"}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "dataset_streaming": True}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "assistant_only_loss": True}, "assistant_only_loss: the rows have no chats"),

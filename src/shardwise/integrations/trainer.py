@@ -402,6 +402,19 @@ class ShardwiseTrainer(_Trainer):
                 "settings and the number of ranks, or pass ignore_data_skip=True"
             )
 
+        data = self._describe_rows()
+        if header.rows not in (None, data) and not self.args.ignore_data_skip:
+            raise ConfigError(
+                f"{what}: was saved by a training on {header.rows}, and this one is on {data}, so that its "
+                "position in the data cannot be restored. Keep the rows and the seed, or pass ignore_data_skip=True"
+            )
+
+    def _describe_rows(self) -> str:
+        """Return the number of rows, if it is known, and the seed that they are shuffled with."""
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        number = f"{len(self.train_dataset)} rows" if compat.has_length(self.train_dataset) else "a stream"
+        return f"{number} with seed {seed}"
+
     def _describe_order(self, rows_per_step: int) -> str:
         """Return the settings and ranks on which the order of rows depends, "" if it does not."""
         args: Any = self.args
@@ -449,7 +462,9 @@ class ShardwiseTrainer(_Trainer):
             raise_together(world, failure)
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
-            header = TrainerHeader(step, holds, rows, world.size, self._describe_order(rows))
+            header = TrainerHeader(
+                step, holds, rows, world.size, order=self._describe_order(rows), rows=self._describe_rows()
+            )
             with world.broadcast("complete the save"):
                 if world.rank == 0:
                     trainer_checkpoints.complete(saving, folder, header)

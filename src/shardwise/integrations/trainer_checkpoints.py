@@ -68,6 +68,8 @@ class TrainerHeader:
         world_size: number of ranks that saved it.
         order: settings and ranks on which the order of rows depends, "" if it does not. None in headers of earlier
             versions.
+        rows: number of rows and seed of the data, such as "96 rows with seed 42". None in headers of earlier
+            versions.
     """
 
     step: int
@@ -75,6 +77,7 @@ class TrainerHeader:
     rows_per_step: int
     world_size: int
     order: str | None = None
+    rows: str | None = None
 
     def to_bytes(self) -> bytes:
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
@@ -89,13 +92,13 @@ class TrainerHeader:
         values: dict[str, Any] = parse_object(content, what=what)
         if values.pop("version", None) != _VERSION:
             raise FormatError(f"{what}: is of another version of shardwise. Pass another checkpoint")
-        order = values.pop("order", None)
+        texts = {name: values.pop(name, None) for name in ("order", "rows")}
         # By type(), because True is an int for isinstance().
         types = [(name, type(value)) for name, value in sorted(values.items())]
         is_negative = any(value < 0 for value in values.values() if type(value) is int)
-        if types != _FIELDS or is_negative or not isinstance(order, str | None):
+        if types != _FIELDS or is_negative or not all(isinstance(text, str | None) for text in texts.values()):
             raise FormatError(f"{what}: is not the header of a checkpoint. Pass another checkpoint")
-        return cls(**values, order=order)
+        return cls(**values, **texts)
 
 
 _FIELDS = [("holds", str), ("rows_per_step", int), ("step", int), ("world_size", int)]
@@ -256,7 +259,8 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
         source, at = checkpoint_folder(run, complete[-1]), complete[-1]
     elif requested is not None:
         source = requested
-        at = read_header(requested).step if requested.parent.resolve() == run.resolve() else -1
+        step = read_header(requested).step
+        at = step if requested.parent.resolve() == run.resolve() else -1
     if others_in_way := sorted([*foreign, *(step for step in complete if step > at)]):
         resume = "resume_from_checkpoint=True to resume from the newest, or choose " if complete else ""
         raise ConfigError(

@@ -17,6 +17,7 @@ import transformers
 import trl as _trl
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import PreTrainedModel
+from transformers.integrations import get_reporting_integration_callbacks
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_callable_name, get_peft_config, is_async_callable
@@ -147,11 +148,19 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         raise ConfigError(f"{config.source}: is rejected by TRL. {error}") from error
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL")
-    # The Trainer would find this only after the model is loaded.
+    # The Trainer would find these only after the model is loaded.
     try:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
+    for tracker in training.report_to if planned_ranks is None else ():
+        try:
+            for callback_class in get_reporting_integration_callbacks([tracker]):
+                callback_class()
+        except (RuntimeError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"report_to: {tracker} cannot be used, {error}. Install its package, or remove it"
+            ) from error
     if planned_ranks is None and getattr(training, "use_vllm", False) and not is_vllm_available():
         raise ConfigError("use_vllm: vLLM is not installed. Run pip install vllm, or remove it")
     # The mesh is one of accelerators, and the Trainer's device would be another.
