@@ -55,9 +55,7 @@ def open_source(
     return read_index(world, storage, extra=extra)
 
 
-def open_everywhere(
-    world: World, place: str | os.PathLike[str], hub: HubOptions, stack: ExitStack
-) -> OpenStorage:
+def open_everywhere(world: World, place: str | os.PathLike[str], hub: HubOptions, stack: ExitStack) -> OpenStorage:
     """Open a checkpoint's storage on every rank. The reader is closed with ``stack``. Collective: yes."""
     with world.collective("open the folder"):
         storage = open_storage(place, hub) if is_url(place) else open_storage(place)

@@ -17,7 +17,7 @@ import transformers
 import trl as _trl
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import PreTrainedModel
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_callable_name, get_peft_config, is_async_callable
