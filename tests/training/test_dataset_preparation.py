@@ -207,6 +207,33 @@ def test_nulls_that_arrow_adds_to_tools_and_calls_are_removed() -> None:
     assert further[0]["completion"][0]["tool_calls"][0]["function"]["arguments"].keys() == {"city", "content"}
 
 
+def test_numbers_of_calls_and_tools_keep_all_digits(tmp_path: Path) -> None:
+    numbers = [1.7, -28.923, 3.141592653589793, 1e-11, 1.5e300, 2**64 + 1, -(2**70), 5, "1.7", True, None]
+    small = [value for value in numbers if not isinstance(value, int) or abs(value) < 2**63]
+
+    def rows(key: str, arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of ShareGPT, and of messages in Parquet."""
+        call = {"name": key, "arguments": {key: arguments}}
+        tools = [{"type": "function", "function": {"name": key, "parameters": {key: {"enum": arguments}}}}]
+        shared = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": json.dumps(call)}]
+        called = [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [{"function": call}]}]
+        return {"conversations": shared, "tools": json.dumps(tools)}, {"messages": called, "tools": tools}
+
+    floats = [value for value in small if isinstance(value, float)]
+    sharegpt = [rows("x", numbers)[0], rows("y", small)[0]]
+    messages = [rows("x", floats)[1], rows("y", floats)[1]]
+    own = ShardwiseArguments(system_prompt="s")
+    for number, given, wanted in ((0, sharegpt, numbers), (1, messages, floats)):
+        datasets.Dataset.from_list(given).to_parquet(name := tmp_path / f"{number}.parquet")
+        for streaming in (False, True) if number == 0 else (False,):
+            prepared, _ = load_data(name, tiny.tokenizer(), own=own, dataset_streaming=streaming)
+            prepared = prepared.map(lambda _: {"size": 1}).filter(lambda row: row["messages"])
+            first = next(iter(prepared))
+            [call] = first["messages"][2]["tool_calls"]
+            assert repr(call["function"]["arguments"]) == repr({"x": wanted})
+            assert repr(first["tools"][0]["function"]["parameters"]["x"]["enum"]) == repr(wanted)
+
+
 @pytest.mark.parametrize(
     "rejected",
     [{"content": "No."}, {"content": "No.", "tool_calls": None}, {"tool_calls": [{"function": {"name": "web"}}]}],

@@ -5,9 +5,12 @@ The rows themselves are those of ``training/chat_rows.py``.
 
 import copy
 import hashlib
+import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -17,6 +20,7 @@ from unittest import mock
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
+from datasets.features.features import register_feature
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -47,6 +51,38 @@ _TOKEN_COLUMNS: Final = frozenset(
     {"input_ids", *(f"{part}_{kind}" for part in _TOKEN_PARTS for kind in ("ids", "input_ids"))}
 )
 """Columns of tokens in the rows that TRL's trainers prepare."""
+
+
+@dataclass
+class ExactJson(datasets.Json):  # type: ignore[misc]
+    """Values stored as JSON by the standard library, which keeps all digits.
+
+    That of ``datasets`` rounds to 10 decimals, and reads no integers beyond 64 bits.
+    """
+
+    _type: str = field(default="ExactJson", init=False, repr=False)
+
+    def encode_example(self, example_data: Any) -> str | None:
+        """Return the JSON of a value. What JSON lacks, such as times, is text."""
+        return None if example_data is None else json.dumps(example_data, default=str)
+
+    def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:  # noqa: ARG002
+        if example_data is None:
+            return None
+        value = json.loads(example_data)
+        # Objects that datasets could not read have become JSON in a string, when it wrote them.
+        if isinstance(value, str) and value.startswith(("{", "[")):
+            return json.loads(value)
+        return value
+
+    def cast_storage(self, storage: pa.Array) -> pa.Array:
+        if pa.types.is_string(storage.type):  # without a look at whether datasets can read it
+            return self.pa_type.wrap_array(storage)
+        return super().cast_storage(storage)
+
+
+with warnings.catch_warnings(action="ignore", category=UserWarning):  # it is experimental
+    register_feature(ExactJson, "ExactJson")
 
 
 @contextmanager
@@ -131,20 +167,20 @@ def convert_to_messages(dataset: AnyDataset, method: TrainMethod, *, num_proc: i
     if not has_chats and "chat_template_kwargs" not in names:
         if not widened:
             return dataset
-        as_json = dict.fromkeys(widened, datasets.List(datasets.Json()))
+        as_json = dict.fromkeys(widened, datasets.List(ExactJson()))
         return _map_rows(dataset, partial(_remove_nulls, widened), num_proc, {**dataset.features, **as_json})
     features = None
     if isinstance(dataset, datasets.Dataset):
         used = SHAREGPT_COLUMNS if set(names) & {"conversations", "conversation"} else ALPACA_COLUMNS
         features = {name: dataset.features[name] for name in names if not has_chats or name not in used}
         # Of JSON: an Arrow struct gives each tool the parameters of all, and each batch has one of its own.
-        features.update(dict.fromkeys(widened, datasets.List(datasets.Json())))
+        features.update(dict.fromkeys(widened, datasets.List(ExactJson())))
         if has_chats or "messages" in names:
-            features["messages"] = datasets.List(datasets.Json())
+            features["messages"] = datasets.List(ExactJson())
         if "tools" in names:
-            features["tools"] = datasets.List(datasets.Json())
+            features["tools"] = datasets.List(ExactJson())
         if "chat_template_kwargs" in names:
-            features["chat_template_kwargs"] = datasets.Json()
+            features["chat_template_kwargs"] = ExactJson()
     return _map_rows(dataset, _convert_row, num_proc, features)
 
 
@@ -494,8 +530,12 @@ def _map_rows(
         features: all columns of the examples, by default those of the first ones.
     """
     options: dict[str, Any] = {}
+    as_json = datasets.Features()
     if isinstance(dataset, datasets.Dataset):
         options["num_proc"] = num_proc
+        for name, feature in (features or dataset.features).items():
+            if isinstance(getattr(feature, "feature", feature), ExactJson):
+                as_json[name] = feature
         # Apart: as values of the new rows, images would be decoded and compressed again.
         if column := find_image_column(dataset):
             others = {name: feature for name, feature in (features or {}).items() if name != column}
@@ -503,7 +543,7 @@ def _map_rows(
             return datasets.concatenate_datasets([texts, dataset.select_columns(column)], axis=1)
         options["features"] = datasets.Features(features) if features else None
     mapped: AnyDataset = dataset.map(
-        partial(_make_batch, _digest_code(), tuple(features or ()), make_examples),
+        partial(_make_batch, _digest_code(), tuple(features or ()), as_json, make_examples),
         batched=True,
         with_indices=True,
         remove_columns=get_column_names(dataset),
@@ -524,6 +564,7 @@ def _digest_code() -> str:
 def _make_batch(
     digest: str,  # noqa: ARG001
     names: Sequence[str],
+    as_json: datasets.Features,
     make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
@@ -536,7 +577,11 @@ def _make_batch(
             examples += make_examples(dict(zip(batch, values, strict=True)))
     # In order, each once.
     columns = names or dict.fromkeys(name for example in examples for name in example)
-    return {name: [example.get(name) for example in examples] for name in columns}
+    made = {name: [example.get(name) for example in examples] for name in columns}
+    # Here, because datasets would write these columns as JSON of its own.
+    encoded = {name: feature for name, feature in as_json.items() if name in made}
+    made |= datasets.Features(encoded).encode_batch({name: made[name] for name in encoded})
+    return made
 
 
 def _tokenize(
