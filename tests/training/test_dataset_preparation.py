@@ -152,6 +152,27 @@ def test_calls_tools_and_systems_of_sharegpt() -> None:
     assert found["tools"] == [{"type": "function", "function": {"name": "weather"}}]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_system_begins_chats_without_a_system_message(tmp_path: Path, streaming: bool) -> None:
+    shared = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    column = {"role": "system", "content": "s"}
+    for number, (key, turns) in enumerate((("messages", ASKED), ("conversations", shared))):
+        owns = [[{"role": role, "content": "mine"}, *ASKED] for role in ("system", "developer")]
+        rows = [{"system": None, key: turns}, {"system": "s", key: turns}]
+        rows += [{"system": "s", key: own} for own in owns] if key == "messages" else []
+        name = tiny.write_rows(tmp_path / f"{number}.jsonl", *rows)
+        wanted = [ASKED, [column, *ASKED], *(owns if key == "messages" else [])]
+        prepared, _ = load_data(name, tiny.tokenizer(), dataset_streaming=streaming)
+        assert list(prepared) == [{"messages": messages} for messages in wanted]
+        tokenizer = tiny.tokenizer(tiny.UNMARKED)
+        masked, _ = load_data(name, tokenizer, masked=True, dataset_streaming=streaming)
+        rendered = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in wanted]
+        assert [tokenizer.decode(row["input_ids"]) for row in masked] == rendered
+    for row in ({"messages": ASKED}, {"messages": ASKED, "system": True}):
+        stored = datasets.Dataset.from_list([row])
+        assert dataset_preparation.convert_to_messages(stored, "sft", num_proc=None) is stored
+
+
 def test_rows_keep_their_own_tools_and_columns_may_be_null_for_long() -> None:
     answered = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
     call = {"name": "weather", "arguments": {"city": "Paris"}}

@@ -35,6 +35,8 @@ def is_foreign(columns: Sequence[str]) -> bool:
 def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row of ShareGPT, Alpaca or ``messages`` to ``messages``, with ``tools`` as function schemas.
 
+    Messages without one for the system begin with the text of ``system``.
+
     Keys whose value is None are removed at any depth, because Arrow gives each struct in a column the keys of all
     of them. The content of a message with tool calls is an exception. Other columns are kept.
 
@@ -55,7 +57,8 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
         return columns
     turns = require_turns("messages", turns)
     messages = [_convert_turn(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
-    if isinstance(system := columns.pop("system", None), str) and system:
+    system, roles = columns.pop("system", None), {str(message["role"]) for message in messages}
+    if isinstance(system, str) and system and roles.isdisjoint(("system", "developer")):
         messages.insert(0, {"role": "system", "content": system})
     return {**columns, "messages": messages}
 

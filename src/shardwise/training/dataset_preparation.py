@@ -154,14 +154,21 @@ def preparing_together(
 def convert_to_messages(dataset: AnyDataset, method: TrainMethod, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT, Alpaca and JSON to ``messages``, and null ``chat_template_kwargs`` to empty ones.
 
+    A text ``system`` becomes the first of ``messages`` that have no system or developer message.
+
     Nulls that Arrow has added to tools and their calls are removed, except in streamed rows. Other datasets are
     returned unchanged.
     """
     names = get_column_names(dataset)
+    # Also a text beside messages that becomes the first of them. All of a stream are not read for one.
     has_chats = is_foreign(names) or (
         "messages" in names
-        and (method == "sft" or {"prompt", "chosen"}.isdisjoint(names))
-        and isinstance(_first_row_with("messages", dataset).get("messages"), str)
+        and (method == "sft" or "prompt" not in names)
+        and (
+            isinstance(_first_row_with("messages", dataset).get("messages"), str)
+            or (isinstance(dataset, datasets.IterableDataset) and "system" in names)
+            or isinstance(_first_row_with("system", dataset).get("system"), str)
+        )
     )
     widened = _find_widened_columns(dataset) if isinstance(dataset, datasets.Dataset) else []
     if not has_chats and "chat_template_kwargs" not in names:
