@@ -314,6 +314,43 @@ def test_texts_of_prompts_beside_chats_are_left_out(tmp_path: Path) -> None:
         assert sum(tokenized[0]["assistant_masks"]) == len("Ho") + 1
 
 
+def test_chats_beside_answers_are_their_prompt(tmp_path: Path) -> None:
+    """As in files for LLaMA-Factory, and those of pairs of text."""
+    human, texts = {"from": "human", "value": "Hi"}, {"chosen": "Ho", "rejected": "No"}
+    turns = {key: {"from": "gpt", "value": text} for key, text in texts.items()}
+    chats = {key: [{"role": "assistant", "content": text}] for key, text in texts.items()}
+    named = {key: one[0] for key, one in chats.items()}
+    asked = {"system": "s", "question": "Hi"}
+    wanted = {"prompt": ASKED[:1], **chats}
+    completion = {"completion": "Ho", "label": True}
+    dpo = ShardwiseArguments(method="dpo")
+    cases = [
+        ("texts", {"conversations": [human], **texts}, dpo, wanted),
+        ("turns", {"conversations": [human], **turns}, dpo, wanted),
+        ("named", {"messages": ASKED[:1], **named}, replace(dpo, method="orpo"), wanted),
+        ("chats", {"messages": ASKED[:1], **chats}, replace(dpo, method="reward"), wanted),
+        (
+            "kto",
+            {"messages": ASKED[:1], **completion},
+            replace(dpo, method="kto"),
+            {"prompt": ASKED[:1], **completion, "completion": chats["chosen"]},
+        ),
+        ("column", {**asked, **texts}, replace(dpo, dataset_prompt_column="question"), {"system": "s", **wanted}),
+        ("alone", {"text": "x", **texts}, replace(dpo, method="reward"), {"text": "x", **texts}),
+    ]
+    for name, row, keys, found in cases:
+        file = tiny.write_rows(tmp_path / f"{name}.jsonl", row, row)
+        for streaming in (False, True):
+            rows, _ = load_data(file, tiny.tokenizer(), own=keys, dataset_streaming=streaming)
+            assert list(rows) == [found] * 2, name
+    for name, answers in (("pairs", texts), ("lists", chats)):
+        file = tiny.write_rows(
+            tmp_path / f"{name}.jsonl", {**asked, **answers, "rejected": answers["chosen"]}, asked | answers
+        )
+        with pytest.raises(ConfigError, match="row 2 of the dataset: prompt: is missing, and chosen and rejected"):
+            load_data(file, tiny.tokenizer(), own=dpo)
+
+
 def test_a_prompt_may_be_null_where_chats_are_looked_for(tmp_path: Path) -> None:
     parts = {"prompt": ASKED[:1], "completion": ASKED[1:], "messages": None}
     rows = [{**dict.fromkeys(parts), "messages": ASKED}, parts]

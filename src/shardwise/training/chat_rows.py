@@ -56,7 +56,7 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     else:
         return columns
     turns = require_turns("messages", turns)
-    messages = [_convert_turn(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
+    messages = [convert_turn(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
     system, roles = columns.pop("system", None), {str(message["role"]) for message in messages}
     if isinstance(system, str) and system and roles.isdisjoint(("system", "developer")):
         messages.insert(0, {"role": "system", "content": system})
@@ -132,7 +132,7 @@ def _parse_json(key: str, value: Any) -> Any:
         raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row") from error
 
 
-def _convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
+def convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "role" in turn:
         return dict(turn)
     speaker = turn.get("from")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -34,6 +34,7 @@ from shardwise.training.chat_rows import (
     ALPACA_COLUMNS,
     SHAREGPT_COLUMNS,
     MalformedRowError,
+    convert_turn,
     is_foreign,
     require_message,
     require_no_media_parts,
@@ -44,6 +45,8 @@ from shardwise.training.chat_rows import (
 from shardwise.training.dataset_loading import AnyDataset
 
 _CHAT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
+
+_ANSWER_COLUMNS: Final = ("completion", "chosen", "rejected", "reference")
 
 _TOKEN_PARTS: Final = ("prompt", "completion", "chosen", "rejected", "reference", "KL_completion")
 
@@ -233,12 +236,15 @@ def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
 
     These are texts beside the whole chat (ultrachat_200k, ultrafeedback_binarized), a prompt without a completion
     beside ``messages``, and ``messages`` beside pairs or completions. Methods that sample keep all, for rewards.
+    Messages that wait for the answers beside them are their ``prompt``.
     """
     if method in SAMPLING:
         return dataset
     names = get_column_names(dataset)
     dropped = []
     if method != "sft" and "messages" in names and not {"chosen", "completion"}.isdisjoint(names):
+        if "prompt" not in names and _has_prompt_in_messages(dataset):
+            return dataset.rename_column("messages", "prompt")
         dropped.append("messages")
     chats = "messages" if method == "sft" else "chosen"
     first = _first_row_with(chats, dataset)
@@ -254,6 +260,62 @@ def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
             if name in names and (is_text or is_prompt_alone):
                 dropped.append(name)
     return dataset.remove_columns(dropped) if dropped else dataset
+
+
+def _has_prompt_in_messages(dataset: AnyDataset) -> bool:
+    """Return whether messages end before an answer, and the answers beside them do not begin with messages."""
+    first = _first_row_with("messages", dataset)
+    messages, answer = first.get("messages"), first.get("chosen", first.get("completion"))
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    opening = answer[0] if isinstance(answer, list) and answer else None
+    is_whole = isinstance(opening, Mapping) and opening.get("role") != "assistant"
+    return isinstance(last, Mapping) and last.get("role") != "assistant" and not is_whole
+
+
+def convert_answers(dataset: AnyDataset, *, num_proc: int | None) -> AnyDataset:
+    """Make messages of answers that are text, or one turn, to a prompt of messages. Others are returned unchanged.
+
+    Raises:
+        ConfigError: naming the row whose answer is malformed.
+    """
+    first = _first_row_with("prompt", dataset)
+    answers = [name for name in _ANSWER_COLUMNS if isinstance(first.get(name), str | Mapping)]
+    if not answers or not isinstance(first["prompt"], list):
+        return dataset
+    features = None
+    if isinstance(dataset, datasets.Dataset):
+        features = {**dataset.features, **dict.fromkeys(answers, datasets.List(ExactJson()))}
+    return _map_rows(dataset, partial(_convert_answers, answers), num_proc, features)
+
+
+def _convert_answers(columns: Sequence[str], row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    chat = dict(row)
+    for name in columns:
+        if isinstance(answer := row[name], str):
+            chat[name] = [{"role": "assistant", "content": answer}]
+        elif isinstance(answer, Mapping):
+            chat[name] = [convert_turn(without_nulls(answer), name)]
+    return [chat]
+
+
+def require_prompts(dataset: AnyDataset, method: TrainMethod) -> None:
+    """Check that pairs without a ``prompt`` begin alike, as TRL takes what they share for it.
+
+    The first ten rows are read, because texts without a prompt begin alike by chance.
+
+    Raises:
+        ConfigError: naming a row of these whose answers do not.
+    """
+    names = get_column_names(dataset)
+    if method in ("sft", "reward", *SAMPLING) or "prompt" in names or not {"chosen", "rejected"} <= {*names}:
+        return
+    for index, row in enumerate(islice(without_decoding(dataset), 10)):
+        with naming_row(index):
+            if row["chosen"] and row["rejected"] and row["chosen"][0] != row["rejected"][0]:
+                raise MalformedRowError(
+                    "prompt: is missing, and chosen and rejected do not begin alike. Write prompt, or set "
+                    "dataset_prompt_column"
+                )
 
 
 def _first_row_with(column: str, dataset: AnyDataset) -> Mapping[str, Any]:
