@@ -367,6 +367,19 @@ def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
         ([{"prompt": ASKED[:1]}, {"prompt": None}], own, False, "row 2 of the dataset: prompt: is null"),
         ([{"problem": "Hi"}], own, False, "prompt: is no column of the dataset. Set dataset_prompt_column"),
         (
+            [{"question": "Hi", "answer": "Ho"}],
+            ShardwiseArguments(),
+            True,
+            "has the columns question, answer, and sft needs messages, or prompt and completion, or text. Rename",
+        ),
+        (
+            [{"messages": ASKED, "label": True}],
+            ShardwiseArguments(method="kto"),
+            False,
+            "messages, label, and kto needs prompt and completion and label, or chosen and rejected. Rename",
+        ),
+        ([{"chosen": "a", "rejected": "b"}], ShardwiseArguments(method="tpo"), False, "tpo needs .* and reference"),
+        (
             [{"messages": ASKED}, {"messages": None}],
             ShardwiseArguments(system_prompt="s"),
             False,

@@ -298,6 +298,27 @@ def _convert_answers(columns: Sequence[str], row: Mapping[str, Any]) -> Sequence
     return [chat]
 
 
+def require_columns(dataset: AnyDataset, method: TrainMethod, text_field: str) -> None:
+    """Check that rows have the columns that a method trains on, which does not sample, or tokens.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    layouts: list[tuple[str, ...]] = [("chosen", "rejected")]
+    if method == "sft":
+        layouts = [("messages",), ("prompt", "completion"), (text_field,)]
+    elif method == "kto":
+        layouts.insert(0, ("prompt", "completion", "label"))
+    elif method == "tpo":
+        layouts = [("chosen", "rejected", "reference")]
+    names = get_column_names(dataset)
+    if _TOKEN_COLUMNS.isdisjoint(names) and not any(set(names).issuperset(layout) for layout in layouts):
+        raise ConfigError(
+            f"the dataset: has the columns {', '.join(names)}, and {method} needs "
+            f"{', or '.join(' and '.join(layout) for layout in layouts)}. Rename them"
+        )
+
+
 def require_prompts(dataset: AnyDataset, method: TrainMethod) -> None:
     """Check that pairs without a ``prompt`` begin alike, as TRL takes what they share for it.
 

@@ -468,6 +468,8 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
             rows = dataset_preparation.add_system_prompt(rows, prompt, column, num_proc=num_proc)
             if method not in SAMPLING:
                 rows = dataset_preparation.convert_answers(rows, num_proc=num_proc)
+                if dataset_preparation.find_image_column(rows) is None:  # others are checked below
+                    dataset_preparation.require_columns(rows, method, _text_field(training))
             dataset_preparation.require_prompts(rows, method)
             datasets.append(rows)
         # Rows with images are checked, and rows of text are tokenized here if TRL's masks would not be right.
