@@ -487,6 +487,8 @@ def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) 
                 raise MalformedRowError(f"{name}: is null. Write text, or remove the row")
             if isinstance(value, str):
                 continue
+            if name not in _CHAT_COLUMNS:
+                raise MalformedRowError(f"{name}: is {type(value).__name__}, not text. Write text")
             for number, message in enumerate(require_turns(name, value)):
                 require_message(message, f"{name}[{number}]")
                 if message.get("content") is None and not message.get("tool_calls"):
