@@ -81,6 +81,15 @@ def test_concatenated_datasets_are_split_alike_on_every_rank(tmp_path: Path) -> 
     assert (len(first["train"]), len(first["test"])) == (60, 20)
 
 
+def test_a_folder_of_save_to_disk_is_named(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a"]})
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "splits")
+    for name in ("rows", "splits"):
+        with pytest.raises(ConfigError, match=f"{name}: is a folder of save_to_disk. Save the rows by to_parquet"):
+            load(str(tmp_path / name))
+
+
 def test_a_column_that_a_dataset_of_a_mixture_lacks_is_named(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", 3, "a")
     with pytest.raises(ConfigError, match="cannot be loaded as a dataset.*nothing"):

@@ -152,6 +152,27 @@ def test_calls_tools_and_systems_of_sharegpt() -> None:
     assert found["tools"] == [{"type": "function", "function": {"name": "weather"}}]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_system_begins_chats_without_a_system_message(tmp_path: Path, streaming: bool) -> None:
+    shared = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    column = {"role": "system", "content": "s"}
+    for number, (key, turns) in enumerate((("messages", ASKED), ("conversations", shared))):
+        owns = [[{"role": role, "content": "mine"}, *ASKED] for role in ("system", "developer")]
+        rows = [{"system": None, key: turns}, {"system": "s", key: turns}]
+        rows += [{"system": "s", key: own} for own in owns] if key == "messages" else []
+        name = tiny.write_rows(tmp_path / f"{number}.jsonl", *rows)
+        wanted = [ASKED, [column, *ASKED], *(owns if key == "messages" else [])]
+        prepared, _ = load_data(name, tiny.tokenizer(), dataset_streaming=streaming)
+        assert list(prepared) == [{"messages": messages} for messages in wanted]
+        tokenizer = tiny.tokenizer(tiny.UNMARKED)
+        masked, _ = load_data(name, tokenizer, masked=True, dataset_streaming=streaming)
+        rendered = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in wanted]
+        assert [tokenizer.decode(row["input_ids"]) for row in masked] == rendered
+    for row in ({"messages": ASKED}, {"messages": ASKED, "system": True}):
+        stored = datasets.Dataset.from_list([row])
+        assert dataset_preparation.convert_to_messages(stored, "sft", num_proc=None) is stored
+
+
 def test_rows_keep_their_own_tools_and_columns_may_be_null_for_long() -> None:
     answered = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
     call = {"name": "weather", "arguments": {"city": "Paris"}}
@@ -205,6 +226,33 @@ def test_nulls_that_arrow_adds_to_tools_and_calls_are_removed() -> None:
     ]
     _, further = prepared({**first, "chat_template_kwargs": {}}, {**second, "chat_template_kwargs": {"a": 1}})
     assert further[0]["completion"][0]["tool_calls"][0]["function"]["arguments"].keys() == {"city", "content"}
+
+
+def test_numbers_of_calls_and_tools_keep_all_digits(tmp_path: Path) -> None:
+    numbers = [1.7, -28.923, 3.141592653589793, 1e-11, 1.5e300, 2**64 + 1, -(2**70), 5, "1.7", True, None]
+    small = [value for value in numbers if not isinstance(value, int) or abs(value) < 2**63]
+
+    def rows(key: str, arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of ShareGPT, and of messages in Parquet."""
+        call = {"name": key, "arguments": {key: arguments}}
+        tools = [{"type": "function", "function": {"name": key, "parameters": {key: {"enum": arguments}}}}]
+        shared = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": json.dumps(call)}]
+        called = [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [{"function": call}]}]
+        return {"conversations": shared, "tools": json.dumps(tools)}, {"messages": called, "tools": tools}
+
+    floats = [value for value in small if isinstance(value, float)]
+    sharegpt = [rows("x", numbers)[0], rows("y", small)[0]]
+    messages = [rows("x", floats)[1], rows("y", floats)[1]]
+    own = ShardwiseArguments(system_prompt="s")
+    for number, given, wanted in ((0, sharegpt, numbers), (1, messages, floats)):
+        datasets.Dataset.from_list(given).to_parquet(name := tmp_path / f"{number}.parquet")
+        for streaming in (False, True) if number == 0 else (False,):
+            prepared, _ = load_data(name, tiny.tokenizer(), own=own, dataset_streaming=streaming)
+            prepared = prepared.map(lambda _: {"size": 1}).filter(lambda row: row["messages"])
+            first = next(iter(prepared))
+            [call] = first["messages"][2]["tool_calls"]
+            assert repr(call["function"]["arguments"]) == repr({"x": wanted})
+            assert repr(first["tools"][0]["function"]["parameters"]["x"]["enum"]) == repr(wanted)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +314,43 @@ def test_texts_of_prompts_beside_chats_are_left_out(tmp_path: Path) -> None:
         assert sum(tokenized[0]["assistant_masks"]) == len("Ho") + 1
 
 
+def test_chats_beside_answers_are_their_prompt(tmp_path: Path) -> None:
+    """As in files for LLaMA-Factory, and those of pairs of text."""
+    human, texts = {"from": "human", "value": "Hi"}, {"chosen": "Ho", "rejected": "No"}
+    turns = {key: {"from": "gpt", "value": text} for key, text in texts.items()}
+    chats = {key: [{"role": "assistant", "content": text}] for key, text in texts.items()}
+    named = {key: one[0] for key, one in chats.items()}
+    asked = {"system": "s", "question": "Hi"}
+    wanted = {"prompt": ASKED[:1], **chats}
+    completion = {"completion": "Ho", "label": True}
+    dpo = ShardwiseArguments(method="dpo")
+    cases = [
+        ("texts", {"conversations": [human], **texts}, dpo, wanted),
+        ("turns", {"conversations": [human], **turns}, dpo, wanted),
+        ("named", {"messages": ASKED[:1], **named}, replace(dpo, method="orpo"), wanted),
+        ("chats", {"messages": ASKED[:1], **chats}, replace(dpo, method="reward"), wanted),
+        (
+            "kto",
+            {"messages": ASKED[:1], **completion},
+            replace(dpo, method="kto"),
+            {"prompt": ASKED[:1], **completion, "completion": chats["chosen"]},
+        ),
+        ("column", {**asked, **texts}, replace(dpo, dataset_prompt_column="question"), {"system": "s", **wanted}),
+        ("alone", {"text": "x", **texts}, replace(dpo, method="reward"), {"text": "x", **texts}),
+    ]
+    for name, row, keys, found in cases:
+        file = tiny.write_rows(tmp_path / f"{name}.jsonl", row, row)
+        for streaming in (False, True) if name in ("turns", "column") else (False,):
+            rows, _ = load_data(file, tiny.tokenizer(), own=keys, dataset_streaming=streaming)
+            assert list(rows) == [found] * 2, name
+    for name, answers in (("pairs", texts), ("lists", chats)):
+        file = tiny.write_rows(
+            tmp_path / f"{name}.jsonl", {**asked, **answers, "rejected": answers["chosen"]}, asked | answers
+        )
+        with pytest.raises(ConfigError, match="row 2 of the dataset: prompt: is missing, and chosen and rejected"):
+            load_data(file, tiny.tokenizer(), own=dpo)
+
+
 def test_a_prompt_may_be_null_where_chats_are_looked_for(tmp_path: Path) -> None:
     parts = {"prompt": ASKED[:1], "completion": ASKED[1:], "messages": None}
     rows = [{**dict.fromkeys(parts), "messages": ASKED}, parts]
@@ -282,6 +367,19 @@ def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
         ([{"prompt": ASKED[:1]}, {"prompt": None}], own, False, "row 2 of the dataset: prompt: is null"),
         ([{"problem": "Hi"}], own, False, "prompt: is no column of the dataset. Set dataset_prompt_column"),
         (
+            [{"question": "Hi", "answer": "Ho"}],
+            ShardwiseArguments(),
+            True,
+            "has the columns question, answer, and sft needs messages, or prompt and completion, or text. Rename",
+        ),
+        (
+            [{"messages": ASKED, "label": True}],
+            ShardwiseArguments(method="kto"),
+            False,
+            "messages, label, and kto needs prompt and completion and label, or chosen and rejected. Rename",
+        ),
+        ([{"chosen": "a", "rejected": "b"}], ShardwiseArguments(method="tpo"), False, "tpo needs .* and reference"),
+        (
             [{"messages": ASKED}, {"messages": None}],
             ShardwiseArguments(system_prompt="s"),
             False,
@@ -292,6 +390,12 @@ def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
         file = tiny.write_rows(tmp_path / f"{number}.jsonl", *rows)
         with pytest.raises(ConfigError, match=message):
             load_data(file, tiny.tokenizer(), masked=masked, own=keys)
+
+
+def test_a_number_in_a_column_of_text_is_named() -> None:
+    rows = datasets.Dataset.from_dict({"text": [5]}).to_iterable_dataset()
+    with pytest.raises(ConfigError, match="row 1 of the dataset: text: is int, not text. Write text"):
+        list(dataset_preparation.check_when_read(rows, "text", "sft", num_proc=None))
 
 
 def test_rows_of_json_are_searched_for_images_once(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def is_foreign(columns: Sequence[str]) -> bool:
 def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row of ShareGPT, Alpaca or ``messages`` to ``messages``, with ``tools`` as function schemas.
 
+    Messages without one for the system begin with the text of ``system``.
+
     Keys whose value is None are removed at any depth, because Arrow gives each struct in a column the keys of all
     of them. The content of a message with tool calls is an exception. Other columns are kept.
 
@@ -54,8 +56,9 @@ def to_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     else:
         return columns
     turns = require_turns("messages", turns)
-    messages = [_convert_turn(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
-    if isinstance(system := columns.pop("system", None), str) and system:
+    messages = [convert_turn(turn, f"messages[{index}]") for index, turn in enumerate(turns)]
+    system, roles = columns.pop("system", None), {str(message["role"]) for message in messages}
+    if isinstance(system, str) and system and roles.isdisjoint(("system", "developer")):
         messages.insert(0, {"role": "system", "content": system})
     return {**columns, "messages": messages}
 
@@ -129,7 +132,7 @@ def _parse_json(key: str, value: Any) -> Any:
         raise MalformedRowError(f"{key}: is a string that is not valid JSON, {error}. Correct the row") from error
 
 
-def _convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
+def convert_turn(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "role" in turn:
         return dict(turn)
     speaker = turn.get("from")

@@ -84,6 +84,8 @@ def _load_splits(script: Any, mixture: Any, own: ShardwiseArguments) -> Mapping[
 
 def _read(name: str, config: str | None = None, **keywords: Any) -> Any:
     """Read a local file, a folder or a dataset on the hub: its splits, or the one of ``split=``."""
+    if any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json")):
+        raise ConfigError(f"{name}: is a folder of save_to_disk. Save the rows by to_parquet, and name that file")
     if builder := _call(name, _find_builder, name):
         return _call(name, datasets.load_dataset, path=builder, data_files=glob.escape(name), **keywords)
     return _call(name, datasets.load_dataset, path=name, name=config, **keywords)

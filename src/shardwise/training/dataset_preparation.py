@@ -5,11 +5,14 @@ The rows themselves are those of ``training/chat_rows.py``.
 
 import copy
 import hashlib
+import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -17,6 +20,7 @@ from unittest import mock
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
+from datasets.features.features import register_feature
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -30,6 +34,7 @@ from shardwise.training.chat_rows import (
     ALPACA_COLUMNS,
     SHAREGPT_COLUMNS,
     MalformedRowError,
+    convert_turn,
     is_foreign,
     require_message,
     require_no_media_parts,
@@ -41,12 +46,46 @@ from shardwise.training.dataset_loading import AnyDataset
 
 _CHAT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
 
+_ANSWER_COLUMNS: Final = ("completion", "chosen", "rejected", "reference")
+
 _TOKEN_PARTS: Final = ("prompt", "completion", "chosen", "rejected", "reference", "KL_completion")
 
 _TOKEN_COLUMNS: Final = frozenset(
     {"input_ids", *(f"{part}_{kind}" for part in _TOKEN_PARTS for kind in ("ids", "input_ids"))}
 )
 """Columns of tokens in the rows that TRL's trainers prepare."""
+
+
+@dataclass
+class ExactJson(datasets.Json):  # type: ignore[misc]
+    """Values stored as JSON by the standard library, which keeps all digits.
+
+    That of ``datasets`` rounds to 10 decimals, and reads no integers beyond 64 bits.
+    """
+
+    _type: str = field(default="ExactJson", init=False, repr=False)
+
+    def encode_example(self, example_data: Any) -> str | None:
+        """Return the JSON of a value. What JSON lacks, such as times, is text."""
+        return None if example_data is None else json.dumps(example_data, default=str)
+
+    def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:  # noqa: ARG002
+        if example_data is None:
+            return None
+        value = json.loads(example_data)
+        # Objects that datasets could not read have become JSON in a string, when it wrote them.
+        if isinstance(value, str) and value.startswith(("{", "[")):
+            return json.loads(value)
+        return value
+
+    def cast_storage(self, storage: pa.Array) -> pa.Array:
+        if pa.types.is_string(storage.type):  # without a look at whether datasets can read it
+            return self.pa_type.wrap_array(storage)
+        return super().cast_storage(storage)
+
+
+with warnings.catch_warnings(action="ignore", category=UserWarning):  # it is experimental
+    register_feature(ExactJson, "ExactJson")
 
 
 @contextmanager
@@ -118,33 +157,40 @@ def preparing_together(
 def convert_to_messages(dataset: AnyDataset, method: TrainMethod, *, num_proc: int | None) -> AnyDataset:
     """Convert rows of ShareGPT, Alpaca and JSON to ``messages``, and null ``chat_template_kwargs`` to empty ones.
 
+    A text ``system`` becomes the first of ``messages`` that have no system or developer message.
+
     Nulls that Arrow has added to tools and their calls are removed, except in streamed rows. Other datasets are
     returned unchanged.
     """
     names = get_column_names(dataset)
+    # Also a text beside messages that becomes the first of them. All of a stream are not read for one.
     has_chats = is_foreign(names) or (
         "messages" in names
-        and (method == "sft" or {"prompt", "chosen"}.isdisjoint(names))
-        and isinstance(_first_row_with("messages", dataset).get("messages"), str)
+        and (method == "sft" or "prompt" not in names)
+        and (
+            isinstance(_first_row_with("messages", dataset).get("messages"), str)
+            or (isinstance(dataset, datasets.IterableDataset) and "system" in names)
+            or isinstance(_first_row_with("system", dataset).get("system"), str)
+        )
     )
     widened = _find_widened_columns(dataset) if isinstance(dataset, datasets.Dataset) else []
     if not has_chats and "chat_template_kwargs" not in names:
         if not widened:
             return dataset
-        as_json = dict.fromkeys(widened, datasets.List(datasets.Json()))
+        as_json = dict.fromkeys(widened, datasets.List(ExactJson()))
         return _map_rows(dataset, partial(_remove_nulls, widened), num_proc, {**dataset.features, **as_json})
     features = None
     if isinstance(dataset, datasets.Dataset):
         used = SHAREGPT_COLUMNS if set(names) & {"conversations", "conversation"} else ALPACA_COLUMNS
         features = {name: dataset.features[name] for name in names if not has_chats or name not in used}
         # Of JSON: an Arrow struct gives each tool the parameters of all, and each batch has one of its own.
-        features.update(dict.fromkeys(widened, datasets.List(datasets.Json())))
+        features.update(dict.fromkeys(widened, datasets.List(ExactJson())))
         if has_chats or "messages" in names:
-            features["messages"] = datasets.List(datasets.Json())
+            features["messages"] = datasets.List(ExactJson())
         if "tools" in names:
-            features["tools"] = datasets.List(datasets.Json())
+            features["tools"] = datasets.List(ExactJson())
         if "chat_template_kwargs" in names:
-            features["chat_template_kwargs"] = datasets.Json()
+            features["chat_template_kwargs"] = ExactJson()
     return _map_rows(dataset, _convert_row, num_proc, features)
 
 
@@ -190,12 +236,15 @@ def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
 
     These are texts beside the whole chat (ultrachat_200k, ultrafeedback_binarized), a prompt without a completion
     beside ``messages``, and ``messages`` beside pairs or completions. Methods that sample keep all, for rewards.
+    Messages that wait for the answers beside them are their ``prompt``.
     """
     if method in SAMPLING:
         return dataset
     names = get_column_names(dataset)
     dropped = []
     if method != "sft" and "messages" in names and not {"chosen", "completion"}.isdisjoint(names):
+        if "prompt" not in names and _has_prompt_in_messages(dataset):
+            return dataset.rename_column("messages", "prompt")
         dropped.append("messages")
     chats = "messages" if method == "sft" else "chosen"
     first = _first_row_with(chats, dataset)
@@ -211,6 +260,83 @@ def drop_other_chats(dataset: AnyDataset, method: TrainMethod) -> AnyDataset:
             if name in names and (is_text or is_prompt_alone):
                 dropped.append(name)
     return dataset.remove_columns(dropped) if dropped else dataset
+
+
+def _has_prompt_in_messages(dataset: AnyDataset) -> bool:
+    """Return whether messages end before an answer, and the answers beside them do not begin with messages."""
+    first = _first_row_with("messages", dataset)
+    messages, answer = first.get("messages"), first.get("chosen", first.get("completion"))
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    opening = answer[0] if isinstance(answer, list) and answer else None
+    is_whole = isinstance(opening, Mapping) and opening.get("role") != "assistant"
+    return isinstance(last, Mapping) and last.get("role") != "assistant" and not is_whole
+
+
+def convert_answers(dataset: AnyDataset, *, num_proc: int | None) -> AnyDataset:
+    """Make messages of answers that are text, or one turn, to a prompt of messages. Others are returned unchanged.
+
+    Raises:
+        ConfigError: naming the row whose answer is malformed.
+    """
+    first = _first_row_with("prompt", dataset)
+    answers = [name for name in _ANSWER_COLUMNS if isinstance(first.get(name), str | Mapping)]
+    if not answers or not isinstance(first["prompt"], list):
+        return dataset
+    features = None
+    if isinstance(dataset, datasets.Dataset):
+        features = {**dataset.features, **dict.fromkeys(answers, datasets.List(ExactJson()))}
+    return _map_rows(dataset, partial(_convert_answers, answers), num_proc, features)
+
+
+def _convert_answers(columns: Sequence[str], row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    chat = dict(row)
+    for name in columns:
+        if isinstance(answer := row[name], str):
+            chat[name] = [{"role": "assistant", "content": answer}]
+        elif isinstance(answer, Mapping):
+            chat[name] = [convert_turn(without_nulls(answer), name)]
+    return [chat]
+
+
+def require_columns(dataset: AnyDataset, method: TrainMethod, text_field: str) -> None:
+    """Check that rows have the columns that a method trains on, which does not sample, or tokens.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    layouts: list[tuple[str, ...]] = [("chosen", "rejected")]
+    if method == "sft":
+        layouts = [("messages",), ("prompt", "completion"), (text_field,)]
+    elif method == "kto":
+        layouts.insert(0, ("prompt", "completion", "label"))
+    elif method == "tpo":
+        layouts = [("chosen", "rejected", "reference")]
+    names = get_column_names(dataset)
+    if _TOKEN_COLUMNS.isdisjoint(names) and not any(set(names).issuperset(layout) for layout in layouts):
+        raise ConfigError(
+            f"the dataset: has the columns {', '.join(names)}, and {method} needs "
+            f"{', or '.join(' and '.join(layout) for layout in layouts)}. Rename them"
+        )
+
+
+def require_prompts(dataset: AnyDataset, method: TrainMethod) -> None:
+    """Check that pairs without a ``prompt`` begin alike, as TRL takes what they share for it.
+
+    The first ten rows are read, because texts without a prompt begin alike by chance.
+
+    Raises:
+        ConfigError: naming a row of these whose answers do not.
+    """
+    names = get_column_names(dataset)
+    if method in ("sft", "reward", *SAMPLING) or "prompt" in names or not {"chosen", "rejected"} <= {*names}:
+        return
+    for index, row in enumerate(islice(without_decoding(dataset), 10)):
+        with naming_row(index):
+            if row["chosen"] and row["rejected"] and row["chosen"][0] != row["rejected"][0]:
+                raise MalformedRowError(
+                    "prompt: is missing, and chosen and rejected do not begin alike. Write prompt, or set "
+                    "dataset_prompt_column"
+                )
 
 
 def _first_row_with(column: str, dataset: AnyDataset) -> Mapping[str, Any]:
@@ -361,6 +487,8 @@ def _require_usable(columns: Sequence[str], row: Mapping[str, Any], index: int) 
                 raise MalformedRowError(f"{name}: is null. Write text, or remove the row")
             if isinstance(value, str):
                 continue
+            if name not in _CHAT_COLUMNS:
+                raise MalformedRowError(f"{name}: is {type(value).__name__}, not text. Write text")
             for number, message in enumerate(require_turns(name, value)):
                 require_message(message, f"{name}[{number}]")
                 if message.get("content") is None and not message.get("tool_calls"):
@@ -494,8 +622,12 @@ def _map_rows(
         features: all columns of the examples, by default those of the first ones.
     """
     options: dict[str, Any] = {}
+    as_json = datasets.Features()
     if isinstance(dataset, datasets.Dataset):
         options["num_proc"] = num_proc
+        for name, feature in (features or dataset.features).items():
+            if isinstance(getattr(feature, "feature", feature), ExactJson):
+                as_json[name] = feature
         # Apart: as values of the new rows, images would be decoded and compressed again.
         if column := find_image_column(dataset):
             others = {name: feature for name, feature in (features or {}).items() if name != column}
@@ -503,7 +635,7 @@ def _map_rows(
             return datasets.concatenate_datasets([texts, dataset.select_columns(column)], axis=1)
         options["features"] = datasets.Features(features) if features else None
     mapped: AnyDataset = dataset.map(
-        partial(_make_batch, _digest_code(), tuple(features or ()), make_examples),
+        partial(_make_batch, _digest_code(), tuple(features or ()), as_json, make_examples),
         batched=True,
         with_indices=True,
         remove_columns=get_column_names(dataset),
@@ -524,6 +656,7 @@ def _digest_code() -> str:
 def _make_batch(
     digest: str,  # noqa: ARG001
     names: Sequence[str],
+    as_json: datasets.Features,
     make_examples: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
@@ -536,7 +669,11 @@ def _make_batch(
             examples += make_examples(dict(zip(batch, values, strict=True)))
     # In order, each once.
     columns = names or dict.fromkeys(name for example in examples for name in example)
-    return {name: [example.get(name) for example in examples] for name in columns}
+    made = {name: [example.get(name) for example in examples] for name in columns}
+    # Here, because datasets would write these columns as JSON of its own.
+    encoded = {name: feature for name, feature in as_json.items() if name in made}
+    made |= datasets.Features(encoded).encode_batch({name: made[name] for name in encoded})
+    return made
 
 
 def _tokenize(

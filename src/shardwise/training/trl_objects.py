@@ -38,7 +38,7 @@ from shardwise.models.tunings import Freeze, Full, Lora, Tuning
 from shardwise.ranks.collective_errors import is_collective_error, is_out_of_memory
 from shardwise.ranks.world import World
 from shardwise.training import dataset_loading, dataset_preparation, image_rows
-from shardwise.training.arguments import REWARDED, ShardwiseArguments, TrainMethod
+from shardwise.training.arguments import REWARDED, SAMPLING, ShardwiseArguments, TrainMethod
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.run_config import RunConfig, trl_accelerate_config
 
@@ -467,7 +467,13 @@ def load_data(arguments: TrlArguments, processor: Any, local_rank: int) -> tuple
             if column is None:
                 rows = dataset_preparation.convert_to_messages(rows, method, num_proc=num_proc)
                 rows = dataset_preparation.drop_other_chats(rows, method)
-            datasets.append(dataset_preparation.add_system_prompt(rows, prompt, column, num_proc=num_proc))
+            rows = dataset_preparation.add_system_prompt(rows, prompt, column, num_proc=num_proc)
+            if method not in SAMPLING:
+                rows = dataset_preparation.convert_answers(rows, num_proc=num_proc)
+                if dataset_preparation.find_image_column(rows) is None:  # others are checked below
+                    dataset_preparation.require_columns(rows, method, _text_field(training))
+            dataset_preparation.require_prompts(rows, method)
+            datasets.append(rows)
         # Rows with images are checked, and rows of text are tokenized here if TRL's masks would not be right.
         check: image_rows.ImageRowCheck | None = None
         if column := dataset_preparation.find_image_column(datasets[0]):  # TRL's collators tokenize and mask these
