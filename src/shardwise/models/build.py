@@ -120,10 +120,12 @@ def _class_from_config(
         raise ConfigError(f"the config in {directory} has architectures {names!r:.80}. Write a list of names")
     auto_map = getattr(config, "auto_map", None) or {}
     # In this order: the checkpoint's own class, if its code may run, a class of transformers that architectures
-    # names, and a class of the user. Of the own classes, the causal language model is preferred, then the one
-    # without a head. Others of its classes are those of a config or a tokenizer.
-    autos = ("AutoModelForCausalLM", "AutoModel", *(auto for auto in auto_map if auto.startswith("AutoModel")))
-    auto = next((auto for auto in autos if auto in auto_map), "")
+    # names, and a class of the user. Of the own classes, one that architectures names is preferred, then the causal
+    # language model, then the one without a head. Others of its classes are those of a config or a tokenizer.
+    autos = [auto for auto in ("AutoModelForCausalLM", "AutoModel", *auto_map) if auto in auto_map]
+    autos = [auto for auto in autos if auto.startswith("AutoModel")]
+    named = [auto for auto in autos if str(auto_map[auto]).rpartition(".")[2] in names]
+    auto = next(iter(named + autos), "")
     remote = auto_map.get(auto)
     if remote is not None and trust_remote_code:
         return import_remote_class(remote, str(directory), auto), config
