@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.fsdp import wrap
-from shardwise.fsdp.policies import find_repeated_blocks
+from shardwise.fsdp.policies import find_repeated_blocks, select_blocks
 from shardwise.fsdp.wrap import Sharding
 
 LAYERS = [f"transformer.h.{index}" for index in range(3)]
@@ -114,5 +115,13 @@ def test_every_is_a_number_of_blocks(every):
 def test_blocks_are_the_outermost_that_repeat():
     assert find_repeated_blocks(stepping.dropping()) == LAYERS
     model = nn.Module()
-    model.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)])
+    pairs = [nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)]
+    model.blocks = nn.ModuleList([nn.Sequential(OrderedDict(pair=pair)) for pair in pairs])
     assert find_repeated_blocks(model) == ["blocks.0", "blocks.1"]
+
+
+def test_lists_of_blocks_in_a_list_are_no_blocks():
+    model = nn.Module()
+    model.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)])
+    blocks = ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert find_repeated_blocks(model) == select_blocks(model, "auto") == blocks

@@ -61,6 +61,8 @@ def one_rank_loads_otherwise(directory: str) -> list[tuple[str, str]]:
         ({"offload_folder": "x"}, "CPUOffloadPolicy"),
         ({"distributed_config": object()}, "Sharding"),
         ({"ignore_mismatched_sizes": True}, "on_mismatched=Initialize"),
+        ({"add_pooling_layer": False}, "on_missing=Initialize"),
+        ({"gguf_file": "model.gguf"}, "Convert it to safetensors"),
         ({"low_cpu_mem_usage": False}, "Leave it out"),
         ({"dtype": "float32", "torch_dtype": torch.bfloat16}, "two names of one argument"),
         ({"revision": "v2", "hub": HubOptions(revision="v1")}, "revision: is given twice"),

@@ -110,6 +110,16 @@ def test_all_faults_are_reported_at_once(base: Path, adapter: Path, tmp_path: Pa
         assert word in str(raised.value)
 
 
+def test_a_merge_with_missing_tensors_advises_no_consent(base: Path, adapter: Path, tmp_path: Path) -> None:
+    less = shutil.copytree(base, tmp_path / "less")
+    tensors = load_file(less / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, less / "model.safetensors")
+    words = r"missing 1 +model\.norm\.weight\nPass a checkpoint that has them, or to merge_adapter an adapter"
+    with pytest.raises(KeyMismatchError, match=words):
+        merge_adapter(less, adapter, tmp_path / "out")
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], type[ShardwiseError], str]] = {
     "another kind": ({"peft_type": "LOHA"}, ConfigError, "only LORA"),
     "a base that was changed": ({"init_lora_weights": "pissa_niter_16"}, ConfigError, "changes the base"),

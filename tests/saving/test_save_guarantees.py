@@ -1,14 +1,18 @@
 """Promises of docs/save.md beyond the bytes of the files."""
 
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.small_checkpoints import small_qwen3
+from tests.support.files import change_json
 from tests.support.world import attempt, require_same_error
 from torch import nn
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 import shardwise
 from shardwise.saving.write import ShardWriter
@@ -98,3 +102,35 @@ def test_the_report_has_the_facts(tmp_path):
     assert list(report.seconds) == ["plan", "create", "write", "sync", "verify", "commit"]
     for part in ("F32→BF16", "tied        lm_head.weight = model.embed_tokens.weight", "removed"):
         assert part in str(report)
+
+
+def with_own_code(directory: Path, folder: Path) -> Path:
+    """Copy a checkpoint of Qwen3, with a model class of its own in two files."""
+    shutil.copytree(directory, folder)
+    (folder / "own_parts.py").write_text("from transformers import Qwen3ForCausalLM as Base\n")
+    (folder / "modeling_own.py").write_text("from .own_parts import Base\n\n\nclass Own(Base):\n    pass\n")
+    places = {"AutoModelForCausalLM": "modeling_own.Own"}
+    change_json(folder / "config.json", architectures=["Own"], auto_map=places)
+    return folder
+
+
+def save_own_code(directory: str, folder: str, cache: str) -> None:
+    with mock.patch.object(dynamic_module_utils, "HF_MODULES_CACHE", cache):
+        model = shardwise.from_pretrained(directory, trust_remote_code=True)
+        shardwise.save(model, folder, options=OPTIONS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_code_of_a_model_is_saved(worlds, qwen3, tmp_path, monkeypatch, ranks):
+    coded, saved, cache = with_own_code(qwen3, tmp_path / "coded"), tmp_path / "saved", str(tmp_path / "modules")
+    if ranks == 1:
+        save_own_code(str(coded), str(saved), cache)
+    else:
+        worlds(ranks).run(save_own_code, str(coded), str(saved), cache)
+    assert sorted(path.name for path in saved.glob("*.py")) == ["modeling_own.py", "own_parts.py"]
+    config = json.loads((saved / "config.json").read_text())
+    assert config["auto_map"] == {"AutoModelForCausalLM": "modeling_own.Own"}
+    assert config["architectures"] == ["Own"]
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
+    assert type(AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)).__name__ == "Own"
+    assert type(shardwise.from_pretrained(saved, trust_remote_code=True)).__name__ == "Own"

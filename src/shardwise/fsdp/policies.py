@@ -190,11 +190,15 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def find_listed_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the members of every outermost ``nn.ModuleList`` that has a class twice, in order."""
+    """Return the names of the members of every outermost ``nn.ModuleList`` that has a class twice, in order.
+
+    Lists of lists are passed over, because containers have no forward: the lists within them count.
+    """
     blocks: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in blocks)
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
+        of_lists = any(isinstance(member, (nn.ModuleList, nn.ModuleDict)) for member in module.children())
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside and not of_lists:
             kinds = [type(member) for member in module]
             if len(set(kinds)) < len(kinds) and any(True for _ in module.parameters()):
                 # Of a member that is in the list twice, the first index counts.

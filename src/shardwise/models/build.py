@@ -96,7 +96,7 @@ def resolve_class(
     if pretrained.get_model_mapping(model_class) is not None:
         remote = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
         if remote is not None and trust_remote_code:
-            return import_remote_class(remote, str(directory)), config
+            return import_remote_class(remote, str(directory), model_class.__name__), config
         return find_auto_class(config, model_class)
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
         kind = model_class.config_class or PreTrainedConfig
@@ -120,12 +120,15 @@ def _class_from_config(
         raise ConfigError(f"the config in {directory} has architectures {names!r:.80}. Write a list of names")
     auto_map = getattr(config, "auto_map", None) or {}
     # In this order: the checkpoint's own class, if its code may run, a class of transformers that architectures
-    # names, and a class of the user. Of the own classes, the causal language model is preferred, then the one
-    # without a head. Others of its classes are those of a config or a tokenizer.
-    autos = ("AutoModelForCausalLM", "AutoModel", *(auto for auto in auto_map if auto.startswith("AutoModel")))
-    remote = next((auto_map[auto] for auto in autos if auto in auto_map), None)
+    # names, and a class of the user. Of the own classes, one that architectures names is preferred, then the causal
+    # language model, then the one without a head. Others of its classes are those of a config or a tokenizer.
+    autos = [auto for auto in ("AutoModelForCausalLM", "AutoModel", *auto_map) if auto in auto_map]
+    autos = [auto for auto in autos if auto.startswith("AutoModel")]
+    named = [auto for auto in autos if str(auto_map[auto]).rpartition(".")[2] in names]
+    auto = next(iter(named + autos), "")
+    remote = auto_map.get(auto)
     if remote is not None and trust_remote_code:
-        return import_remote_class(remote, str(directory)), config
+        return import_remote_class(remote, str(directory), auto), config
     for name in names:
         model_class = getattr(transformers, name, None)
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
@@ -314,11 +317,17 @@ def find_auto_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, Pre
     return model_class, config
 
 
-def import_remote_class(reference: str, folder: str) -> Any:
-    """Import the model class in a checkpoint's own code, with the user's consent."""
+def import_remote_class(reference: str, folder: str, auto: str) -> Any:
+    """Import the model class in a checkpoint's own code, with the user's consent.
+
+    ``auto`` is the name of its Auto class, by which transformers knows that a save copies the code.
+    """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    return get_class_from_dynamic_module(reference, folder)
+    model_class: Any = get_class_from_dynamic_module(reference, folder)
+    # As register_for_auto_class, which refuses Auto classes of other versions of transformers.
+    model_class._auto_class = auto
+    return model_class
 
 
 def set_implementations(

@@ -129,7 +129,9 @@ def save_configs(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> N
             del section.quantization_config
     # Before the config is written: this adds auto_map to it, by which a reader finds the code.
     if private("transformers:PreTrainedModel.is_remote_code", kind)():
-        private("transformers.dynamic_module_utils:custom_object_save")(model, str(folder), config=config)
+        copy_code = private("transformers.dynamic_module_utils:custom_object_save")
+        with torch_private.original_classes(model):  # it copies the file of the model's class
+            copy_code(model, str(folder), config=config)
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)

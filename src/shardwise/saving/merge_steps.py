@@ -28,7 +28,7 @@ from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
 from shardwise.fsdp.torch_private import from_torch, to_torch
 from shardwise.loading.meta_model import MetaModel, compare_ties
-from shardwise.loading.plan import LoadPlan, Tie, plan_load
+from shardwise.loading.plan import REMEDIES, LoadPlan, Tie, plan_load
 from shardwise.loading.prepare import get_rules
 from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
@@ -134,7 +134,11 @@ def bind_offline(
     # Unexpected tensors are allowed, and carried along. Missing ones are errors, except for provided ones.
     missing: OnMissing = Initialize(only=tuple(provided)) if provided else "error"
     consent = Consent(missing, "error", Ignore(only=("*",)))
-    plan = plan_load(index, layout, built.bindings_less_ties(), get_rules(built.model), consent)
+    # A merge takes no consents, by which it would write random numbers.
+    holders = "a checkpoint that has them, or to merge_adapter an adapter that has them (PEFT's modules_to_save)"
+    remedies = REMEDIES | {"missing": holders, "mismatched": "a checkpoint of this model"}
+    bindings = built.bindings_less_ties()
+    plan = plan_load(index, layout, bindings, get_rules(built.model), consent, remedies=remedies)
     expressions = {name: read.expression for name, read in plan.reads().items()}
     notes = [
         *wrapper_notes(built.bindings.wrapped),
