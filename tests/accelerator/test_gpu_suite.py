@@ -12,7 +12,17 @@ ROOT = Path(__file__).parents[2]
 
 def test_gpu_tests_pass_on_the_simulated_accelerator(library):
     """In a process of its own: one that has registered an accelerator has it until it ends."""
-    options = ["-q", "-m", "gpu", "-k", "npu and not liger", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = [
+        "-q",
+        "-m",
+        "gpu",
+        "-k",
+        "npu and not (liger or vllm or way_of_computing)",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/gpu"],
         cwd=ROOT,

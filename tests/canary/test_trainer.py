@@ -113,6 +113,13 @@ def test_the_engine_of_trl() -> None:
     assert "if self._weight_metadata is None:" in sending
     assert "self.vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())" in sending
     assert "in self._iter_named_params():" in sending
+    client = pytest.importorskip("trl.generation.vllm_client").VLLMClient
+    for asking in map(inspect.getsource, (client.init_communicator, client.update_named_params)):
+        assert "with ThreadPoolExecutor(max_workers=1) as executor:" in asking
+        assert "executor.submit(" in asking
+        assert "future.result()" in asking
+    assert 'self._post, f"{self.base_url}/update_weights"' in asking
+    assert "self.session.post(url, **kwargs)" in inspect.getsource(client._post)
 
 
 @pytest.mark.parametrize(

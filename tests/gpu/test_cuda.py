@@ -1,5 +1,8 @@
 """The same bits on an accelerator. One device is enough: a mesh of one rank."""
 
+import json
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -11,6 +14,7 @@ from tests.loading import on_ranks
 from tests.quantized import quantizing
 from tests.quantized.requirements import needs_packed_shards
 from tests.state import sharding
+from tests.training import tiny
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM, Trainer, TrainingArguments
 from transformers.models.llama import modeling_llama
@@ -18,7 +22,7 @@ from transformers.models.llama import modeling_llama
 import shardwise
 from shardwise.core.computed import ComputeTask
 from shardwise.fsdp.named_tensors import raw_bytes
-from shardwise.fsdp.torch_private import both_backends
+from shardwise.fsdp.torch_private import both_backends, is_compiled_in_place
 from shardwise.transfer.checksums import checksums
 from shardwise.transfer.device_computing import matches_cpu_bitwise
 
@@ -133,6 +137,64 @@ def test_liger_has_the_losses_of_the_model_itself(one_rank, kind, tmp_path):
         assert bool(keywords) == any(name.endswith("mlp") for name in patched)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("way", ["inductor", "flash_attention_2"])
+def test_a_way_of_computing_has_the_losses_of_the_model_itself(one_rank, kind, tmp_path, way):
+    """Compiled blocks, and attention by a library. Unmeasured: it was written on a machine without a GPU."""
+    if kind != "cuda":
+        pytest.skip("for CUDA")
+    if way == "inductor":
+        dtype, bound = "float32", 1e-3
+        keywords = {"sharding": shardwise.Sharding(compile={"backend": "inductor"})}
+    else:
+        pytest.importorskip("flash_attn")
+        dtype, bound = "bfloat16", 0.05  # its kernels take no float32
+        keywords = {"attn_implementation": way}
+    tiny.write_model(tmp_path)
+    losses = []
+    for changed in ({"attn_implementation": "eager"}, keywords):
+        model = shardwise.from_pretrained(tmp_path, dtype=dtype, **changed).train()
+        losses.append(steps_of(model, kind))
+    assert any(map(is_compiled_in_place, model.modules())) == (way == "inductor")
+    assert losses[1] == pytest.approx(losses[0], rel=bound)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("tuning", [{}, {"use_peft": True, "lora_target_modules": "all-linear"}])
+def test_vllm_in_this_process_samples_from_the_trained_weights(kind, tmp_path, tuning):
+    """GRPO with ``vllm_mode: colocate``, one rank. Unmeasured: it was written on a machine without a GPU.
+
+    TRL logs by how much the engine's log-probabilities of its samples are others than those of the trained model.
+    """
+    pytest.importorskip("vllm")
+    if kind != "cuda":
+        pytest.skip("vLLM has no engine for it")
+    from tests.training import on_ranks as trainings
+
+    folder = trainings.prepare(tmp_path)
+    values = trainings.COMMON | {
+        "model_name_or_path": str(trainings.write_wide(folder)),  # heads of 32, which all attention of vLLM takes
+        "dataset_name": str(folder / "prompts.jsonl"),
+        "output_dir": str(folder / "out"),
+        "reward_funcs": ["tests.training.on_ranks.letters"],
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "max_length": None,
+        "per_device_train_batch_size": 4,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.1,
+        "vllm_max_model_length": 128,
+        **tuning,
+    }
+    (folder / "grpo.json").write_text(json.dumps(values))  # which is YAML
+    subprocess.run([sys.executable, "-m", "shardwise", "train", "grpo", str(folder / "grpo.json")], check=True)
+    state = json.loads((folder / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    differences = [entry["sampling/sampling_logp_difference/mean"] for entry in state["log_history"][:3]]
+    assert all(difference < 0.05 for difference in differences)
 
 
 def steps_of(model, kind):

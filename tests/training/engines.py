@@ -68,7 +68,10 @@ class WeightServer(ThreadingHTTPServer):
     Attributes:
         calls: paths of requests that change it, in order.
         announced: what each update says of its tensors: name, dtype, shape.
+        refused: a path that is answered with an error in the second update, and after it.
     """
+
+    refused = ""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -112,6 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         if name == "completions":
             return self._reply({"choices": [_choice(ids, n) for ids in body["prompt"] for n in range(body["n"])]})
         self.server.calls.append(name)
+        if name == self.server.refused and self.server.calls.count(name) > 1:
+            # TRL repeats a request that is answered with 500.
+            return self._reply({"error": "gone"}, status=500 if name == "update_weights" else 400)
         if name == "update_weights":
             info = body["update_info"]
             rows = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
@@ -119,9 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
             assert self.server.received.acquire(timeout=600)
         return self._reply({"success": True})
 
-    def _reply(self, found: dict[str, Any]) -> None:
+    def _reply(self, found: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(found).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -179,7 +185,8 @@ class Engine:
     # The first rank's side of NCCL
 
     def trainer_send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
-        self.load_weights(list(iterator))
+        for pair in iterator:
+            self.load_weights([pair])
         self.reset_prefix_cache()
         trainer_args.group._post(f"{trainer_args.group.base_url}/received", json={})
 
@@ -308,7 +315,8 @@ def compare(folder: str, kind: str, url: str | None, output: str) -> tuple[list[
 def fail(folder: str, where: str, url: str | None, output: str) -> str:
     """The error of a training on this rank in which something fails on one, or of a quantized model."""
     rank = dist.get_rank()
-    engine = Engine(fails_in=2 if where == "engine" and rank == 1 else 0)
+    failing_rank = {"engine": 1, "sender": 0}.get(where)
+    engine = Engine(fails_in=2 if rank == failing_rank else 0)
     values = keys(folder, "lora", url, output) | {"vllm_server_timeout": 0.0}
     if where == "quantized":
         values["model_name_or_path"] = f"{folder}/quantized"

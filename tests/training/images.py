@@ -261,10 +261,11 @@ def train_until(values: dict[str, Any], step: int) -> TrlOutcome:
     return on_ranks.train_until(values, step)
 
 
-def error(values: dict[str, Any]) -> str:
-    """Train on this rank; the error, and what was made before it."""
+def error(values: dict[str, Any], *, before_the_model: bool = True) -> str:
+    """Train on this rank; the error."""
+    load = AssertionError("the model is loaded") if before_the_model else trl_objects.load_model
     try:
-        with mock.patch.object(trl_objects, "load_model", side_effect=AssertionError("the model is loaded")):
+        with mock.patch.object(trl_objects, "load_model", side_effect=load):
             on_ranks.train(values)
     except ShardwiseError as raised:
         return str(raised)

@@ -309,6 +309,23 @@ def shares_of_reference(values: dict[str, Any]) -> list[dict[str, tuple[int, int
     return found
 
 
+def train_with_shares(values: dict[str, Any]) -> tuple[TrlOutcome, dict[str, tuple[int, int]]]:
+    """Train on this rank; what came of it, and :func:`_shares` of the reference and the reward model after it."""
+    train_by_transformers, found = transformers.Trainer.train, dict[str, tuple[int, int]]()
+
+    def look(trainer: Any, *positional: Any, **keywords: Any) -> Any:
+        done = train_by_transformers(trainer, *positional, **keywords)
+        frozen = [getattr(trainer, "ref_model", None), *getattr(trainer, "reward_funcs", ())]
+        for model in frozen:
+            if isinstance(model, torch.nn.Module):
+                assert not any(parameter.requires_grad for parameter in model.parameters())
+                found.update({f"{type(model).__name__}.{name}": held for name, held in _shares(model).items()})
+        return done
+
+    with mock.patch.object(transformers.Trainer, "train", look):
+        return train(values)[0], found
+
+
 def _shares(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     return {
         name: (each.numel(), (each.to_local() if isinstance(each, DTensor) else each).numel())
@@ -434,7 +451,10 @@ def log_by_trl(
     others: dict[str, Any] = {}
     if config.method in REWARDED:
         names = arguments.script.reward_funcs
-        others["reward_funcs"] = [name if "/" in name else pkgutil.resolve_name(name) for name in names]
+        others["reward_funcs"] = [
+            name if "/" in name else pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
+            for name in names
+        ]
     if config.method == "distillation":
         others["teacher_model"] = arguments.training.teacher_model_name_or_path
     maker = partial(_with_stored_values, adapter)

@@ -39,7 +39,7 @@ FAMILIES = {
 """Model types by the beginning of a masked name, such as ``<qwen2.5>``."""
 
 UNRUN = ("use_liger_kernel", "use_liger", "use_liger_loss", "use_vllm", "torch_compile")
-"""Keys that are not supported, or not on CPUs."""
+"""Keys of engines, kernels and compilers, which are checked (``test_run_config.py``) and not run."""
 
 ROWS_A_STEP = 4
 

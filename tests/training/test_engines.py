@@ -29,7 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [*((kind, "colocate") for kind in KINDS), ("full", "server"), ("lora of experts", "server")],
+    [
+        *((kind, "colocate") for kind in KINDS),
+        *((kind, "server") for kind in KINDS if kind in ("full", "lora", "qlora", "lora of experts")),
+    ],
 )
 def test_the_engine_gets_the_merged_model_of_each_step(folder: Path, tmp_path: Path, kind: str, mode: str) -> None:
     """On one rank and on two, which train alike on what it answers."""
@@ -54,6 +57,9 @@ def test_the_engine_gets_the_merged_model_of_each_step(folder: Path, tmp_path: P
     [
         ("stream", "server", "rank 1: OSError: the memory is gone"),
         ("engine", "colocate", "rank 1: KeyError: 'no such parameter'"),
+        ("sender", "server", "rank 0: KeyError: 'no such parameter'"),
+        ("start_weight_update", "server", "rank 0: Exception: Request failed: 400, {"),
+        ("update_weights", "server", "rank 0: Exception: Request failed: 500, {"),
         ("no server", "server", "rank 0: ConnectionError: The vLLM server can't be reached"),
         ("quantized", "colocate", "quantized is stored in the form fp8, of which vLLM would make its layers"),
     ],
@@ -63,6 +69,7 @@ def test_a_rank_that_fails_is_one_error_on_all(
 ) -> None:
     """A server is told of all tensors first, and waits for them: it gets the others, too."""
     with engines.WeightServer() as server:
+        server.refused = where
         url = server.url if mode == "server" else None
         if where == "no server":
             url = "http://127.0.0.1:9"

@@ -1,7 +1,9 @@
 """``shardwise train`` on rows with images: as TRL in one process, what is frozen, resuming, and bad rows."""
 
 import json
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests.support.local_ranks import RankError
 from tests.support.world import run_forked as run_world
 from tests.training import images, on_ranks, tiny
 from tests.training.images import MODELS
@@ -21,7 +24,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects
 from shardwise.training.adapter_rows import tokenize
 from shardwise.training.arguments import ShardwiseArguments
-from shardwise.training.image_rows import ImageRowCheck
+from shardwise.training.image_rows import ImageRowCheck, ReadRows
 
 pytestmark = pytest.mark.distributed
 
@@ -270,16 +273,67 @@ def test_a_bad_row_is_named(folder: Path, kind: str) -> None:
             check(row, index)
 
 
-def test_a_bad_row_is_one_error_on_all_ranks_before_the_model_is_loaded(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["missing file", "text row"])
+def test_a_bad_row_is_one_error_on_all_ranks_before_the_model_is_loaded(folder: Path, kind: str) -> None:
     """Of the two bad rows, each of which another rank reads, the first one is named."""
     rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    _, change, message = BAD[kind]
     for number in (5, 8):
-        rows[number]["images"] = [str(folder / "gone.png")] * len(rows[number]["images"])
+        change(rows[number], folder)
     tiny.write_rows(folder / "bad.jsonl", *rows)
     values = keys(folder, "llava", dataset_name=str(folder / "bad.jsonl"), output_dir=str(folder / "none"))
     told = run_world(2, images.error, values)
     assert told[0] == told[1]
-    assert told[0].startswith("row 6 of the dataset: images[0]: ")
+    assert re.match(f"row 6 of the dataset: {message}", told[0])
+
+
+def cut(file: Path) -> Path:
+    """An image whose header is whole, and whose pixels are not."""
+    target = file.with_stem("cut")
+    target.write_bytes(file.read_bytes()[:-40])
+    return target
+
+
+def test_an_image_that_cannot_be_read_names_its_row(folder: Path) -> None:
+    """It is found when the row is read: all of these pass the check of the headers."""
+    given = arguments(folder / "llava")
+    processor = trl_objects.load_processor(given)
+    row = json.loads((folder / "chats.jsonl").read_text().splitlines()[0])
+    whole = row["images"][0]
+    with Image.open(whole) as opened:
+        size = opened.size
+    stored = datasets.Features({"images": datasets.List(datasets.Image())})
+    truncated = {"path": None, "bytes": cut(Path(whole)).read_bytes()}
+    url = "http://user:hunter2secret@127.0.0.1:9/none.png?key=hunter3secret"
+    cases: list[tuple[Any, datasets.Features | None, str]] = [
+        (url, None, "images: cannot be read, ConnectError: "),
+        (truncated, stored, "images: cannot be read, OSError: image file is truncated"),
+    ]
+    for image, features, message in cases:
+        ImageRowCheck(given, processor, "images")({**row, "images": [image]}, 1)
+        good = whole if features is None else {"path": whole, "bytes": None}
+        rows = ReadRows(datasets.Dataset.from_dict({"images": [[good], [image]]}, features), "images", processor)
+        assert rows[0]["images"][0].size == size
+        with pytest.raises(ConfigError, match=f"row 2 of the dataset: {message}.*Replace it") as raised:
+            rows[1]
+        assert "hunter" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_an_image_that_cannot_be_read_is_one_error_on_all_ranks(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    rows[5]["images"] = [str(cut(Path(rows[5]["images"][0])))] * len(rows[5]["images"])
+    tiny.write_rows(folder / "cut.jsonl", *rows)
+    values = keys(folder, "llava", dataset_name=str(folder / "cut.jsonl"), output_dir=str(folder / "cut"))
+    told = run_world(2, partial(images.error, before_the_model=False), {**values, "max_steps": len(rows)})
+    assert told[0] == told[1]
+    assert "row 6 of the dataset: images: cannot be read, OSError: image file is truncated" in told[0]
+
+
+@pytest.mark.slow
+def test_rows_that_are_cut_within_an_image_say_so(folder: Path) -> None:
+    with pytest.raises(RankError, match="Likely due to `truncation="):
+        losses(folder, 1, keys(folder, "llava", max_length=8))
 
 
 INLINE = r"row 2 of the dataset: {}\[0\].content\[1\]: has image inside of a message. Put images into a column"

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tests.conftest import Worlds
 from tests.integrations.requirements import require_patched_names
 
@@ -24,7 +26,7 @@ from shardwise.training import run_config
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.arguments import ShardwiseArguments
 from shardwise.training.former_keys import INERT, NESTED, OFF, RENAMED, SWITCHES, VALUES
-from shardwise.training.keys import REJECTED, get_keys, own_keys
+from shardwise.training.keys import OTHER_METHODS, REJECTED, get_keys, own_keys
 from shardwise.training.run_config import read_run_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
@@ -330,9 +332,32 @@ def test_a_mistake_is_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_a_method_that_is_not_supported_is_named(tmp_path: Path) -> None:
-    for method in ("gkd", "ppo"):
+    for method in (*OTHER_METHODS, "ppo"):
         with pytest.raises(ConfigError, match=f"{method}: is not supported. Use one of sft, dpo"):
             read_run_config([method, config(tmp_path, "max_length: 3")])
+    for method, why in OTHER_METHODS.items():
+        with pytest.raises(ConfigError, match=f"method: {method} is not supported: {why}"):
+            read_run_config([config(tmp_path, f"method: {method}")])
+
+
+PUBLISHED = Path(__file__).with_name("published")
+ENGINES_AND_KERNELS = {"use_vllm", "vllm_server_port", "use_liger_kernel", "use_liger", "torch_compile"}
+
+
+def test_published_configurations_with_an_engine_or_kernels_pass_the_check(tmp_path: Path) -> None:
+    """As they were published, also those of which ``published.py`` runs the rest."""
+    seen = Counter[str]()
+    for file in PUBLISHED.rglob("*.yaml"):
+        given = yaml.safe_load(file.read_text("utf-8"))
+        kept = given.keys() & (ENGINES_AND_KERNELS | {"attn_implementation"})
+        if "dataset_splits" in given:  # names are masked
+            given["dataset_splits"] = ["train", "test"][: len(given["dataset_splits"])]
+        found = read_run_config([file.stem.partition("-")[0], config(tmp_path, yaml.safe_dump(given))]).values
+        for key in kept:
+            today = "use_liger_kernel" if key == "use_liger" else key
+            assert found[today] == given[key], (file.stem, key)
+        seen.update(kept)
+    assert seen.keys() == ENGINES_AND_KERNELS | {"attn_implementation"}
 
 
 def test_our_keys_are_in_the_table_and_none_of_trls() -> None:
@@ -355,6 +380,23 @@ def test_a_training_on_the_cpu_beside_an_accelerator_is_refused(
     with pytest.raises(ConfigError, match=r"use_cpu: ranks of this machine compute on cuda\. Hide its devices"):
         trl_objects.parse(read)
     assert trl_objects.parse(read, planned_ranks=1).training.use_cpu
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_what_trl_switches_off_of_liger_stays_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """In the trained model and in frozen ones: TRL's losses need the hidden states before the head."""
+    require_patched_names()
+    from shardwise.training import trl_objects
+
+    lines = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nactivation_checkpointing: false\nbf16: false\n"
+    lines += "use_liger_kernel: true\n"
+    read = read_run_config([method, config(tmp_path, lines + "liger_kernel_config: {rope: false}\n")])
+    arguments = trl_objects.parse(read)
+    monkeypatch.setattr(trl_objects, "accelerator", lambda: torch.device("cuda"))
+    for options in (trl_objects.model_options(arguments), trl_objects._frozen_options(arguments, None)):
+        assert options["liger_kernel_config"] == {"rope": False, "fused_linear_cross_entropy": False}
 
 
 def test_the_base_of_many_loras_is_in_bfloat16_unless_the_file_says_otherwise(tmp_path: Path) -> None:

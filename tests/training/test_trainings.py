@@ -166,22 +166,28 @@ SAMPLED: dict[str, dict[str, Any]] = {
         "lora_dropout": 0.0,
         "gradient_accumulation_steps": 2,
     },
-    "a reward model": {"reward_funcs": [*PREFERENCES["grpo"]["reward_funcs"], "scorer"]},
+    "a reward model": {
+        "beta": 0.1,
+        "reward_funcs": [*PREFERENCES["grpo"]["reward_funcs"], "think_format_reward", "scorer"],
+        "reward_weights": [1.0, 0.25, 0.5],
+    },
     "a reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
 }
-LOGGED = ("loss", "grad_norm", "reward", "kl", "entropy", "rewards/scorer/mean")
+LOGGED = ("loss", "grad_norm", "reward", "kl", "entropy", "rewards/scorer/mean", "rewards/think_format_reward/mean")
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_method_that_samples_trains_as_in_trl(folder: Path, kind: str) -> None:
-    """With the same samples. References, teachers and reward models are sharded here, and whole ones in TRL."""
+    """With the same samples. References, teachers and reward models are sharded here, and whole ones in TRL.
+
+    One reward function is TRL's own.
+    """
     write_scorer(folder)
     write_teacher(folder)
     values = keys(folder, **{**PREFERENCES["grpo"], "dataset_name": str(folder / "prompts.jsonl"), **SAMPLED[kind]})
     values["output_dir"] = str(folder / kind.replace(" ", "-"))
     if kind == "a reward model":
-        values |= {"reward_weights": [1.0, 0.5]}
-        values["reward_funcs"] = [values["reward_funcs"][0], str(folder / "scorer")]
+        values["reward_funcs"] = [*values["reward_funcs"][:2], str(folder / "scorer")]
     if values["method"] == "distillation":
         values["teacher_model_name_or_path"] = str(folder / "teacher")
         for key in ("reward_funcs", "num_generations", "beta"):
@@ -201,9 +207,17 @@ def test_a_method_that_samples_trains_as_in_trl(folder: Path, kind: str) -> None
             "per_device_train_batch_size": 4 // ranks,
             "output_dir": f"{values['output_dir']}-{ranks}",
         }
-        history = run_world(ranks, train, sized)[0][0].history
-        found = [entry[name] for entry in history if "loss" in entry for name in names]
+        outcomes = run_world(ranks, on_ranks.train_with_shares, sized)
+        found = [entry[name] for entry in outcomes[0][0].history if "loss" in entry for name in names]
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5), ranks
+        shares = [held for _, held in outcomes]
+        if kind == "a reward model":
+            assert {name.partition(".")[0] for name in shares[0]} == {
+                "FSDPQwen3ForCausalLM",
+                "FSDPQwen3ForSequenceClassification",
+            }
+        for name, (elements, held) in shares[0].items():
+            assert held + sum(other[name][1] for other in shares[1:]) == elements, name
 
 
 def test_a_reward_rises_and_a_killed_training_resumes_on_other_ranks(folder: Path) -> None:

@@ -60,6 +60,7 @@ from shardwise.integrations.trainer_restoring import STATE_FOLDER, load_trainer_
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.collective_errors import translate_collective_errors
+from shardwise.ranks.outcomes import Failure
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import MismatchedRanks, World
 from shardwise.saving.locked_folder import Saving
@@ -243,7 +244,8 @@ class ShardwiseTrainer(_Trainer):
 
         Raises:
             ConfigError: there is no checkpoint, checkpoints of another run are in the folder, the checkpoint is of
-                another number of rows per step, or order of rows, or a tracker would save the model.
+                another number of rows per step, or order of rows, a tracker would save the model, or the data
+                loader raises one.
             KeyMismatchError: the checkpoint is of another tuning.
             FormatError: the checkpoint is damaged.
             StorageError: it cannot be read.
@@ -325,15 +327,23 @@ class ShardwiseTrainer(_Trainer):
 
         Raises:
             RankMismatchError: a rank has fewer batches: its rows or its settings differ.
+            ConfigError: a row cannot be used. The same on every rank, except in a stream.
         """
         # ``num_batches`` is the number of micro-batches of one optimizer step.
         # A stream is read by the first rank, which sends its batches to the others.
-        is_sent = world.rank > 0 and isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
-        with busy_with("" if is_sent else "the next batch"):
-            batches = list(islice(epoch_iterator, num_batches))
-        # A full step has None to compare, so that the synchronization stays small.
-        short = len(batches) if len(batches) < num_batches else None
-        if mismatched := self._synchronize(world, short):
+        is_stream = isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
+        batches: list[Any] = []
+        state: Any = None
+        try:
+            with busy_with("" if is_stream and world.rank > 0 else "the next batch"):
+                batches = list(islice(epoch_iterator, num_batches))
+            # A full step has None to compare, so that the synchronization stays small.
+            state = len(batches) if len(batches) < num_batches else None
+        except ConfigError as error:
+            if is_stream:
+                raise  # the others wait for the batch
+            state = Failure.from_error(error)
+        if mismatched := self._synchronize(world, state):
             raise RankMismatchError(
                 f"{self._where()}: rank {mismatched.text} has another number of batches left than rank 0. Give "
                 "every rank the same rows and settings"

@@ -8,11 +8,15 @@ into dequantized weights. All else of the engine is TRL's: how it is started, as
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import inspect
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from typing import Any, Self
 from unittest import mock
 
 import torch
+from requests.adapters import HTTPAdapter
 from transformers import PreTrainedConfig
 
 from shardwise.core.errors import ConfigError, find_private, private, require_private
@@ -20,6 +24,46 @@ from shardwise.files.open_checkpoint import find_quantization_config
 from shardwise.models.selection import MergedAdapter, has_adapters
 from shardwise.ranks.world import World
 from shardwise.saving.stream import StreamOptions, describe_tensors, iter_hf_tensors
+
+
+class _ServerRequest:
+    """A request to the server, by a thread of its own, in the place of TRL's executor.
+
+    The server answers it once it has received all tensors. If sending them fails, the executor would wait for the
+    answer, and Python at its end for the executor's thread. This thread is left behind.
+
+    Attributes:
+        answer: of the server, or the error.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Future[Any] = Future()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Begin the request."""
+
+        def run() -> None:
+            try:
+                self.answer.set_result(ask(*args, **kwargs))
+            except Exception as error:
+                self.answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return self.answer
+
+
+@contextlib.contextmanager
+def _server_request() -> Iterator[_ServerRequest]:
+    """Have TRL's client make its request beside sending by the one that is returned, within the block."""
+    request = _ServerRequest()
+    with mock.patch.object(*find_private("trl.generation.vllm_client:ThreadPoolExecutor"), return_value=request):
+        yield request
 
 
 def engine_class() -> Any:
@@ -59,8 +103,12 @@ def engine_class() -> Any:
                 is_available = find_private("trl.generation.vllm_generation:is_bitsandbytes_available")
                 # A rank that fails would leave the others in TRL's barrier. The end of this block is one.
                 barrier = mock.patch.object(self.accelerator, "wait_for_everyone")
-                with mock.patch.object(*is_available, return_value=False), barrier:
+                with mock.patch.object(*is_available, return_value=False), barrier, _server_request():
                     super()._init_vllm()
+                if self.mode == "server" and self.accelerator.is_main_process:
+                    # Repeated, as TRL does with all that fail, it would wait for tensors that have been sent.
+                    client = self.vllm_client
+                    client.session.mount(f"{client.base_url}/update_weights", HTTPAdapter())
 
         def sync_weights(self) -> None:
             """Send the weights as TRL does. Collective: yes.
@@ -78,24 +126,36 @@ def engine_class() -> Any:
                     options=StreamOptions(device=self.accelerator.device),
                 )
                 # Closed at once if the engine takes no more: the other ranks wait for this one in the stream.
-                with contextlib.closing(self._complete(tensors)) as self._tensors:  # type: ignore[type-var]
-                    super().sync_weights()
+                with (
+                    _server_request() as self._update,
+                    contextlib.closing(self._complete(tensors)) as self._tensors,
+                ):
+                    try:
+                        super().sync_weights()
+                    except Exception:
+                        # Before the first tensor: the others wait for this rank in the stream all the same.
+                        if inspect.getgeneratorstate(self._tensors) == inspect.GEN_CREATED:
+                            next(self._tensors)
+                        raise
                 if self._failure is not None:
                     raise self._failure
 
         def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
             return self._tensors
 
-        def _complete(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        def _complete(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
             """Yield the tensors of a stream, and to a server those that a failed one lacks. Collective: yes."""
             # zip asks the stream first. If that fails, ``waiting`` still has the tensor that was to come.
             waiting = iter(self._weight_metadata)
             with contextlib.closing(stream):  # type: ignore[type-var]
                 try:
                     for pair, _ in zip(stream, waiting, strict=True):
+                        if self._update.answer.done():  # an error, before all has been sent
+                            self._update.answer.result()
                         yield pair
                 except Exception as error:
-                    if self.mode != "server" or not self.accelerator.is_main_process:
+                    is_waiting = self.mode == "server" and not self._update.answer.done()
+                    if not is_waiting or not self.accelerator.is_main_process:
                         raise
                     self._failure = error
             if self._failure is None:

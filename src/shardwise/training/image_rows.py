@@ -2,7 +2,7 @@
 
 They are checked before the model is loaded, because a row that fails in the collator fails in the middle of a
 training, on one rank. The messages are paired with their images and rendered by the functions that the collators
-call. Of each image only the header is read.
+call. Of each image only the header is read. What is wrong with the rest is found when the row is trained on.
 """
 
 import io
@@ -13,12 +13,13 @@ from typing import Any
 
 import datasets
 import jinja2
+import torch
 from torch import nn
 from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 
 from shardwise.core.errors import ConfigError
-from shardwise.files.urls import without_secrets
+from shardwise.files.urls import redact, without_secrets
 from shardwise.ranks.world import World
 from shardwise.training.chat_rows import MalformedRowError
 from shardwise.training.dataset_loading import AnyDataset
@@ -189,6 +190,39 @@ def check_when_read(dataset: AnyDataset, check: ImageRowCheck) -> AnyDataset:
         return dataset
     checked: datasets.IterableDataset = without_decoding(dataset).map(check, with_indices=True)
     return checked.cast(dataset.features) if dataset.features else checked
+
+
+class ReadRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows whose images are read with them, as the processor would read them: an error names the row.
+
+    Args:
+        dataset: the rows.
+        column: of images.
+        processor: of the model.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, column: str, processor: Any) -> None:
+        self._dataset = dataset
+        self._column = column
+        self._read = processor.image_processor.fetch_images
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row.
+
+        Raises:
+            ConfigError: an image cannot be read.
+        """
+        with naming_row(index):
+            try:
+                row: dict[str, Any] = self._dataset[index]  # which decodes stored images
+                row[self._column] = self._read(row[self._column])  # files and URLs, one or a list
+            except Exception as error:  # of Pillow and its plugins, of the network: any
+                why = redact(f"{type(error).__name__}: {error}", "", {})
+                raise MalformedRowError(f"{self._column}: cannot be read, {why}. Replace it") from error
+        return row
 
 
 class TowerCallback(TrainerCallback):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from shardwise.core.errors import ConfigError, TrainingError
@@ -23,7 +24,7 @@ from shardwise.ranks.world import World
 from shardwise.training import trl_objects
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
 from shardwise.training.dataset_preparation import find_image_column, get_tokenizer
-from shardwise.training.image_rows import TowerCallback
+from shardwise.training.image_rows import ReadRows, TowerCallback
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_estimate import plan_run
 from shardwise.training.run_inputs import SINGLE, TrainingRecord, honor_timeout, open_inputs
@@ -69,7 +70,10 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         trainer = trl_objects.make_trainer(arguments, model, frozen, processor, data, local_rank)
         callback = RunCallback(request, record, trainer)
         trainer.add_callback(callback)
-        if find_image_column(data[0]) is not None:
+        if (column := find_image_column(data[0])) is not None:
+            for name in ("train_dataset", "eval_dataset"):
+                if isinstance(rows := getattr(trainer, name), datasets.Dataset):
+                    setattr(trainer, name, ReadRows(rows, column, processor))
             checkpointing = arguments.training.gradient_checkpointing_kwargs or {}
             is_reentrant = bool(checkpointing.get("use_reentrant"))
             trainer.add_callback(TowerCallback(trainer.model, is_reentrant=is_reentrant))
