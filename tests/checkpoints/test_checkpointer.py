@@ -57,6 +57,12 @@ def test_continues_on_another_mesh(worlds, tmp_path, way, size, onto):
     assert_goes_on(worlds(4).run(on_ranks.restore_and_train, str(tmp_path), 1, onto), saved)
 
 
+def test_a_training_in_ddp_goes_on_sharded(worlds, tmp_path):
+    """Its names are those of the model inside, which `save` saves, and the one of an AveragedModel too."""
+    assert worlds(2).run(on_ranks.out_of_ddp, tmp_path) == [([], [], [])] * 2
+    assert all((tmp_path / name / "config.json").exists() for name in ("saved", "averaged"))
+
+
 @pytest.mark.parametrize(("size", "then"), [(1, 3), (3, 1)])
 def test_one_process_is_a_world_too(worlds, tmp_path, size, then):
     def run(count, *args):
