@@ -89,7 +89,9 @@ def shard(
     Every error is the same on every rank. All but the last come before anything is changed.
     """
     model, clock = unwrap(model), Clock()
-    with get_world(options, "shard") as world, torch.device("cpu"):
+    world = get_world(options, "shard")
+    wrap.require_same_ranks(sharding, world.group)
+    with world, torch.device("cpu"):
         with clock.phase("agree"):
             arguments = {"model": model, "sharding": sharding, "options": options, "trained_dtype": trained_dtype}
             with world.collective("check the arguments"):
