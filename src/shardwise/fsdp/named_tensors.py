@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
@@ -147,10 +147,15 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
     which differs between processes. FSDP2 groups that are gathered are resharded first.
 
     Raises:
-        ShardingError: the model is under torch's ``replicate()``.
+        ShardingError: the model is under torch's ``replicate()`` or FSDP1.
     """
     modules = list(model.named_modules(remove_duplicate=False))
     for name, module in modules:
+        if isinstance(module, FullyShardedDataParallel):
+            raise ShardingError(
+                f"{canonical_name(name) or 'the model'} is under FSDP1 (FullyShardedDataParallel). Use "
+                "fully_shard, or shardwise.shard, in its place. Checkpoints of FSDP1 are read"
+            )
         if torch_private.is_under_replicate(module):
             raise ShardingError(
                 f"{canonical_name(name) or 'the model'} is under torch's replicate(), which keeps every parameter "

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -207,13 +207,13 @@ def _is_sharded(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` has sharded a model, or the one inside of PEFT's.
 
     Raises:
-        ShardingError: only a part of the model is sharded, or it is wrapped by DDP or FSDP1.
+        ShardingError: only a part of the model is sharded, or it is under DDP or FSDP1.
     """
     plain = unwrap(model)
     for module in model.modules():
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+        if isinstance(module, DistributedDataParallel):
             raise ShardingError(
-                f"the model is wrapped in {type(module).__name__}. Pass the model inside of it, sharded by "
+                "the model is wrapped in DistributedDataParallel. Pass the model inside of it, sharded by "
                 "shardwise.shard, or by fully_shard"
             )
     return is_sharded(plain, collect_tensors(plain))
