@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests import zoo
+from tests import truth, zoo
 from tests.checkpoints import tiny
 from tests.checkpoints.tiny import Positions, Training, differences
 from tests.loading.on_ranks import attempt
@@ -384,6 +384,29 @@ def lora(seed: int, r: int = 4, hidden: int = 32, **settings: Any) -> nn.Module:
             fully_shard(block)
         fully_shard(model)
     return model
+
+
+def out_of_ddp(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """A training in DDP goes on sharded: what then differs in the optimizer, in the model, and back in DDP."""
+    inner = small_qwen3()
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step_lora(model, optimizer, 0)
+    shardwise.save(model, folder / "saved")
+    Checkpointer(folder / "steps").save(1, TrainState(model, optimizer))
+    sharded = shardwise.from_pretrained(folder / "saved", dtype=torch.float32, load_weights=False)
+    other = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+    Checkpointer(folder / "steps").restore(TrainState(sharded, other))
+    expected = shardwise.get_optimizer_state_dict(inner, optimizer, "full_on_all_ranks")["state"]
+    found = shardwise.get_optimizer_state_dict(sharded, other, "full_on_all_ranks")["state"]
+    assert len(found) > 20
+    restored = truth.differences(truth.snapshot(sharded), truth.snapshot(inner))
+    shardwise.save(torch.optim.swa_utils.AveragedModel(inner), folder / "averaged")
+    wrapped = nn.parallel.DistributedDataParallel(small_qwen3())
+    shardwise.load(sharded, folder / "averaged")
+    shardwise.set_model_state_dict(wrapped, shardwise.get_model_state_dict(sharded))
+    back = truth.differences(truth.snapshot(wrapped.module), truth.snapshot(inner))
+    return differences(found, expected), restored, back
 
 
 def step_lora(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:

@@ -20,6 +20,7 @@ from tests import zoo
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
 from tests.small_checkpoints import small_qwen3
+from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import shardwise
@@ -57,6 +58,12 @@ def test_continues_on_another_mesh(worlds, tmp_path, way, size, onto):
     assert_goes_on(worlds(4).run(on_ranks.restore_and_train, str(tmp_path), 1, onto), saved)
 
 
+def test_a_training_in_ddp_goes_on_sharded(worlds, tmp_path):
+    """Its names are those of the model inside, which `save` saves, and the one of an AveragedModel too."""
+    assert worlds(2).run(on_ranks.out_of_ddp, tmp_path) == [([], [], [])] * 2
+    assert all((tmp_path / name / "config.json").exists() for name in ("saved", "averaged"))
+
+
 @pytest.mark.parametrize(("size", "then"), [(1, 3), (3, 1)])
 def test_one_process_is_a_world_too(worlds, tmp_path, size, then):
     def run(count, *args):
@@ -80,6 +87,19 @@ def test_optimizers_of_several_kinds(tmp_path, make, settings):
     found = [on_ranks.restore_and_train(str(tmp_path), 1, make=make, **settings)]
     assert differences(found[0]["state"], saved[0]["state"]) == []
     assert found[0]["losses"] == saved[0]["losses"]
+
+
+def test_state_that_an_optimizer_made_on_meta_is_allocated(tmp_path):
+    def made(device):
+        model = nn.Linear(3, 2, device=device)
+        return TrainState(model, torch.optim.Adagrad(model.parameters()))
+
+    saved, restored = made("cpu"), made("meta")
+    saved.model(torch.ones(1, 3)).sum().backward()
+    saved.optimizers.step()
+    Checkpointer(tmp_path).save(1, saved)
+    Checkpointer(tmp_path).restore(restored)
+    assert differences(restored.optimizers.state_dict(), saved.optimizers.state_dict()) == []
 
 
 class Plateau(schedules.ReduceLROnPlateau):

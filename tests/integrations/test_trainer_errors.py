@@ -57,7 +57,7 @@ def test_models(two: LocalRanks, folder: Path) -> None:
     assert found.pop("by others") == "", "what fully_shard alone has sharded is trained as well"
     expected = {
         "not sharded": "ConfigError: for_trainer(Qwen3ForCausalLM): is not sharded",
-        "compiled": "ConfigError: for_trainer: the model was returned by torch.compile",
+        "compiled": "ConfigError: for_trainer: the model is inside of OptimizedModule. Pass the model itself",
         "on meta": "ShardingError: ",
         "a name": "ConfigError: for_trainer(str): is not a model of transformers",
         "not a model of transformers": "ConfigError: for_trainer(Linear): is not a model of transformers",

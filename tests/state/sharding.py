@@ -15,7 +15,13 @@ from tests.quantized.requirements import SHARDS_PACKED
 from tests.support.world import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -281,6 +287,9 @@ def spoiled(fault: str) -> nn.Module:
     elif fault == "in part":
         model = live_model()
         fully_shard(model.blocks[0].linear)
+    elif fault == "FSDP1":
+        model = live_model()
+        model.blocks[0].linear = FullyShardedDataParallel(model.blocks[0].linear, device_id=torch.device("cpu"))
     elif fault == "sharded on one rank":
         model = live_model()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -14,6 +14,7 @@ from tests.state import sharding
 from tests.support.world import attempt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise
@@ -288,6 +289,18 @@ def on_half_of_the_mesh() -> tuple[str, str]:
         return "", ""
     options = shardwise.options.StateOptions(process_group=half)
     return attempt(lambda: shardwise.get_model_state_dict(model, options=options))
+
+
+def of_a_half_alone(folder: str) -> list[tuple[str, str]]:
+    """Calls of the first rank alone, with a mesh of it and without its process group."""
+    group = dist.new_group([0])
+    if dist.get_rank():
+        return []
+    own = Sharding(mesh=DeviceMesh.from_group(group, "cpu"))
+    return [
+        attempt(lambda: shardwise.shard(sharding.meta_model(), own)),
+        attempt(lambda: shardwise.from_pretrained(folder, sharding=own)),
+    ]
 
 
 def without_values() -> tuple[str, str]:

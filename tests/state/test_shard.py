@@ -132,6 +132,7 @@ NOTHING = {"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))}
         ("other gradients", "RankMismatchError", "trained, with gradients of torch.float32 on rank 1"),
         ("frozen", "RankMismatchError", "(2, 12, 3), trained on rank 0"),
         ("in part", "ShardingError", "sharded in part: fully_shard was applied to blocks.0.linear, but not to"),
+        ("FSDP1", "ShardingError", "blocks.0.linear is under FSDP1 (FullyShardedDataParallel). Use"),
         ("sharded on one rank", "RankMismatchError", "the state of the model (sharded already, or not) on rank 1"),
         ("gradient", "ShardingError", "blocks.1.scale: a gradient would be lost"),
         ("shared memory", "ShardingError", "head.weight and embed.weight are two parameters that share memory"),

@@ -140,6 +140,12 @@ def test_half_of_a_mesh_is_refused(worlds):
     require_same_error(errors, "ShardingError", "together do not have each element of")
 
 
+def test_a_mesh_of_some_ranks_is_refused_before_they_wait_for_the_others(worlds, tmp_path):
+    words = "the mesh has the ranks [0], but the process group of the call has [0, 1]"
+    for error in worlds(2).run(stating.of_a_half_alone, str(tmp_path))[0]:
+        require_same_error([error], "ShardingError", words)
+
+
 @pytest.mark.parametrize("form", ["first_rank", "local", None])
 def test_an_unknown_form_is_refused(form):
     with pytest.raises(ConfigError, match="is not known. Pass one of 'full', 'full_on_all_ranks', 'sharded'"):

@@ -27,7 +27,7 @@ from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.layout import TensorKind
 from shardwise.files.join_entries import KeyPath
 from shardwise.files.peft_adapter import WITHOUT_EFFECT
-from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, unwrap
 from shardwise.fsdp.optimizer_states_by_name import build_param_groups
 from shardwise.fsdp.rebind import Bound, bind_optimizers, describe_sharding, inner_tensors
 from shardwise.fsdp.torch_private import accelerator, accelerator_module
@@ -209,7 +209,7 @@ def collect_state(state: TrainState, only: Selection, before: CollectedState | N
         ConfigError: the model has no such adapter.
         ShardingError: parameters of the optimizers are not the model's, or their state has no shards that follow.
     """
-    model = without_compile(state.model)
+    model = unwrap(state.model)
     tensors = collect_tensors(model)
     bounds = bind_optimizers(state.all_optimizers, tensors, _SAVE_IT_BY_RANK, by_rank=True)
     signature = tuple(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.core.errors import ShardingError
 from shardwise.core.formatting import canonical_name, few_names, join_names
@@ -22,10 +23,10 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes of every module: registries, hooks, ``training``."""
 
 
-def without_compile(model: nn.Module) -> nn.Module:
-    """Return the module inside of a ``torch.compile`` result, or the module itself."""
-    inner = getattr(model, "_orig_mod", None)
-    return without_compile(inner) if isinstance(inner, nn.Module) else model
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside of ``torch.compile`` and DistributedDataParallel, or the module itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +147,15 @@ def collect_tensors(model: nn.Module) -> list[TensorRef]:
     which differs between processes. FSDP2 groups that are gathered are resharded first.
 
     Raises:
-        ShardingError: the model is under torch's ``replicate()``.
+        ShardingError: the model is under torch's ``replicate()`` or FSDP1.
     """
     modules = list(model.named_modules(remove_duplicate=False))
     for name, module in modules:
+        if isinstance(module, FullyShardedDataParallel):
+            raise ShardingError(
+                f"{canonical_name(name) or 'the model'} is under FSDP1 (FullyShardedDataParallel). Use "
+                "fully_shard, or shardwise.shard, in its place. Checkpoints of FSDP1 are read"
+            )
         if torch_private.is_under_replicate(module):
             raise ShardingError(
                 f"{canonical_name(name) or 'the model'} is under torch's replicate(), which keeps every parameter "

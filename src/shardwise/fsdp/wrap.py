@@ -182,16 +182,26 @@ def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
 
     Raises:
         ConfigError: there cannot be so many replicas.
-        ShardingError: the mesh has other ranks than the process group.
     """
     mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group, sharding.replicas)
+    return replace(sharding, mesh=mesh, replicas=1)
+
+
+def require_same_ranks(sharding: object, group: dist.ProcessGroup | None) -> None:
+    """Check that the mesh, if one is passed, has the ranks of the process group (None: the default one).
+
+    Collective: no. Called before ranks meet, because those that the mesh lacks may never come.
+
+    Raises:
+        ShardingError: it has others.
+    """
+    mesh = getattr(sharding, "mesh", None)
     ranks = sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
-    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks:
+    if isinstance(mesh, DeviceMesh) and sorted(mesh.mesh.flatten().tolist()) != ranks:
         raise ShardingError(
             f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, but the process group of the call has "
             f"{ranks}. Pass a process_group with the mesh's ranks in the options"
         )
-    return replace(sharding, mesh=mesh, replicas=1)
 
 
 def wrap(

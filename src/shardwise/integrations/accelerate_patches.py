@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from shardwise.core.errors import ConfigError, ShardingError, find_private, lacks
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.gradients import average_replicated_gradients, clip_gradients, require_synchronized
-from shardwise.fsdp.named_tensors import collect_tensors, is_sharded, without_compile
+from shardwise.fsdp.named_tensors import collect_tensors, is_sharded, unwrap
 from shardwise.fsdp.rebind import bind_optimizers, plain_optimizer
 from shardwise.fsdp.wrap import is_recomputed
 from shardwise.integrations import accelerate_compat as compat
@@ -207,13 +207,13 @@ def _is_sharded(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` has sharded a model, or the one inside of PEFT's.
 
     Raises:
-        ShardingError: only a part of the model is sharded, or it is wrapped by DDP or FSDP1.
+        ShardingError: only a part of the model is sharded, or it is under DDP or FSDP1.
     """
-    plain = without_compile(model)
-    for module in plain.modules():
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+    plain = unwrap(model)
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
             raise ShardingError(
-                f"the model is wrapped in {type(module).__name__}. Pass the model inside of it, sharded by "
+                "the model is wrapped in DistributedDataParallel. Pass the model inside of it, sharded by "
                 "shardwise.shard, or by fully_shard"
             )
     return is_sharded(plain, collect_tensors(plain))
@@ -250,7 +250,7 @@ def _require_supported(
             "the accelerator's plugin is of FSDP1 (fsdp_version=1), and the model is sharded by FSDP2. Pass "
             "FullyShardedDataParallelPlugin(fsdp_version=2), or set fsdp_version: 2 in its configuration"
         )
-    tensors = collect_tensors(without_compile(models[0]))
+    tensors = collect_tensors(unwrap(models[0]))
     if on_meta := [item.fqn for item in tensors if item.tensor.is_meta]:
         raise ShardingError(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta. Call shardwise.load before prepare"
@@ -261,7 +261,7 @@ def _require_supported(
 
 def _list_unapplied(accelerator: Any, model: nn.Module) -> list[str]:
     """Return what accelerate would have done to a model that is sharded already and lacks it, each with a cure."""
-    plain, plugin = without_compile(model), compat.get_plugin(accelerator)
+    plain, plugin = unwrap(model), compat.get_plugin(accelerator)
     modules, policies = list(plain.modules()), torch_private.fsdp_policies(plain)
     lacking: list[str] = []
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
@@ -319,7 +319,7 @@ def _prepare_sharded(
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.prepare_without_wrapping(accelerator, objects, placement)
     # Hooks first: they average the gradients that FSDP2 does not reduce, and the check finds those without.
-    model = without_compile(models[0])
+    model = unwrap(models[0])
     mesh = next((parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     if mesh is not None:
         average_replicated_gradients(model, mesh)

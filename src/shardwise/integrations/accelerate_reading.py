@@ -18,7 +18,7 @@ from shardwise.files import accelerate_saves
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.stored_tensors import stored_tensors
-from shardwise.fsdp.named_tensors import collect_tensors, without_compile
+from shardwise.fsdp.named_tensors import collect_tensors, unwrap
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, names_by_index, read
 from shardwise.fsdp.rebind import label
 from shardwise.integrations.accelerate_writing import agree_on_call, untrained_names
@@ -90,7 +90,7 @@ def load_accelerate_model(
 
     Every error is the same on every rank.
     """
-    model = without_compile(model)
+    model = unwrap(model)
     clock = Clock()
     consents = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
     consent = Consent(on_missing, on_mismatched, on_unexpected)
@@ -132,7 +132,7 @@ def load_accelerate_optimizer(
     Raises:
         ConfigError: the state has indices instead of names, and no names for them (``param_names``).
     """
-    model = without_compile(model)
+    model = unwrap(model)
     clock = Clock()
     consents = {"on_missing": on_missing, "on_unexpected": on_unexpected, "on_mismatched": on_mismatched}
     consent = Consent(on_missing, on_mismatched, on_unexpected)

@@ -25,7 +25,7 @@ from shardwise.core.save_reports import FilesReport
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind, is_accelerate_file
 from shardwise.files.folders import folders_in, remove_folder
 from shardwise.files.local_writer import LocalWriter
-from shardwise.fsdp.named_tensors import TensorRef, without_compile
+from shardwise.fsdp.named_tensors import TensorRef, unwrap
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import World
@@ -158,7 +158,7 @@ def save_model(model: nn.Module, place: FilesPlace, only: Selection, options: St
     Memory, errors: as of :func:`save_accelerate_model`.
     """
     start = time.perf_counter()
-    model = without_compile(model)
+    model = unwrap(model)
     with get_world(options, "save_accelerate_model") as world, torch.device("cpu"):
         arguments = {"form": place.form, "only": only}
         agree_on_call(world, save_accelerate_model, place.folder, place.number, arguments, options)
@@ -181,7 +181,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, op
     Memory, errors: as of :func:`save_accelerate_optimizer`.
     """
     start = time.perf_counter()
-    model = without_compile(model)
+    model = unwrap(model)
     with get_world(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
         arguments = {"form": place.form}
         agree_on_call(world, save_accelerate_optimizer, place.folder, place.number, arguments, options)

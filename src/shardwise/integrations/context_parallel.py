@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.fsdp.named_tensors import without_compile
+from shardwise.fsdp.named_tensors import unwrap
 from shardwise.models.pretrained import get_attention_implementation, outermost_pretrained
 
 
@@ -67,7 +67,7 @@ def require_split(model: nn.Module, split: SplitSequences) -> None:
         ConfigError: the attention is not torch's ``scaled_dot_product_attention``.
     """
     require_sdpa(model)
-    for _, inner in outermost_pretrained(without_compile(model)):
+    for _, inner in outermost_pretrained(unwrap(model)):
         inner.register_forward_pre_hook(split.require_inputs, with_kwargs=True)
 
 
@@ -77,7 +77,7 @@ def require_sdpa(model: nn.Module) -> None:
     Raises:
         ConfigError: it is not torch's ``scaled_dot_product_attention``.
     """
-    for _, inner in outermost_pretrained(without_compile(model)):
+    for _, inner in outermost_pretrained(unwrap(model)):
         attention = get_attention_implementation(inner)
         if attention != "sdpa":
             raise ConfigError(

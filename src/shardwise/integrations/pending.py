@@ -29,7 +29,7 @@ from shardwise.core.errors import ConfigError, KeyMismatchError, ShardingError
 from shardwise.core.expression import Expression
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.local_reader import LocalReader, OpenStorage
-from shardwise.fsdp.named_tensors import abbreviate, collect_tensors, without_compile
+from shardwise.fsdp.named_tensors import abbreviate, collect_tensors, unwrap
 from shardwise.fsdp.rebind import Bound, bind_optimizers, plain_optimizer, require_steps_shards
 from shardwise.fsdp.torch_private import get_buffers, get_parameters, get_version
 from shardwise.integrations import accelerate_compat as compat
@@ -259,7 +259,7 @@ def prepare_fsdp2(original: compat.Original, accelerator: Any, *objects: Any) ->
     models = [item for item in objects if isinstance(item, nn.Module)]
     if len(models) != 1:
         return original(accelerator, *objects)
-    model = without_compile(models[0])
+    model = unwrap(models[0])
     optimizers = [plain_optimizer(item) for item in objects if isinstance(item, Optimizer)]
     with World.current(call="prepare") as world:
         with world.collective("bind the optimizer"):
@@ -294,7 +294,7 @@ def load_full_state_dict(
         ShardingError: tensors have values neither on the first rank nor in files.
         KeyMismatchError, RankMismatchError, StorageError: as of :func:`~shardwise.loading.load.load`.
     """
-    plain = without_compile(model)
+    plain = unwrap(model)
     pending_here = _in_prepare.get(plain, [])
     options = StateOptions(budget_bytes=_FILLING_BUDGET_BYTES)
     in_files = {name for _, expressions in pending_here for name in expressions}

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.fsdp.gradients import average_replicated_gradients, is_averaged, require_synchronized
-from shardwise.fsdp.named_tensors import abbreviate, reshard, without_compile
+from shardwise.fsdp.named_tensors import abbreviate, reshard, unwrap
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.context_parallel import require_sdpa
 from shardwise.models.lora import peft_private
@@ -225,10 +225,10 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
         ConfigError, ShardingError: the Trainer cannot train it.
     """
     compat.require_names()
-    if without_compile(model) is not model:
+    if unwrap(model) is not model:
         raise ConfigError(
-            "for_trainer: the model was returned by torch.compile. Pass the model itself, and call "
-            "compile() on each of its blocks"
+            f"for_trainer: the model is inside of {type(model).__name__}. Pass the model itself, and in place of "
+            "torch.compile call compile() on each of its blocks"
         )
     inner = _get_pretrained(model)
     reshard(model)  # before its parameters are read and marked

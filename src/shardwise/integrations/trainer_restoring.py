@@ -20,7 +20,7 @@ from shardwise.files.accelerate_saves import MODEL, OPTIMIZER, SavedKind
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.files.storage import read_limited
-from shardwise.fsdp.named_tensors import without_compile
+from shardwise.fsdp.named_tensors import unwrap
 from shardwise.integrations.accelerate_reading import FilesSource, read_model
 from shardwise.loading.load import load_checkpoint
 from shardwise.loading.prepare import LoadOptions, LoadRequest
@@ -77,7 +77,7 @@ def load_trainer_checkpoint(
 
     Every error is the same on every rank.
     """
-    model = without_compile(model)
+    model = unwrap(model)
     with get_world(options, "load_trainer_checkpoint") as world:
         arguments = {"on_unexpected": on_unexpected}
         compared = {"checkpoint": os.fspath(checkpoint), "adapter": adapter}

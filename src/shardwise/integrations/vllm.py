@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.fsdp.named_tensors import without_compile
+from shardwise.fsdp.named_tensors import unwrap
 from shardwise.models.selection import MergedAdapter
 from shardwise.ranks.call_arguments import get_world
 from shardwise.saving.stream import StreamOptions, Targets, describe_tensors, iter_hf_tensors
@@ -57,7 +57,7 @@ def weight_source(
 
         @cached_property
         def metadata(self) -> list[Any]:
-            tensors = describe_tensors(without_compile(model), "hub", only, dtype)
+            tensors = describe_tensors(unwrap(model), "hub", only, dtype)
             return [vllm.ParamMeta(name, kind, shape) for name, (kind, shape) in tensors.items()]
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:

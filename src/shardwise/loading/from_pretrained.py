@@ -374,7 +374,9 @@ def from_pretrained(
             :func:`~shardwise.loading.load.load`.
     """
     clock = Clock()
-    with call_arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained") as world:
+    world = call_arguments.get_world(keywords.get("options", LoadOptions()), "from_pretrained")
+    wrap.require_same_ranks(keywords.get("sharding"), world.group)
+    with world:
         with world.collective("check the arguments"):
             keywords = meta_model.check_keywords("from_pretrained", keywords, meta_model.PretrainedOptions)
         with call_arguments.comparing_arguments(world) as exchange:

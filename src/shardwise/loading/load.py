@@ -92,7 +92,7 @@ def load(
     with call_arguments.get_world(options, "load") as world, torch.inference_mode(False):
         with call_arguments.comparing_arguments(world) as exchange:
             exchange.local = _check_load(model, checkpoint, request, key_mapping, hub)
-        model = named_tensors.without_compile(model)
+        model = named_tensors.unwrap(model)
         return load_checkpoint(world, model, checkpoint, request, clock, key_mapping=key_mapping, hub=hub)
 
 

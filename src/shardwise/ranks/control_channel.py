@@ -379,7 +379,8 @@ class ControlChannel:
             for rank, number in enumerate(self.global_ranks):
                 if not keys.has(f"here/{rank}"):
                     text = f"rank {number} has not reached {self._call} within {now - self._joined_s:.0f} s"
-                    self._announce(keys, RankLostError(f"{text}. Make the call on every rank"))
+                    advice = "Make the call on every rank, or pass a process_group of those that make it"
+                    self._announce(keys, RankLostError(f"{text}. {advice}"))
 
 
 def waiting_for(ranks: Sequence[int], size: int, store: Any) -> str:

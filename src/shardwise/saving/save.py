@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from shardwise.core import machine
 from shardwise.core.errors import ConfigError, StorageError
@@ -22,7 +24,7 @@ from shardwise.core.tensors import parse_size
 from shardwise.files.local_reader import open_storage
 from shardwise.files.local_writer import open_writer
 from shardwise.files.storage import StorageWriter
-from shardwise.fsdp.named_tensors import collect_tensors, without_compile
+from shardwise.fsdp.named_tensors import collect_tensors, unwrap
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.models import revert
 from shardwise.models.four_bit.layers import is_in_four_bits
@@ -314,7 +316,11 @@ def save(
 
     Every error is the same on every rank. Until the save is committed, an error leaves the older save as it was.
     """
-    model, clock = without_compile(model), Clock()
+    model, clock = unwrap(model), Clock()
+    if names == "hub" and isinstance(model, AveragedModel):
+        average = unwrap(model.module)
+        # Its prefix and its count of averages are in no file of transformers.
+        model = average if isinstance(average, PreTrainedModel) else model
     with get_world(options, "save") as world:
         arguments: dict[str, Any] = {"model": model, "names": names, "verify": verify, "options": options}
         with world.collective("plan the save"):
@@ -370,7 +376,7 @@ def save_adapter(
 
     Every error is the same on every rank. Until the save is committed, an error leaves the older adapter as it was.
     """
-    model, clock = without_compile(model), Clock()
+    model, clock = unwrap(model), Clock()
     with get_world(options, "save_adapter") as world:
         arguments = {"model": model, "verify": verify, "options": options}
         names = AdapterOnly(adapter)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.tensors import Box
-from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors, without_compile
+from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensors, unwrap
 from shardwise.fsdp.torch_private import accelerator, accelerator_module, saved_dtype, to_torch
 from shardwise.models import selection
 from shardwise.models.four_bit import files as four_bit_files
@@ -288,7 +288,7 @@ def _iter_tensors(
     dtype: torch.dtype | None,
     options: StreamOptions,
 ) -> Generator[tuple[str, torch.Tensor]]:
-    model = without_compile(model)
+    model = unwrap(model)
     with get_world(options, "iter_hf_tensors") as world:
         with world.collective("check the arguments"):
             choices = {"to": to, "names": names, "only": only, "options": options}

@@ -20,7 +20,7 @@ from shardwise.files.local_reader import LocalReader
 from shardwise.files.open_checkpoint import open_checkpoint
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft_version
 from shardwise.files.stored_tensors import stored_tensors
-from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, require_plain_tensors, without_compile
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, require_plain_tensors, unwrap
 from shardwise.fsdp.torch_private import from_torch, from_torch_or_other, fsdp_params
 from shardwise.loading.load import set_value
 from shardwise.models.initialize import Initializers
@@ -266,7 +266,7 @@ def get_model_state_dict(
 
     Every error is the same on every rank.
     """
-    model = without_compile(model)
+    model = unwrap(model)
     with get_world(options, "get_model_state_dict") as world, torch.device("cpu"):
         arguments = {"form": form, "only": only}
         state_values.agree_on_arguments(world, get_model_state_dict, arguments, options)
@@ -323,7 +323,7 @@ def set_model_state_dict(
 
     Every error is the same on every rank. All but the last come before anything is changed.
     """
-    model = without_compile(model)
+    model = unwrap(model)
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     with get_world(options, "set_model_state_dict") as world, torch.device("cpu"):

@@ -194,7 +194,8 @@ class OptimizerMatch:
         for item in self.matched.tensors:
             parameter, entry = self.agreed.keys[item.name]
             target = targets.tensor(item.name)
-            if target is None:
+            # On meta: of an optimizer that was made for parameters on meta, with state (Adagrad).
+            if target is None or target.is_meta:
                 target = state_like(targets.parameters[parameter], to_torch(item.slot.dtype))
             tensors[Key(optimizer_indices[parameter], parameter, entry)] = target
         return tensors

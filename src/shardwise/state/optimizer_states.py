@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardwise.core.consents import Consent
 from shardwise.core.errors import ShardingError
 from shardwise.core.reports import StateReport
-from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, without_compile
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, unwrap
 from shardwise.fsdp.optimizer_states_by_name import ParsedState, build_state_dict, class_name, copy_value, read
 from shardwise.fsdp.rebind import Bound, Scalar, bind_optimizers, has_rank_local_state
 from shardwise.ranks.call_arguments import get_world
@@ -195,7 +195,7 @@ def get_optimizer_state_dict(
 
     Every error is the same on every rank.
     """
-    model = without_compile(model)
+    model = unwrap(model)
     with get_world(options, "get_optimizer_state_dict") as world, torch.device("cpu"):
         agree_on_arguments(world, get_optimizer_state_dict, {"form": form}, options)
         collected = collect_optimizers(world, model, optimizers, "the optimizers", options)
@@ -253,7 +253,7 @@ def set_optimizer_state_dict(
 
     Every error is the same on every rank. All but the last come before anything is changed.
     """
-    model = without_compile(model)
+    model = unwrap(model)
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     with get_world(options, "set_optimizer_state_dict") as world, torch.device("cpu"):

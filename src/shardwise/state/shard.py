@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import ShardReport
 from shardwise.fsdp import wrap
-from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, is_sharded, without_compile
+from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, is_sharded, unwrap
 from shardwise.fsdp.policies import group_parameters
 from shardwise.fsdp.rebind import bind_optimizers, require_steps_shards
 from shardwise.fsdp.wrap import Sharding, TrainedDtype, require_movable, require_trainable_dtype
@@ -72,7 +72,7 @@ def shard(
 
     Args:
         model: any module, with the same names, shapes, ties and ``requires_grad`` on every rank. Compiled modules
-            are unwrapped.
+            and DistributedDataParallel are unwrapped.
         sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one. Without a process
             group nothing is sharded.
         optimizers: optimizers of the model's parameters, on every rank in the same order.
@@ -88,8 +88,10 @@ def shard(
 
     Every error is the same on every rank. All but the last come before anything is changed.
     """
-    model, clock = without_compile(model), Clock()
-    with get_world(options, "shard") as world, torch.device("cpu"):
+    model, clock = unwrap(model), Clock()
+    world = get_world(options, "shard")
+    wrap.require_same_ranks(sharding, world.group)
+    with world, torch.device("cpu"):
         with clock.phase("agree"):
             arguments = {"model": model, "sharding": sharding, "options": options, "trained_dtype": trained_dtype}
             with world.collective("check the arguments"):
