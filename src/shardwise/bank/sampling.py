@@ -282,6 +282,8 @@ class _Sequences:
         # Positions count from the first token of the prompt: of [pad, pad, a, b] they are [0, 0, 0, 1].
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         self._accepted = inspect.signature(base.model.forward).parameters
+        # transformers 5.24 renames it, and warns of the former name.
+        self._cache_name = "cache" if "cache" in self._accepted else "past_key_values"
 
     def compute_logits(self) -> torch.Tensor:
         """Return the logits after the last token of each row, float32 (rows, vocabulary).
@@ -292,11 +294,11 @@ class _Sequences:
         output: Any = self._base.model(
             input_ids=self.ids,
             attention_mask=self._mask,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_name: self._cache},
             **{key: value for key, value in kwargs.items() if key in self._accepted},
         )
-        self._cache = getattr(output, "past_key_values", None)
+        self._cache = getattr(output, self._cache_name, None)
         # The last position of each row: padding is on the left, so this is its last token.
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
