@@ -14,12 +14,13 @@ from peft import LoraConfig
 from tests import load_cases, truth
 from tests.files.fake_hub import hub_that_has
 from tests.models.stepping import counting
+from tests.support.own_code import modules_in
 from tests.support.world import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import shardwise
 from shardwise.files.local_reader import LocalReader
@@ -219,7 +220,7 @@ def with_own_code(directory: str, cache: str) -> list[bool]:
         return read_config(*args, **keywords)
 
     with (
-        mock.patch.object(dynamic_module_utils, "HF_MODULES_CACHE", cache),
+        modules_in(cache),
         mock.patch.object(build, "read_config", record),
     ):
         model = bring_up(directory, trust_remote_code=True)

@@ -11,6 +11,7 @@ from tests.files.fake_hub import COMMIT, hub_that_has, snapshot_in
 from tests.saving.adapters import tensors_of
 from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
+from tests.support.own_code import modules_in
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,7 +20,6 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
-    dynamic_module_utils,
 )
 
 import shardwise
@@ -152,13 +152,13 @@ def test_code_of_a_repository_is_fetched_with_consent_only(qwen3, tmp_path, monk
     assert isinstance(model, PreTrainedModel)
 
 
-def test_of_several_own_classes_the_one_of_the_config_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_of_several_own_classes_the_one_of_the_config_is_taken(tmp_path):
     places = {auto: f"modeling_own.{auto[4:]}" for auto in ("AutoModel", "AutoModelForCausalLM", "AutoModelForX")}
     (tmp_path / "modeling_own.py").write_text(
         "".join(f"class {place.partition('.')[2]}:\n    pass\n\n\n" for place in places.values())
     )
     for names, taken in ((["ModelForX"], "ModelForX"), (["Model"], "Model"), (["Others"], "ModelForCausalLM")):
         config = Qwen3Config(architectures=names, auto_map=places)
-        model_class, _ = build.resolve_class(config, None, tmp_path, trust_remote_code=True)
+        with modules_in(str(tmp_path / "modules")):
+            model_class, _ = build.resolve_class(config, None, tmp_path, trust_remote_code=True)
         assert model_class.__name__ == taken

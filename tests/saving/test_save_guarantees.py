@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from tests.small_checkpoints import small_qwen3
 from tests.support.files import change_json
+from tests.support.own_code import modules_in
 from tests.support.world import attempt, require_same_error
 from torch import nn
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import AutoModelForCausalLM
 
 import shardwise
 from shardwise.saving.write import ShardWriter
@@ -115,13 +116,13 @@ def with_own_code(directory: Path, folder: Path) -> Path:
 
 
 def save_own_code(directory: str, folder: str, cache: str) -> None:
-    with mock.patch.object(dynamic_module_utils, "HF_MODULES_CACHE", cache):
+    with modules_in(cache):
         model = shardwise.from_pretrained(directory, trust_remote_code=True)
         shardwise.save(model, folder, options=OPTIONS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_code_of_a_model_is_saved(worlds, qwen3, tmp_path, monkeypatch, ranks):
+def test_the_code_of_a_model_is_saved(worlds, qwen3, tmp_path, ranks):
     coded, saved, cache = with_own_code(qwen3, tmp_path / "coded"), tmp_path / "saved", str(tmp_path / "modules")
     if ranks == 1:
         save_own_code(str(coded), str(saved), cache)
@@ -131,6 +132,6 @@ def test_the_code_of_a_model_is_saved(worlds, qwen3, tmp_path, monkeypatch, rank
     config = json.loads((saved / "config.json").read_text())
     assert config["auto_map"] == {"AutoModelForCausalLM": "modeling_own.Own"}
     assert config["architectures"] == ["Own"]
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
-    assert type(AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)).__name__ == "Own"
-    assert type(shardwise.from_pretrained(saved, trust_remote_code=True)).__name__ == "Own"
+    with modules_in(cache):
+        assert type(AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)).__name__ == "Own"
+        assert type(shardwise.from_pretrained(saved, trust_remote_code=True)).__name__ == "Own"
