@@ -116,7 +116,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 _KNOWN = {
     "torch": "2.11 to 2.15",
-    "transformers": "5.17 to 5.23",
+    "transformers": "5.17 to 5.24",
     "accelerate": "1.13 to 1.15",
     "peft": "0.20 or 0.21",
     "trl": "1.16",
