@@ -3,9 +3,14 @@
 import ast
 import importlib
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from tests.code_rules import (
     PACKAGE,
     ROOT,
@@ -120,6 +125,38 @@ def test_what_a_table_names_imports_none_of_its_importers():
 
 
 FORMATS = "accelerate_saves coded distributed join_entries peft_adapter pickles quantized torch_files"
+
+
+def required_packages() -> set[str]:
+    """Names of what the package requires with all extras but ``dev``, and of what these require."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    waiting = [*project["dependencies"], *(item for name in extras if name != "dev" for item in extras[name])]
+    names: set[str] = set()
+    while waiting:
+        name = canonicalize_name(Requirement(waiting.pop()).name)
+        if name in names:
+            continue
+        names.add(name)
+        try:
+            required = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # Pillow
+            continue
+        waiting += [item for item in required if "extra ==" not in item]
+    return names
+
+
+def test_what_is_imported_is_required():
+    """And not there by chance, with what tests need."""
+    required, packages = required_packages(), metadata.packages_distributions()
+    assert "torch" in required
+    assert "pytest" not in required
+    for place, tree in trees().items():
+        whole = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        for name in [*imported(tree), *whole]:
+            root = name.partition(".")[0]
+            if root not in sys.stdlib_module_names | {PACKAGE, "bitsandbytes", "PIL"}:
+                assert required & {canonicalize_name(item) for item in packages[root]}, f"{place}: {name}"
 
 
 def test_load_imports_no_format():

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.core.errors import CheckpointError
+from shardwise.core.tensors import numel
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.open_checkpoint import open_checkpoint
 from shardwise.files.stored_tensors import stored_tensors
@@ -108,7 +109,7 @@ def _check_index(folder: Path, index: CheckpointIndex) -> None:
     for entry in index.entries.values():
         if not 0 <= entry.start <= entry.stop <= (folder / entry.file).stat().st_size:
             raise Broken(f"{entry} is not within its file")
-        if entry.nbytes != entry.numel * entry.dtype.bits // 8:
+        if entry.nbytes != numel(entry.shape) * entry.dtype.bits // 8:
             raise Broken(f"{entry} has not the bytes of its shape")
     try:
         expressions = stored_tensors(index)

@@ -239,14 +239,20 @@ def test_the_order_of_rows_that_depends_on_the_ranks(tmp_path: Path) -> None:
 
 
 def test_rows_and_the_seed_that_shuffles_them(tmp_path: Path) -> None:
-    """A stream has no number of rows. ``data_seed`` comes before ``seed``."""
+    """A stream has no number of rows, and is not shuffled unless TRL does it."""
 
-    def described(rows: Any, **seeds: int | None) -> str:
-        described: str = unbuilt(object, tmp_path, args=seeds, train_dataset=rows)._describe_rows()
+    def described(rows: Any, **changes: Any) -> str:
+        args = ORDERED | {"seed": 7} | changes
+        described: str = unbuilt(object, tmp_path, args=args, train_dataset=rows)._describe_rows()
         return described
 
-    assert described([1, 2], seed=7, data_seed=None) == "2 rows with seed 7"
-    assert described(iter([1, 2]), seed=7, data_seed=0) == "a stream with seed 0"
+    assert described([1, 2]) == "2 rows with seed 7"
+    assert described([1, 2], data_seed=0) == "2 rows with seed 7 and data_seed 0"
+    in_order = {"train_sampling_strategy": "sequential"}
+    assert described([1, 2], **in_order) == "2 rows"
+    assert described([1, 2], **in_order, shuffle_dataset=True) == "2 rows with seed 7"
+    assert described(iter([1, 2])) == "a stream"
+    assert described(iter([1, 2]), shuffle_dataset=True) == "a stream with seed 7"
 
 
 def test_it_comes_before_the_trainer() -> None:

@@ -201,7 +201,7 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     shorter = saving(folder, output, dataloader_drop_last=True).but(resume=True)
     assert "in the order of any ranks, and this training has that of dataloader_drop_last" in refused(shorter)
     reseeded = saving(folder, output, seed=9).but(resume=True)
-    assert "with seed 9, so that its position in the data cannot be restored" in refused(reseeded)
+    assert "rows with seed 9, so that its position in the data cannot be restored" in refused(reseeded)
     unordered = saving(folder, output, dataloader_in_order=False, dataloader_num_workers=2).but(resume=True)
     assert "with dataloader_in_order=False rows come in any order" in refused(unordered)
     empty = saving(folder, tmp_path / "empty").but(resume=True)

@@ -26,7 +26,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside of ``torch.compile`` and DistributedDataParallel, or the module itself."""
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return unwrap(inner) if isinstance(inner, nn.Module) else model
+    if not isinstance(inner, nn.Module):
+        return model
+    if isinstance(model, FSDPModule):  # whose group collect_tensors does not see from inside
+        model.reshard()
+    return unwrap(inner)
 
 
 @dataclass(frozen=True, slots=True)

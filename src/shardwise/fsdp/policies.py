@@ -192,20 +192,25 @@ def _class_names(module: nn.Module) -> set[str]:
 def find_listed_blocks(model: nn.Module) -> list[str]:
     """Return the names of the members of every outermost ``nn.ModuleList`` that has a class twice, in order.
 
-    Lists of lists are passed over, because containers have no forward: the lists within them count.
+    Members without a forward of their own are passed over: the lists within a list count.
     """
     blocks: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in blocks)
-        of_lists = any(isinstance(member, (nn.ModuleList, nn.ModuleDict)) for member in module.children())
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside and not of_lists:
-            kinds = [type(member) for member in module]
-            if len(set(kinds)) < len(kinds) and any(True for _ in module.parameters()):
-                # Of a member that is in the list twice, the first index counts.
-                members = {id(member): index for index, member in reversed(list(enumerate(module)))}
-                prefix = f"{name}." if name else ""
-                blocks += [f"{prefix}{index}" for index in sorted(members.values())]
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{block}.") for block in blocks):
+            continue
+        called = [(index, member) for index, member in enumerate(module) if not _is_container(member)]
+        kinds = {type(member) for _, member in called}
+        if len(kinds) < len(called) and any(True for _ in module.parameters()):
+            # Of a member that is in the list twice, the first index counts.
+            indices = {id(member): index for index, member in reversed(called)}
+            prefix = f"{name}." if name else ""
+            blocks += [f"{prefix}{index}" for index in sorted(indices.values())]
     return blocks
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Return whether a module has no forward, whose parameters could be gathered for it."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
 def _select_by_function(model: nn.Module, function: Callable[..., bool]) -> list[str]:
@@ -213,7 +218,7 @@ def _select_by_function(model: nn.Module, function: Callable[..., bool]) -> list
     is_fsdp1_policy = "recurse" in inspect.signature(function).parameters
     names: list[str] = []
     for name, module in model.named_modules():
-        if not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if not name or _is_container(module):
             continue
         if is_fsdp1_policy:
             numel = sum(map(torch.numel, module.parameters()))

@@ -244,8 +244,8 @@ class ShardwiseTrainer(_Trainer):
 
         Raises:
             ConfigError: there is no checkpoint, checkpoints of another run are in the folder, the checkpoint is of
-                another number of rows per step, or order of rows, a tracker would save the model, or the data
-                loader raises one.
+                other rows, another seed, number of rows per step, or order of rows, a tracker would save the model,
+                or an image of a row cannot be read.
             KeyMismatchError: the checkpoint is of another tuning.
             FormatError: the checkpoint is damaged.
             StorageError: it cannot be read.
@@ -342,7 +342,9 @@ class ShardwiseTrainer(_Trainer):
         except ConfigError as error:
             if is_stream:
                 raise  # the others wait for the batch
-            state = Failure.from_error(error)
+            # A worker's error has its trace before its text.
+            text = str(error).rpartition("ConfigError: ")[2].strip()
+            state = Failure.from_error(error if text == str(error) else ConfigError(text))
         if mismatched := self._synchronize(world, state):
             raise RankMismatchError(
                 f"{self._where()}: rank {mismatched.text} has another number of batches left than rank 0. Give "
@@ -420,10 +422,16 @@ class ShardwiseTrainer(_Trainer):
             )
 
     def _describe_rows(self) -> str:
-        """Return the number of rows, if it is known, and the seed that they are shuffled with."""
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        number = f"{len(self.train_dataset)} rows" if compat.has_length(self.train_dataset) else "a stream"
-        return f"{number} with seed {seed}"
+        """Return the number of rows, if it is known, and the seeds that they are shuffled with."""
+        args: Any = self.args
+        rows, is_shuffled = "a stream", False
+        if compat.has_length(self.train_dataset):
+            rows, is_shuffled = f"{len(self.train_dataset)} rows", args.train_sampling_strategy != "sequential"
+        if not is_shuffled and not getattr(args, "shuffle_dataset", False):
+            return rows
+        # The Trainer's samplers take data_seed if it is there, and TRL's always seed.
+        seeds = "" if args.data_seed is None else f" and data_seed {args.data_seed}"
+        return f"{rows} with seed {args.seed}{seeds}"
 
     def _describe_order(self, rows_per_step: int) -> str:
         """Return the settings and ranks on which the order of rows depends, "" if it does not."""

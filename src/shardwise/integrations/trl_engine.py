@@ -16,7 +16,6 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-from requests.adapters import HTTPAdapter
 from transformers import PreTrainedConfig
 
 from shardwise.core.errors import ConfigError, find_private, private, require_private
@@ -107,8 +106,8 @@ def engine_class() -> Any:
                     super()._init_vllm()
                 if self.mode == "server" and self.accelerator.is_main_process:
                     # Repeated, as TRL does with all that fail, it would wait for tensors that have been sent.
-                    client = self.vllm_client
-                    client.session.mount(f"{client.base_url}/update_weights", HTTPAdapter())
+                    client, without_retries = self.vllm_client, private("trl.generation.vllm_client:HTTPAdapter")()
+                    client.session.mount(f"{client.base_url}/update_weights", without_retries)
 
         def sync_weights(self) -> None:
             """Send the weights as TRL does. Collective: yes.

@@ -369,7 +369,8 @@ def from_pretrained(
 
     Raises:
         ConfigError: the config or an argument cannot be honored.
-        ShardingError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
+        ShardingError: the wrap policy matches nothing, or the model cannot be sharded on the mesh. A mesh with
+            other ranks than the group is an error where it is passed, without waiting for other ranks.
         KeyMismatchError, FormatError, StorageError, RankMismatchError: as for
             :func:`~shardwise.loading.load.load`.
     """

@@ -221,9 +221,12 @@ def record_truncated_normal() -> Iterator[None]:
         tensor.record(_TRUNCATED_NORMAL, (mean, std, a, b), {})
         return tensor
 
-    replaced = mock.patch.object(nn.init, "trunc_normal_", record)
-    with pretrained.replace_init_function("trunc_normal_", record), replaced:
-        yield
+    with pretrained.replace_init_function("trunc_normal_", record):
+        nn.init.trunc_normal_ = record
+        try:
+            yield
+        finally:  # torch's own, and not what was found: blocks of two threads may overlap
+            nn.init.trunc_normal_ = _TRUNCATED_NORMAL
 
 
 def copy_program(whole: torch.Tensor) -> Program:

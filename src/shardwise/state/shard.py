@@ -72,7 +72,7 @@ def shard(
 
     Args:
         model: any module, with the same names, shapes, ties and ``requires_grad`` on every rank. Compiled modules
-            and DistributedDataParallel are unwrapped.
+            and DistributedDataParallel are unwrapped; drop the latter, which keeps full parameters.
         sharding: mesh, wrap policy, mixed precision, offload. Without a mesh, all ranks form one. Without a process
             group nothing is sharded.
         optimizers: optimizers of the model's parameters, on every rank in the same order.
@@ -86,7 +86,8 @@ def shard(
         RankMismatchError: ranks have different models, optimizers, arguments, or dtypes without a common choice.
         RankLostError: a rank has been lost.
 
-    Every error is the same on every rank. All but the last come before anything is changed.
+    Every error is the same on every rank, but for that of a mesh with other ranks than the group, which is raised
+    where it is passed. All but the last come before anything is changed.
     """
     model, clock = unwrap(model), Clock()
     world = get_world(options, "shard")

@@ -332,7 +332,9 @@ def require_prompts(dataset: AnyDataset, method: TrainMethod) -> None:
         return
     for index, row in enumerate(islice(without_decoding(dataset), 10)):
         with naming_row(index):
-            if row["chosen"] and row["rejected"] and row["chosen"][0] != row["rejected"][0]:
+            answers = [row[name] for name in ("chosen", "rejected")]
+            first, other = [answer[:1] if isinstance(answer, str | list) else answer for answer in answers]
+            if first and other and first != other:
                 raise MalformedRowError(
                     "prompt: is missing, and chosen and rejected do not begin alike. Write prompt, or set "
                     "dataset_prompt_column"

@@ -159,7 +159,7 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
                 callback_class()
         except (RuntimeError, ValueError, ImportError) as error:
             raise ConfigError(
-                f"report_to: {tracker} cannot be used, {error}. Install its package, or remove it"
+                f"report_to: {tracker} cannot be used, {str(error).rstrip('.')}. Correct this, or remove it"
             ) from error
     if planned_ranks is None and getattr(training, "use_vllm", False) and not is_vllm_available():
         raise ConfigError("use_vllm: vLLM is not installed. Run pip install vllm, or remove it")
