@@ -671,11 +671,11 @@ def _make_batch(
             examples += make_examples(dict(zip(batch, values, strict=True)))
     # In order, each once.
     columns = names or dict.fromkeys(name for example in examples for name in example)
-    made = {name: [example.get(name) for example in examples] for name in columns}
+    written = {name: [example.get(name) for example in examples] for name in columns}
     # Here, because datasets would write these columns as JSON of its own.
-    encoded = {name: feature for name, feature in as_json.items() if name in made}
-    made |= datasets.Features(encoded).encode_batch({name: made[name] for name in encoded})
-    return made
+    encoded = {name: feature for name, feature in as_json.items() if name in written}
+    written |= datasets.Features(encoded).encode_batch({name: written[name] for name in encoded})
+    return written
 
 
 def _tokenize(
