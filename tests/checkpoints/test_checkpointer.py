@@ -89,10 +89,11 @@ def test_optimizers_of_several_kinds(tmp_path, make, settings):
     assert found[0]["losses"] == saved[0]["losses"]
 
 
-def test_state_that_an_optimizer_made_on_meta_is_allocated(tmp_path):
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_that_an_optimizer_made_on_meta_is_allocated(tmp_path, fused):
     def made(device):
         model = nn.Linear(3, 2, device=device)
-        return TrainState(model, torch.optim.Adagrad(model.parameters()))
+        return TrainState(model, torch.optim.Adagrad(model.parameters(), fused=fused))
 
     saved, restored = made("cpu"), made("meta")
     saved.model(torch.ones(1, 3)).sum().backward()

@@ -255,6 +255,19 @@ def test_rows_and_the_seed_that_shuffles_them(tmp_path: Path) -> None:
     assert described(iter([1, 2]), shuffle_dataset=True) == "a stream with seed 7"
 
 
+def test_a_row_of_a_data_worker_is_named_without_its_trace(tmp_path: Path) -> None:
+    def read() -> Iterator[None]:
+        traced = (
+            'Traceback (most recent call last):\n  File "x.py"\nshardwise.core.errors.ConfigError: row 6: is torn\n'
+        )
+        raise ConfigError(f"Caught ConfigError in DataLoader worker process 0.\nOriginal {traced}")
+        yield
+
+    trainer = unbuilt(object, tmp_path, callback_handler=SimpleNamespace(train_dataloader=None))
+    with pytest.raises(ConfigError, match=r"^row 6: is torn$"):
+        trainer._make_batches(World(0, 1), None, read(), 1)
+
+
 def test_it_comes_before_the_trainer() -> None:
     assert type("Right", (ShardwiseTrainer, Trainer), {})
     with pytest.raises(ConfigError, match=r"class Wrong\(ShardwiseTrainer, Trainer\)"):

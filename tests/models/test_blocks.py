@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.fsdp import wrap
-from shardwise.fsdp.policies import find_repeated_blocks, select_blocks
+from shardwise.fsdp.policies import find_listed_blocks, find_repeated_blocks, select_blocks
 from shardwise.fsdp.wrap import Sharding
 
 LAYERS = [f"transformer.h.{index}" for index in range(3)]
@@ -118,6 +118,20 @@ def test_blocks_are_the_outermost_that_repeat():
     pairs = [nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)]
     model.blocks = nn.ModuleList([nn.Sequential(OrderedDict(pair=pair)) for pair in pairs])
     assert find_repeated_blocks(model) == ["blocks.0", "blocks.1"]
+
+
+class Stage(nn.ModuleList):
+    def forward(self, rows):
+        return self[1](self[0](rows))
+
+
+def test_a_list_with_a_forward_is_a_block_and_others_are_left_out():
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model = nn.Module()
+    model.stages = nn.ModuleList([Stage(layers), Stage(layers)])
+    assert find_listed_blocks(model) == ["stages.0", "stages.1"]
+    model.stages = nn.ModuleList([*layers, nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])
+    assert find_listed_blocks(model) == ["stages.0", "stages.1", "stages.2.0", "stages.2.1"]
 
 
 def test_lists_of_blocks_in_a_list_are_no_blocks():

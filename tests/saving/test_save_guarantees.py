@@ -13,6 +13,8 @@ from tests.support.files import change_json
 from tests.support.own_code import modules_in
 from tests.support.world import attempt, require_same_error
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM
 
 import shardwise
@@ -103,6 +105,28 @@ def test_the_report_has_the_facts(tmp_path):
     assert list(report.seconds) == ["plan", "create", "write", "sync", "verify", "commit"]
     for part in ("F32→BF16", "tied        lm_head.weight = model.embed_tokens.weight", "removed"):
         assert part in str(report)
+
+
+def save_gathered(folder: str) -> list[str]:
+    """After an evaluation, whose root group stays gathered in bfloat16. The names of tensors that were rounded."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    averaged, compiled = AveragedModel(small_qwen3()), torch.compile(linear(), backend="eager")
+    for wrapper, inputs in ((averaged, torch.zeros(1, 3, dtype=torch.long)), (compiled, torch.zeros(1, 300))):
+        fully_shard(wrapper, mp_policy=policy)
+        with torch.no_grad():
+            wrapper(inputs)
+    shardwise.save(averaged, Path(folder, "averaged"), options=OPTIONS)
+    shardwise.save(compiled, Path(folder, "compiled"), options=OPTIONS)
+    rounded: list[str] = []
+    for name, model in (("averaged", small_qwen3()), ("compiled", linear())):
+        expected = {key: value.clone() for key, value in model.state_dict().items()}
+        shardwise.load(model, Path(folder, name))
+        rounded += [key for key, value in model.state_dict().items() if not torch.equal(value, expected[key])]
+    return rounded
+
+
+def test_a_root_that_stays_gathered_inside_of_which_the_model_is(worlds, tmp_path):
+    assert worlds(2).run(save_gathered, str(tmp_path)) == [[], []]
 
 
 def with_own_code(directory: Path, folder: Path) -> Path:

@@ -343,7 +343,8 @@ def test_chats_beside_answers_are_their_prompt(tmp_path: Path) -> None:
         for streaming in (False, True) if name in ("turns", "column") else (False,):
             rows, _ = load_data(file, tiny.tokenizer(), own=keys, dataset_streaming=streaming)
             assert list(rows) == [found] * 2, name
-    for name, answers in (("pairs", texts), ("lists", chats)):
+    turns = {key: value[0] for key, value in chats.items()}
+    for name, answers in (("pairs", texts), ("lists", chats), ("single turns", turns)):
         file = tiny.write_rows(
             tmp_path / f"{name}.jsonl", {**asked, **answers, "rejected": answers["chosen"]}, asked | answers
         )

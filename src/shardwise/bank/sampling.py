@@ -290,14 +290,10 @@ class _Sequences:
 
         Collective: as the base is.
         """
-        kwargs: dict[str, Any] = {"position_ids": self._positions, "logits_to_keep": 1}
-        output: Any = self._base.model(
-            input_ids=self.ids,
-            attention_mask=self._mask,
-            use_cache=True,
-            **{self._cache_name: self._cache},
-            **{key: value for key, value in kwargs.items() if key in self._accepted},
-        )
+        optional: dict[str, Any] = {"position_ids": self._positions, "logits_to_keep": 1}
+        kwargs = {key: value for key, value in optional.items() if key in self._accepted}
+        kwargs[self._cache_name] = self._cache
+        output: Any = self._base.model(input_ids=self.ids, attention_mask=self._mask, use_cache=True, **kwargs)
         self._cache = getattr(output, self._cache_name, None)
         # The last position of each row: padding is on the left, so this is its last token.
         logits: torch.Tensor = output.logits[:, -1].float()

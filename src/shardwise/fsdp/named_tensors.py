@@ -24,11 +24,14 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside of ``torch.compile`` and DistributedDataParallel, or the module itself."""
+    """Return the module inside of ``torch.compile`` and DistributedDataParallel, or the module itself.
+
+    FSDP2 groups of the outer modules are resharded.
+    """
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
     if not isinstance(inner, nn.Module):
         return model
-    if isinstance(model, FSDPModule):  # whose group collect_tensors does not see from inside
+    if isinstance(model, FSDPModule):  # collect_tensors sees the groups of the inner modules only
         model.reshard()
     return unwrap(inner)
 

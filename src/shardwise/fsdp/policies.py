@@ -196,7 +196,9 @@ def find_listed_blocks(model: nn.Module) -> list[str]:
     """
     blocks: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{block}.") for block in blocks):
+        if not isinstance(module, nn.ModuleList):
+            continue
+        if any(f"{name}.".startswith(f"{block}.") for block in blocks):  # a block, or inside of one
             continue
         called = [(index, member) for index, member in enumerate(module) if not _is_container(member)]
         kinds = {type(member) for _, member in called}

@@ -228,7 +228,7 @@ class _Binder:
 
 def _to_device(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
     """Move a single number as torch does: steps to the host unless a kernel reads them, others to the parameter."""
-    if value.is_meta:
+    if value.is_meta:  # of an optimizer that was made on meta: a restore replaces it
         return value
     if key.entry == "step":
         return to_device(value, parameter.device) if is_read_by_kernels else value

@@ -192,7 +192,7 @@ def check_when_read(dataset: AnyDataset, check: ImageRowCheck) -> AnyDataset:
     return checked.cast(dataset.features) if dataset.features else checked
 
 
-class ReadRows(torch.utils.data.Dataset[dict[str, Any]]):
+class ImageRows(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows whose images are read with them, as the processor would read them: an error names the row.
 
     Args:

@@ -24,7 +24,7 @@ from shardwise.ranks.world import World
 from shardwise.training import trl_objects
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
 from shardwise.training.dataset_preparation import find_image_column, get_tokenizer
-from shardwise.training.image_rows import ReadRows, TowerCallback
+from shardwise.training.image_rows import ImageRows, TowerCallback
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_estimate import plan_run
 from shardwise.training.run_inputs import SINGLE, TrainingRecord, honor_timeout, open_inputs
@@ -73,7 +73,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         if (column := find_image_column(data[0])) is not None:
             for name in ("train_dataset", "eval_dataset"):
                 if isinstance(rows := getattr(trainer, name), datasets.Dataset):
-                    setattr(trainer, name, ReadRows(rows, column, processor))
+                    setattr(trainer, name, ImageRows(rows, column, processor))
             checkpointing = arguments.training.gradient_checkpointing_kwargs or {}
             is_reentrant = bool(checkpointing.get("use_reentrant"))
             trainer.add_callback(TowerCallback(trainer.model, is_reentrant=is_reentrant))

@@ -327,7 +327,7 @@ def select_dtypes(
             texts: list[str] = []
             for dtype in sorted(set(by_rank)):
                 ranks = [rank for rank, other in enumerate(by_rank) if other == dtype]
-                texts.append(f"{dtype} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks, global_ranks)}")
+                texts.append(f"{dtype} on rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, global_ranks)}")
             errors.append(f"{name} is {', '.join(texts)}")
     if errors:
         shown = "\n  ".join(abbreviate(errors))
