@@ -24,7 +24,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects
 from shardwise.training.adapter_rows import tokenize
 from shardwise.training.arguments import ShardwiseArguments
-from shardwise.training.image_rows import ImageRowCheck, ReadRows
+from shardwise.training.image_rows import ImageRowCheck, ImageRows
 
 pytestmark = pytest.mark.distributed
 
@@ -312,7 +312,7 @@ def test_an_image_that_cannot_be_read_names_its_row(folder: Path) -> None:
     for image, features, message in cases:
         ImageRowCheck(given, processor, "images")({**row, "images": [image]}, 1)
         good = whole if features is None else {"path": whole, "bytes": None}
-        rows = ReadRows(datasets.Dataset.from_dict({"images": [[good], [image]]}, features), "images", processor)
+        rows = ImageRows(datasets.Dataset.from_dict({"images": [[good], [image]]}, features), "images", processor)
         assert rows[0]["images"][0].size == size
         with pytest.raises(ConfigError, match=f"row 2 of the dataset: {message}.*Replace it") as raised:
             rows[1]
