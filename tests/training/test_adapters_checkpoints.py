@@ -169,7 +169,7 @@ def commit_third(folder: Path, limit: int | None) -> None:
     adapter: Any = SimpleNamespace(
         _folder=folder,
         _position=(0, 2),
-        _order=SimpleNamespace(count=4, rows_per_step=2),
+        _order=StepOrder(count=4, rows_per_step=2, seed=5),
         state=TrainerState(global_step=3),
         args=SimpleNamespace(save_total_limit=limit),
     )
@@ -194,6 +194,23 @@ def test_an_adapter_resumes_with_as_many_rows_in_a_step(tmp_path: Path) -> None:
         AdapterTraining._require_equal_steps(ada, found)
     ada.is_done = True
     AdapterTraining._require_equal_steps(ada, found)
+
+
+def test_an_adapter_resumes_with_rows_in_the_same_order(tmp_path: Path) -> None:
+    """Earlier versions have not saved the seed."""
+    (tmp_path / "earlier").mkdir()
+    state(tmp_path / "earlier", 2)
+    commit_third(tmp_path, None)
+    [(_, earlier), (_, found)] = map(_find_latest, (tmp_path / "earlier", tmp_path))
+    assert earlier is not None
+    assert found is not None
+    ada: Any = SimpleNamespace(_folder=tmp_path, _order=StepOrder(count=4, rows_per_step=2, seed=5))
+    AdapterTraining._restore(ada, found)
+    assert (ada._position, ada._order.offset) == ((0, 2), 2)
+    ada._order.seed = 6
+    AdapterTraining._restore(ada, earlier)
+    with pytest.raises(ConfigError, match=r"whose rows are shuffled with seed 5, not 6\. Keep data_seed"):
+        AdapterTraining._restore(ada, found)
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_training(

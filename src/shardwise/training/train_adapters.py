@@ -308,6 +308,12 @@ class AdapterTraining:
                 f"{self._folder}: has a training on {position['count']} rows, not {self._order.count}. Use the "
                 "same datasets, or another output_dir"
             )
+        seed = position.get("seed", self._order.seed)  # earlier versions did not save it
+        if seed != self._order.seed:
+            raise ConfigError(
+                f"{self._folder}: has a training whose rows are shuffled with seed {seed}, not {self._order.seed}. "
+                "Keep data_seed (without one, seed), or use another output_dir"
+            )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
 
@@ -493,8 +499,9 @@ class AdapterTraining:
     def _commit(self, checkpoint: Path) -> None:
         """Complete a checkpoint with the state of the Trainer, and remove the oldest checkpoints."""
         epoch, offset = self._position
-        order = {"count": self._order.count, "rows_per_step": self._order.rows_per_step}
-        position = {_POSITION: {**order, "epoch": epoch, "offset": offset}}
+        order = self._order
+        data = {"count": order.count, "rows_per_step": order.rows_per_step, "seed": order.seed}
+        position = {_POSITION: {**data, "epoch": epoch, "offset": offset}}
         content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
         with open_writer(checkpoint) as writer:
             writer.replace(STATE_FILE, content.encode())
