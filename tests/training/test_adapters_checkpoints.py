@@ -48,11 +48,14 @@ def test_a_run_is_recorded_beside_its_adapters(tmp_path: Path, monkeypatch: pyte
     tiny.tokenizer().save_pretrained(tmp_path / "words")
     rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.chat("Hi", "Ho"))
     values = {"model_name_or_path": str(tmp_path / "words"), "dataset_name": str(rows), "output_dir": "~/out"}
-    with open_inputs(read_run_config(config({**values, "adapters": {"ada": {}}})), 0) as inputs:
+    adapters = {"ada": {}, "bob": {"learning_rate": 1.0, "lora_r": 2}, "eve": {"max_length": 9}}
+    with open_inputs(read_run_config(config({**values, "adapters": adapters})), 0) as inputs:
         assert inputs.output == tmp_path / "out" == Path(inputs.arguments["ada"].training.output_dir).parent
         assert (tmp_path / "out" / RUN_FOLDER).is_dir()
         train, test = inputs.data["ada"]
         assert (test, next(iter(train)).keys()) == (None, {"input_ids", "labels"})
+        # Rows are tokenized once for adapters that differ in their steps only.
+        assert [inputs.data[name][0] is train for name in adapters] == [True, True, False]
     (tmp_path / "out" / "ada").mkdir()
     (tmp_path / "out" / "ada" / "adapter_model.safetensors").touch()
     for key, value, default in (

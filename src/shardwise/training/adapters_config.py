@@ -5,6 +5,7 @@ override.
 """
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,20 +17,24 @@ from shardwise.training.arguments import AdapterMethod, ShardwiseArguments
 from shardwise.training.keys import find_conflicts, find_faults, get_keys
 from shardwise.training.run_config import RunConfig, raise_faults
 
-ADAPTER_KEYS: Final = frozenset(
+_STEP_KEYS: Final = frozenset(
     {
-        *("loss", "beta", "disable_dropout"),
+        *("beta", "disable_dropout"),
         *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora"),
-        *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
-        *("datasets", "test_split_size", "assistant_only_loss", "completion_only_loss"),
-        *("max_length", "truncation_mode", "shuffle_dataset", "seed", "data_seed"),
         *("learning_rate", "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
         *("max_steps", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size"),
-        *("gradient_accumulation_steps", "eval_strategy", "eval_steps", "logging_steps"),
+        *("gradient_accumulation_steps", "eval_steps", "logging_steps"),
         *("save_strategy", "save_steps", "save_total_limit"),
     }
 )
+"""Keys that change how an adapter is trained on its rows, and not the rows."""
+
+ADAPTER_KEYS: Final = _STEP_KEYS | {
+    *("loss", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
+    *("datasets", "test_split_size", "assistant_only_loss", "completion_only_loss", "eval_strategy"),
+    *("max_length", "truncation_mode", "shuffle_dataset", "seed", "data_seed"),
+}
 """Keys that an adapter may override."""
 
 _SHARED_KEYS: Final = frozenset(
@@ -104,6 +109,12 @@ def read_adapters(config: RunConfig) -> dict[str, RunConfig]:
         conflicts = find_conflicts(adapter.values, adapter.own)
         raise_faults(config.source, [f"adapters.{name}: {fault}" for fault in conflicts])
     return adapters
+
+
+def describe_row_settings(config: RunConfig) -> str:
+    """Return the settings of an adapter that its tokenized rows depend on, as text."""
+    values = {key: value for key, value in config.values.items() if key not in _STEP_KEYS | {"output_dir"}}
+    return json.dumps([values, asdict(config.own)], sort_keys=True, default=repr)
 
 
 def _expand(config: RunConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:

@@ -24,7 +24,7 @@ from shardwise.ranks.world import World
 from shardwise.saving.locked_folder import lock_on_first_rank
 from shardwise.training import trl_objects
 from shardwise.training.adapter_rows import tokenize
-from shardwise.training.adapters_config import read_adapters
+from shardwise.training.adapters_config import describe_row_settings, read_adapters
 from shardwise.training.dataset_loading import AnyDataset
 from shardwise.training.rank_comparison import (
     effective_settings,
@@ -136,13 +136,20 @@ def open_inputs(config: RunConfig, local_rank: int) -> Iterator[RunInputs]:
         with World.current(call="train") as world, world.collective("load the tokenizer"):
             processor = trl_objects.load_processor(shared)
         data: dict[str, tuple[AnyDataset, AnyDataset | None]] = {}
+        # The adapters of a sweep of learning rates share their rows.
+        by_settings: dict[str, tuple[AnyDataset, AnyDataset | None]] = {}
         for name, arguments in parsed.items():
+            settings_of_rows = describe_row_settings(configs[name])
+            if settings_of_rows in by_settings:
+                data[name] = by_settings[settings_of_rows]
+                continue
             with name_adapter(name):
                 data[name] = trl_objects.load_data(arguments, processor, local_rank)
                 if config.own.has_adapters:  # TRL's trainers tokenize rows themselves
                     data[name] = tokenize(data[name], arguments, processor, local_rank)
             for split, dataset in zip(("train", "test"), data[name], strict=True):
                 require_same_rows(f"{name}.{split}" if name else split, dataset)
+            by_settings[settings_of_rows] = data[name]
         yield RunInputs(parsed, processor, data, output, record, request)
 
 

@@ -112,18 +112,19 @@ def _add_adapters(inputs: RunInputs, config: RunConfig, world: World) -> list[Ad
     bank = AdapterBank(model, max_tokens_per_pass=tokens_per_pass)
     shared = SharedBank(world, bank, tokens_per_pass, inputs.processor, inputs.record)
     # All rows are checked before the first adapter is added, so that a bad row ends the run before any training.
+    # Adapters with the same settings of rows have one dataset.
+    rows_by_dataset: dict[int, TokenizedRows] = {}
     for name, splits in inputs.data.items():
         with name_adapter(name):
             for dataset in splits:
-                if dataset is not None:
+                if dataset is not None and id(dataset) not in rows_by_dataset:
                     require_embedded_tokens(dataset, inputs.processor, model)
+                    rows_by_dataset[id(dataset)] = TokenizedRows(dataset, inputs.arguments[name].own.method)
     adapters = []
     for name, arguments in inputs.arguments.items():
-        rows_of_adapter: list[TokenizedRows | None] = []
-        for rows in inputs.data[name]:
-            rows_of_adapter.append(None if rows is None else TokenizedRows(rows, arguments.own.method))
+        rows = [None if dataset is None else rows_by_dataset[id(dataset)] for dataset in inputs.data[name]]
         with name_adapter(name):
-            adapters.append(AdapterTraining(name, arguments, rows_of_adapter, shared))
+            adapters.append(AdapterTraining(name, arguments, rows, shared))
             adapters[-1].join()
     return adapters
 
