@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from shardwise.ranks import processes
 from shardwise.ranks.processes import (
     RankEndedError,
     RankError,
+    _open_store,
     _priority,
     run_spawned,
 )
@@ -63,6 +65,17 @@ def test_a_signal_ends_all_ranks_until_the_first_one_can_be_asked():
         run_spawned(2, faults.terminate, os.getpid(), asks_first=True)
     assert caught.value.code == 128 + signal.SIGTERM
     assert run_spawned(2, faults.terminate_when_stoppable, os.getpid(), asks_first=True) == [True, False]
+
+
+def test_what_ranks_exchange_is_in_no_file_and_on_no_network(tmp_path):
+    first, second = (_open_store(rank, 2, str(tmp_path)) for rank in (0, 1))
+    for number in range(10):
+        first.set(f"turn {number}", b"." * 10_000)
+        assert len(second.get(f"turn {number}")) == 10_000
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1000
+    # A socket for all addresses would answer here.
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", first.port)):
+        pass
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -74,7 +75,7 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
         RankError: a rank failed otherwise, or ended.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
-        # The folder has the store of the process group, "begun" and "stoppable" of the first rank, and outcomes.
+        # The folder has the port of the ranks' store, "begun" and "stoppable" of the first rank, and outcomes.
         call = size, folder, function, args
         context: Any = start_processes(_run_rank, call, size, join=False, start_method="spawn")
         with _signals(context.processes, Path(folder, "stoppable") if asks_first else None):
@@ -192,8 +193,8 @@ def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, ar
 
     try:
         torch.set_num_threads(max(1, machine.processor_count() // size))
-        store = FileStore(str(Path(folder, "store")), size)
-        dist.init_process_group(select_accelerator({}, rank, size), store=store, rank=rank, world_size=size)
+        backends, store = select_accelerator({}, rank, size), _open_store(rank, size, folder)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size)
         try_collectives()
         if rank == 0:
             Path(folder, "begun").touch()
@@ -205,6 +206,22 @@ def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, ar
     except BaseException:
         text = "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
         return Failure(RankError.__name__, text.strip())
+
+
+def _open_store(rank: int, size: int, folder: str) -> Store:
+    """Return the store of new ranks: a server in the first one, whose port the others read from a file.
+
+    The file itself would do only for a short call, because each value that is set is appended to it.
+    """
+    ports = FileStore(str(Path(folder, "store")), size)
+    if rank != 0:
+        return TCPStore("127.0.0.1", int(ports.get("port")), size, is_master=False, wait_for_workers=False)
+    # A socket of ours, because torch's would listen on all interfaces.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    store = TCPStore("127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    ports.set("port", str(port))
+    return store
 
 
 def try_collectives() -> None:
