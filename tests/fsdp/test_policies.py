@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests import zoo
 from tests.fsdp.on_fake_ranks import fake_rank
 from tests.models.small import qwen3
 from torch import nn
@@ -43,6 +44,15 @@ def test_policies_name_modules(policy, expected):
 
 def test_automatic_uses_what_names_the_blocks():
     assert select_blocks(gpt2(), "auto") == ["transformer.h.0", "transformer.h.1"]
+
+
+def test_a_tower_that_the_plan_misses_has_groups_of_its_own():
+    """Every config of transformers has a plan, of which only the layers of text match."""
+    model = zoo.meta_model(zoo.Specimen("llava", "llava", "LlavaForConditionalGeneration", "vision-language"))
+    planned = select_blocks(model, "model_plan")
+    assert not any("vision" in name for name in planned)
+    tower = ["embeddings", "encoder.layers.0", "encoder.layers.1"]
+    assert select_blocks(model, "auto") == [*planned, *(f"model.vision_tower.{name}" for name in tower)]
 
 
 @pytest.mark.parametrize("policy", [Classes(("LlamaDecoderLayer",)), "no_split_modules"])

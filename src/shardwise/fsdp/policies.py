@@ -72,8 +72,8 @@ WrapPolicy: TypeAlias = NamedPolicy | Classes | MinSize | Matching
 
 ``"model_plan"``: those of the model's own FSDP plan (``_fsdp_plan`` of transformers). ``"no_split_modules"``: those
 whose class is in the model's ``_no_split_modules``. ``"module_list"``: the members of every outermost
-``nn.ModuleList`` that has a class twice. ``"auto"``: the first of these that matches. ``"whole_model"``: one group
-for a small model.
+``nn.ModuleList`` that has a class twice. ``"auto"``: the first of these that matches, and with the plan the
+``_no_split_modules`` that it misses, as in a vision tower. ``"whole_model"``: one group for a small model.
 """
 
 
@@ -90,12 +90,32 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
         if names := _select(model, candidate):
             if isinstance(policy, Classes):
                 _require_matches(model, policy)
+            if policy == "auto" and candidate == "model_plan":
+                names += _select_outside(model, names)
             return names
     numel = sum(parameter.numel() for parameter in model.parameters())
     raise ShardingError(
         f"{policy} matches nothing in {type(model).__name__}, which has {numel:,} elements in modules of "
         f"{_classes_in(model)}. Pass wrap=Classes(names=(...)), or 'whole_model' to gather everything at once"
     )
+
+
+def _select_outside(model: nn.Module, planned: Sequence[str]) -> list[str]:
+    """Return the blocks of ``"no_split_modules"`` that are neither in planned groups nor around them.
+
+    The plan that every model of transformers has matches the layers of its text, and none of a vision tower.
+    """
+    around = {""}
+    for name in planned:
+        while name not in around:
+            around.add(name)
+            name = name.rpartition(".")[0]
+    outside: list[str] = []
+    for name in _select(model, "no_split_modules"):
+        is_inside = any(f"{name}.".startswith(f"{block}.") for block in planned)
+        if name not in around and not is_inside:
+            outside.append(name)
+    return outside
 
 
 def _require_matches(model: nn.Module, policy: Classes) -> None:
