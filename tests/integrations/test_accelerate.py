@@ -14,7 +14,7 @@ from tests.integrations import accelerate_errors, accelerate_states, acceleratin
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
 from tests.small_checkpoints import small_qwen3
 from tests.support.local_ranks import RankError
-from tests.support.world import agreed, require_same_error, run_world
+from tests.support.world import agreed, require_same_error, run_forked
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise
@@ -175,7 +175,7 @@ def test_a_killed_save_leaves_the_one_before(worlds, qwen3, tmp_path):
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(RankError):
-        run_world(2, accelerate_states.killed, qwen3, str(folder))
+        run_forked(2, accelerate_states.killed, qwen3, str(folder))
     assert (folder / "notes.txt").read_text() == "mine"
     for differing, _ in worlds(1).run(accelerate_states.resumed, qwen3, str(folder), (OURS, True), "whole"):
         assert differing == []

@@ -52,17 +52,18 @@ INITS = {
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shards_are_parts_of_the_whole(name, block, dim, monkeypatch):
     monkeypatch.setattr(initial_programs, "BLOCK_NUMEL", block)
-    program = program_of(INITS[name])
+    shape = (22, 10)
+    program = program_of(INITS[name], shape)
     assert program.is_elementwise
     whole = whole_value(program)
     assert not whole.isnan().any()
     for size in (2, 3, 8, 64):
-        parts = []
+        chunks, parts = whole.chunk(size, dim), []
         for rank in range(size):
-            rows = whole.chunk(size, dim)[rank].shape[dim] if rank < len(whole.chunk(size, dim)) else 0
-            shape = (rows, 50) if dim == 0 else (40, rows)
-            boxes = boxes_at((40, 50), (Shard(dim),), (size,), (rank,), contiguous_strides(shape))
-            parts.append(values_of(program, shape, boxes))
+            rows = chunks[rank].shape[dim] if rank < len(chunks) else 0
+            part = (rows, 10) if dim == 0 else (22, rows)
+            boxes = boxes_at(shape, (Shard(dim),), (size,), (rank,), contiguous_strides(part))
+            parts.append(values_of(program, part, boxes))
         assert torch.equal(torch.cat(parts, dim), whole)
 
 

@@ -29,9 +29,17 @@ _PRELOADED = (
         "tests.state.stating",
     ),
     *("tests.checkpoints.on_ranks", "tests.faults.on_ranks", "tests.faults.saving"),
-    *("tests.torture.verbs", "matplotlib.backends.backend_agg"),
+    *("tests.torture.verbs", "tests.training.on_ranks"),
+    *("matplotlib.backends.backend_agg", "matplotlib.figure"),
 )
 """Modules that ranks need, imported once by the process that they are forked from."""
+
+
+def _keep_conversions() -> None:
+    """Let transformers compile the thousand patterns of its weight conversions, which it keeps."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")
 
 
 def start_server() -> multiprocessing.context.ForkServerContext:
@@ -68,3 +76,4 @@ if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # in th
     for _name in _PRELOADED:
         with suppress(ConfigError, ImportError):  # transformers before 5.19, whose Trainer is not supported; no TRL
             import_module(_name)
+    _keep_conversions()
