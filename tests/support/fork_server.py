@@ -76,4 +76,5 @@ if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # in th
     for _name in _PRELOADED:
         with suppress(ConfigError, ImportError):  # transformers before 5.19, whose Trainer is not supported; no TRL
             import_module(_name)
-    _keep_conversions()
+    with suppress(ImportError):  # saves time, and decides nothing
+        _keep_conversions()
