@@ -38,6 +38,7 @@ from transformers.trainer_callback import ExportableState
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.train_state import TrainState, describe_selection, generator_states, restore_generators
+from shardwise.checkpoints.trainer_folders import MODEL_ALONE, STATE_FOLDER, TrainerHeader
 from shardwise.core.errors import (
     ConfigError,
     KeyMismatchError,
@@ -55,8 +56,7 @@ from shardwise.integrations import accelerate_compat, trainer_checkpoints, train
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.streamed_rows import split_by_row
-from shardwise.integrations.trainer_checkpoints import MODEL_ALONE, TrainerHeader
-from shardwise.integrations.trainer_restoring import STATE_FOLDER, load_trainer_checkpoint
+from shardwise.integrations.trainer_restoring import load_trainer_checkpoint
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.collective_errors import translate_collective_errors
