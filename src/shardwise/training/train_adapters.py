@@ -59,7 +59,7 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
         output, request = inputs.output, inputs.request
         adapters = _add_adapters(inputs, config, world)
         has_stopped, failures, memory = train_together(adapters, request)
-        if world.rank == 0:
+        if world.rank == 0 and not has_stopped:
             draw_curves(output, {adapter.name: adapter.state.log_history for adapter in adapters}, memory)
     # By adapter: steps, the last losses, and the failure of one that has failed.
     metrics: dict[str, dict[str, Any]] = {}
