@@ -41,6 +41,7 @@ from shardwise.checkpoints.train_state import TrainState, describe_selection, ge
 from shardwise.checkpoints.trainer_folders import MODEL_ALONE, STATE_FOLDER, TrainerHeader
 from shardwise.core.errors import (
     ConfigError,
+    FormatError,
     KeyMismatchError,
     RankLostError,
     RankMismatchError,
@@ -686,7 +687,11 @@ class ShardwiseTrainer(_Trainer):
         requested = self._optimizer_settings()
         with Checkpointer(Path(checkpoint) / STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
             state, step = self._training_state(), self._header.step
-            report = checkpointer.restore(state, step, on_other_base=self._on_other_base)
+            try:
+                report = checkpointer.restore(state, step, on_other_base=self._on_other_base)
+            except FormatError as error:
+                error.args = (f"{error}. To resume from the checkpoint before it, remove {checkpoint}",)
+                raise
         if self._optimizer_settings() != requested:
             _log.warning(
                 "%s: learning_rate and weight_decay stay those of the checkpoint, not those of the arguments. To "

@@ -210,7 +210,13 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
         source = requested
         step = read_header(requested).step
         at = step if requested.parent.resolve() == run.resolve() else -1
-    if others_in_way := sorted([*foreign, *(step for step in complete if step > at)]):
+    later = [step for step in complete if step > at]
+    if source is not None and at >= 0 and later and not foreign:
+        raise ConfigError(
+            f"output_dir={str(run)!r} has {_names(later)}, which this training would overwrite or remove. Remove "
+            f"them to resume from {source.name}, or pass resume_from_checkpoint=True to resume from the newest"
+        )
+    if others_in_way := sorted([*foreign, *later]):
         resume = "resume_from_checkpoint=True to resume from the newest, or choose " if complete else ""
         raise ConfigError(
             f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "
