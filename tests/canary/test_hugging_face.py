@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers import core_model_loading, modeling_utils, trainer_utils
 
+from shardwise.checkpoints import trainer_folders
 from shardwise.files.accelerate_saves import MODEL, OPTIMIZER
 from shardwise.fsdp import policies
 from shardwise.integrations import trainer_restoring
@@ -168,7 +169,7 @@ def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
 def test_files_of_accelerate_and_of_the_trainer() -> None:
     assert MODEL.stem == accelerate_names.FSDP_MODEL_NAME
     assert OPTIMIZER.stem == accelerate_names.OPTIMIZER_NAME
-    assert transformers.trainer.TRAINER_STATE_NAME == trainer_restoring.STATE_FILE
+    assert transformers.trainer.TRAINER_STATE_NAME == trainer_folders.STATE_FILE
     assert transformers.trainer.OPTIMIZER_NAME == trainer_restoring._OPTIMIZER_FILE
     assert transformers.trainer.SCHEDULER_NAME in trainer_restoring._NOT_READ
     assert trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"

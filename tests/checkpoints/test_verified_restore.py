@@ -3,6 +3,7 @@
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +16,7 @@ from tests.small_checkpoints import small_qwen3
 import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints.step_folders import open_folder
+from shardwise.checkpoints.trainer_folders import MODEL_ALONE, TrainerHeader
 from shardwise.cli import main
 
 
@@ -121,6 +123,34 @@ def test_verify_reads_all_of_a_training(run, tmp_path):
     result = command(tmp_path / "run")
     assert result.exit_code == 1
     assert damaged.split(" ")[0] in result.output
+
+
+def test_verify_of_a_trainer_reads_model_and_state(run, tmp_path):
+    """Of a folder of several, the newest complete one."""
+    place = tmp_path / "checkpoint-3"
+    shutil.copytree(run / "step-3", place / "state" / "step-3")
+    model = shardwise.save(small_qwen3(), place).tensors
+    (place / "shardwise.begun").touch()
+    with pytest.raises(shardwise.ShardwiseError, match="no weights found"):
+        shardwise.verify(tmp_path)
+    header = TrainerHeader(3, "everything", 8, 2)
+    (place / "shardwise.trainer.json").write_bytes(header.to_bytes())
+    (tmp_path / "checkpoint-20").mkdir()
+    for folder in (tmp_path, place):
+        report = shardwise.verify(folder)
+        assert report.is_sound
+        assert (report.checkpoint, report.tensors) == (str(place), model + 49)
+        assert "coverage    all that Qwen3ForCausalLM needs" in str(report)
+        assert "a training after 3 steps" in str(report)
+    [(file, position), *_] = [(f"state/step-3/{file}", position) for file, position in tensor_places(run, 3)]
+    for name, where in ((file, position), (next(place.glob("*.safetensors")).name, -1)):
+        on_ranks.flip(place / name, where)
+        assert len(shardwise.verify(tmp_path).damaged) == command(place).exit_code == 1
+        on_ranks.flip(place / name, where)
+    shutil.rmtree(place / "state")
+    assert command(place).exit_code == 2
+    (place / "shardwise.trainer.json").write_bytes(replace(header, holds=MODEL_ALONE).to_bytes())
+    assert shardwise.verify(place).tensors == model
 
 
 def test_verify_of_a_checkpoint_that_was_never_completed(run, tmp_path):

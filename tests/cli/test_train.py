@@ -183,6 +183,15 @@ def test_where_ranks_come_from() -> None:
     assert read_launch(TORCHRUN) == {"RANK": 3, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "MASTER_PORT": 29500}
 
 
+@pytest.mark.parametrize("command", ["merge-adapter", "merge-weights"])
+def test_ranks_do_not_repeat_what_one_process_does(command: str, tmp_path: Path) -> None:
+    arguments = [command, *["in"] * (1 + (command == "merge-adapter")), str(tmp_path / "out")]
+    result = RUNNER.invoke(main, arguments, env=TORCHRUN)
+    assert result.exit_code == 2
+    assert "with WORLD_SIZE=8, and this command is one process. Start it without torchrun" in result.stderr
+    assert "importing" not in result.stderr
+
+
 def test_one_rank_is_this_process_if_there_is_no_accelerator(monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("shardwise.ranks.processes.run_spawned", lambda size, *_, **__: f"{size} spawned")

@@ -26,6 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerControl,
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress
 
+from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.ranks.world import World
 
@@ -328,6 +329,27 @@ def test_the_header_decides_what_is_restored(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(exist_ok=True)
     trainer._load_optimizer_and_scheduler(str(tmp_path))
     assert restored == [str(tmp_path)] * 2
+
+
+def test_a_damaged_checkpoint_leads_to_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfTrl:
+        def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+            pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise FormatError("it does not match its checksum")
+
+    monkeypatch.setattr(Checkpointer, "restore", fail)
+    older, newest = save(tmp_path, 2), save(tmp_path, 4)
+    model = nn.Linear(1, 1)
+    given: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters()), "_on_other_base": "error"}
+    given |= {"lr_scheduler": None, "accelerator": None, "_header": trainer_checkpoints.TrainerHeader(4, "", 8, 2)}
+    with pytest.raises(FormatError, match=f"checksum. To resume from the checkpoint before it, remove {newest}"):
+        unbuilt(OfTrl, tmp_path, **given)._load_optimizer_and_scheduler(str(newest))
+    with pytest.raises(ConfigError, match="has checkpoint-4, which .* Remove them to resume from checkpoint-2"):
+        trainer_checkpoints.resume_source(tmp_path, older)
+    trainer_checkpoints.remove_others(tmp_path, 2)
+    assert trainer_checkpoints.resume_source(tmp_path, older) == (older, False)
 
 
 def test_all_but_the_best_are_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

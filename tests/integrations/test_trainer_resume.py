@@ -218,7 +218,9 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     shutil.copytree(later / "checkpoint-2", later / "checkpoint-6")
     facts = later / "checkpoint-6" / "shardwise.trainer.json"
     change_json(facts, step=6)
-    assert "checkpoint-6 of another run" in refused(saving(folder, later).but(resume=str(later / "checkpoint-2")))
+    from_older = refused(saving(folder, later).but(resume=str(later / "checkpoint-2")))
+    assert "has checkpoint-6, which this training would overwrite" in from_older
+    assert "Remove them to resume from checkpoint-2" in from_older
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "checkpoint-3").touch()
     assert "checkpoint-3 of another run" in refused(saving(folder, tmp_path / "file"))

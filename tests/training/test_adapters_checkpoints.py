@@ -20,7 +20,7 @@ from transformers import TrainerState
 
 from shardwise.bank.adapter import AdapterStep
 from shardwise.bank.rows import Request
-from shardwise.core.errors import ConfigError, FormatError, TrainingError
+from shardwise.core.errors import ConfigError, FormatError, StorageError, TrainingError
 from shardwise.ranks.world import World
 from shardwise.saving.saving_lock import LOCK_FILE
 from shardwise.training.adapter_rows import StepOrder, TokenizedRows
@@ -71,6 +71,13 @@ def test_a_run_is_recorded_beside_its_adapters(tmp_path: Path, monkeypatch: pyte
             pass
         with open_inputs(same, 0):
             pass
+
+
+def test_an_output_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = f"output_dir: {tmp_path}/file/out cannot be created, Not a directory. Set one"
+    with pytest.raises(StorageError, match=message), lock_output(tmp_path / "file" / "out", {"method": "sft"}, []):
+        pass
 
 
 def test_an_adapter_that_has_saved_nothing_may_change(tmp_path: Path) -> None:

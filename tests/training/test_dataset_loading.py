@@ -1,5 +1,6 @@
 """Datasets of ``shardwise train``: names and mixtures."""
 
+import errno
 import gzip
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,17 @@ def test_a_folder_of_save_to_disk_is_named(tmp_path: Path) -> None:
     for name in ("rows", "splits"):
         with pytest.raises(ConfigError, match=f"{name}: is a folder of save_to_disk. Save the rows by to_parquet"):
             load(str(tmp_path / name))
+
+
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/cache")
+
+    monkeypatch.setattr(datasets.builder.os, "makedirs", fail)
+    with pytest.raises(ConfigError, match=r"Read-only file system: '/cache'. .* env: {HF_DATASETS_CACHE"):
+        load(write(tmp_path / "rows.jsonl", 3, "a"))
 
 
 def test_a_column_that_a_dataset_of_a_mixture_lacks_is_named(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def read(folder: Path, values: dict[str, Any], method: str = "sft", *, strict: b
         ("sft", {"optim": "paged_adamw_32bit"}, {"optim": "adamw_torch"}, "optim: paged_adamw_32bit is read as"),
         ("sft", {"packing_strategy": "ffd"}, {"packing_strategy": "bfd"}, "packing_strategy: ffd is read as bfd"),
         ("sft", {"eval_strategy": False}, {"eval_strategy": "no"}, "eval_strategy: False is read as no"),
+        ("sft", {"report_to": False}, {"report_to": "none"}, "report_to: False is read as none"),
         ("sft", {"dataset_configs": ["c"]}, {"dataset_config": "c"}, "dataset_configs: read as dataset_config: c"),
         ("sft", {"dataset_splits": ["a"]}, {"dataset_train_split": "a"}, "read as dataset_train_split: a"),
         ("grpo", {"scale_rewards": True}, {"scale_rewards": "group"}, None),

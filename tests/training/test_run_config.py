@@ -148,6 +148,8 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
             "eval_strategy: dataset_mixture has no test_split_size",
         ),
         ("a: [", r"is not valid YAML"),
+        ("seed: 1\nmax_steps: 6\nseed: 2", r"is not valid YAML. seed is there twice, again in line 3. Remove one"),
+        ("env: {A: 1, A: 2}", r"is not valid YAML. A is there twice, again in line 1"),
         ("a: " + "[" * 5000, r"is not valid YAML"),
         ("seed: " + "9" * 5000, r"is not valid YAML"),
         ("seed: 0x" + "f" * 5000, r"is not valid YAML. it has a number of more than 300 digits"),
@@ -316,6 +318,8 @@ def test_aliases_that_expand_without_end_are_refused(tmp_path: Path) -> None:
     defaults = "datasets:\n- &first {path: a, split: train}\n- {<<: *first, path: b}"
     second = read_run_config([config(tmp_path, defaults)]).values["datasets"][1]
     assert second == {"path": "b", "split": "train"}
+    nested = "env: {a: {b: &base {X: 1}, c: &own {<<: *base, X: 2}}}\ndataset_kwargs: {<<: *own, X: 3}"
+    assert run_config.read_yaml(Path(config(tmp_path, nested)))["dataset_kwargs"] == {"X": 3}
 
 
 def test_a_mistake_is_reported_at_once(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_pairs_resume_and_one_that_is_not_finite_ends_alone(folder: Path) -> Non
     [whole] = run_world(1, train, with_pairs(folder, "all-pairs", 1))
     stopped = run_world(2, train_until, with_pairs(folder, "stopped-pairs", 2), 4)
     assert all(outcome.has_stopped for outcome in stopped)
+    assert not (folder / "stopped-pairs" / "curves.png").exists()
     given = {**with_pairs(folder, "stopped-pairs", 1), "gradient_checkpointing": True}
     given["config_overrides"] = {"attention_dropout": 0.1}  # the base does not drop
     [resumed] = run_world(1, train, given)

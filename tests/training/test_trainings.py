@@ -446,6 +446,7 @@ def test_a_signal_saves_without_an_evaluation_and_keeps_the_checkpoint(
         evaluated = [entry["step"] for entry in outcome.history if "eval_loss" in entry]
         assert evaluated == ([2] if kind["eval_strategy"] == "steps" else [])
     assert (output / f"checkpoint-{stop}" / "shardwise.trainer.json").exists()
+    assert not (output / "curves.png").exists()
     [(outcome, _), _] = run_world(2, train, values)
     assert (outcome.has_stopped, outcome.steps) == (False, 6)
     if "save_total_limit" in kind:

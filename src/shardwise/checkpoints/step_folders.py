@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +22,13 @@ from shardwise.checkpoints.header import (
     CheckpointHeader,
     content_nbytes,
     gaps,
+)
+from shardwise.checkpoints.trainer_folders import (
+    HEADER_FILE,
+    MODEL_ALONE,
+    STATE_FOLDER,
+    TrainerHeader,
+    find_newest,
 )
 from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.core.expression import Expression
@@ -388,6 +395,9 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     For a training run as a :class:`Checkpointer` writes it (a folder ``step-N``, or the folder of all, of which the
     newest is used), all bytes of all its files are compared.
 
+    Of ``ShardwiseTrainer`` and ``shardwise train`` (a folder ``checkpoint-N``, or the folder of all without a model
+    of its own, of which the newest complete one is used), both the model and the state of the training.
+
     Collective: no. Memory: a few blocks of 8 MiB.
 
     Raises:
@@ -396,15 +406,16 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         StorageError: bytes could not be read, or there is no complete checkpoint.
     """
     start = time.perf_counter()
-    opened = _open_training(directory)
+    folder = _find_folder(directory)
+    opened = None if folder is None else _open_training(folder)
     if opened is None:
-        return verify_files(directory)
+        return verify_files(directory if folder is None else folder)
     header = opened.header
     components = ", ".join(["model", *sorted(opened.components)])
     # All blocks, also after a damaged one, so that the report has every one of them.
     with opened.reader() as reader:
         compared, damaged = len(reader.blocks), _find_damaged(reader)
-    return ReopenReport(
+    report = ReopenReport(
         checkpoint=str(opened.folder),
         files=len(header.files),
         tensors=len(opened.shapes),
@@ -415,18 +426,40 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         seconds=time.perf_counter() - start,
         holds=f"a training after {header.step} steps, saved by {header.world_size} ranks: {components}",
     )
+    if folder is None or not (folder / HEADER_FILE).is_file():
+        return report
+    model = verify_files(folder)
+    return replace(
+        model,
+        files=model.files + report.files,
+        tensors=model.tensors + report.tensors,
+        nbytes=model.nbytes + report.nbytes,
+        compared=model.compared + report.compared,
+        damaged=(*model.damaged, *report.damaged),
+        seconds=time.perf_counter() - start,
+        holds="; ".join(filter(None, [model.holds, report.holds])),
+    )
 
 
-def _open_training(directory: str | os.PathLike[str]) -> OpenCheckpoint | None:
-    """Open a training run's checkpoint, or the newest in a folder of them. None for other directories."""
+def _find_folder(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the folder itself, or a Trainer's newest checkpoint in it if it has no weights. None for others."""
     if is_url(directory):
         return None
     folder = Path(os.path.abspath(os.path.expanduser(directory)))
+    if not folder.is_dir():
+        return None
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return folder if has_weights else find_newest(folder) or folder
+
+
+def _open_training(folder: Path) -> OpenCheckpoint | None:
+    """Open a training run's checkpoint, the newest in a folder of them, or a Trainer's. None for other folders."""
     if (folder / HEADER).is_file() and (folder / METADATA).is_file():
         return open_folder(folder)
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
-        return None
-    if not (steps := steps_in(folder) or incomplete_steps(folder)):
+    if (folder / HEADER_FILE).is_file():
+        trainer = TrainerHeader.read(folder / HEADER_FILE)
+        return None if trainer.holds == MODEL_ALONE else open_checkpoint(folder / STATE_FOLDER, trainer.step)
+    if any(folder.glob("*.safetensors")) or not (steps := steps_in(folder) or incomplete_steps(folder)):
         return None
     # The newest one, even if a restore would skip it because files are missing: verify is to report that.
     return open_checkpoint(folder, resolve(folder, steps[-1])[0])

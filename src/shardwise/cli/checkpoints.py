@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from shardwise.cli.launch import print_report, to_json
+from shardwise.cli.launch import print_report, require_one_process, to_json
 from shardwise.cli.progress import importing, signs_of_life
 from shardwise.core.errors import FormatError
 from shardwise.core.formatting import collapse, in_bytes, table_lines
@@ -60,6 +60,7 @@ def merge_adapter_command(base: str, adapter: str, out: str, *, as_json: bool, *
     accelerator, memory that does not grow with the model. Exits with 2, and leaves OUT as it was, when the adapter
     does not fit the base or would change nothing.
     """
+    require_one_process()
     with importing("torch and transformers"):
         from shardwise.saving.merge_adapter import merge_adapter
     with signs_of_life("merge-adapter"):
@@ -102,6 +103,7 @@ def merge_weights_command(
     optimizer.bin. One process, memory that does not grow with the model. Exits with 2, and leaves OUT as it was,
     when it cannot be done.
     """
+    require_one_process()
     with importing("torch and transformers"):
         from shardwise.saving.merge_weights import merge_weights
     with signs_of_life("merge-weights"):

@@ -42,6 +42,20 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Mapp
     return numbers
 
 
+def require_one_process() -> None:
+    """Refuse several ranks of a launcher, of which each would do the whole work.
+
+    Raises:
+        ConfigError: there are several, or as :func:`read_launch`.
+    """
+    launch = read_launch(os.environ)
+    if launch is not None and launch["WORLD_SIZE"] > 1:
+        raise ConfigError(
+            f"RANK: is in the environment, with WORLD_SIZE={launch['WORLD_SIZE']}, and this command is one "
+            "process. Start it without torchrun, or unset RANK"
+        )
+
+
 def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any, libraries: str | None) -> list[Any]:
     """Call ``function(*args)`` on every rank of the launcher, or on new ranks. One rank on the CPU is this process.
 

@@ -267,7 +267,7 @@ class ReopenReport(Report):
             tensors, values, and the bytes between them.
         damaged: those with another fingerprint now.
         seconds: all of it took.
-        holds: kind of checkpoint if it is not a model: a training checkpoint, or an adapter.
+        holds: what it holds that is not a model: the state of a training, or an adapter.
         changed: small files (configs, tokenizers) that differ from the record: edited or damaged. Weights are not
             affected.
         damaged_files: headers of files, records of fingerprints, and configs of adapters that differ from the
@@ -302,11 +302,11 @@ class ReopenReport(Report):
         yield "  structure   sound: headers, index and sizes agree"
         if self.holds:
             yield f"  holds       {self.holds}"
-        elif self.model_class:
+        if self.model_class:
             count = len(self.unexpected)
             others = f"{count} more, such as {self.unexpected[0]}" if count else "nothing else"
             yield f"  coverage    all that {self.model_class} needs, and {others}"
-        else:
+        elif self.unknown:
             yield f"  coverage    not known: {self.unknown}"
         if self.compared:
             verdict = "DAMAGED" if self.damaged else "equal to what was saved"

@@ -79,6 +79,18 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             raise ValueError("it has a number of more than 300 digits. Write a smaller one")
         return value
 
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        # Before ``<<`` is replaced by the keys that it merges, which others of the mapping may override.
+        keys: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in keys:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"{key.value} is there twice, again in line {line}. Remove one of them")
+                keys.add((key.tag, key.value))
+        return node
+
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
@@ -87,8 +99,9 @@ def parse_yaml(text: str) -> object:
     """Return the value of a YAML document.
 
     Raises:
-        yaml.YAMLError, ValueError, RecursionError: it is not valid, or its aliases expand to more than 100,000
-            values: a few lines can expand to more than fits into any memory.
+        yaml.YAMLError, ValueError, RecursionError: it is not valid, has a key twice, of which YAML would take the
+            last, or its aliases expand to more than 100,000 values: a few lines can expand to more than fits into
+            any memory.
     """
     loader = _Loader(text)
     try:

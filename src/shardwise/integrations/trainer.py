@@ -38,8 +38,10 @@ from transformers.trainer_callback import ExportableState
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.train_state import TrainState, describe_selection, generator_states, restore_generators
+from shardwise.checkpoints.trainer_folders import MODEL_ALONE, STATE_FOLDER, TrainerHeader
 from shardwise.core.errors import (
     ConfigError,
+    FormatError,
     KeyMismatchError,
     RankLostError,
     RankMismatchError,
@@ -55,8 +57,7 @@ from shardwise.integrations import accelerate_compat, trainer_checkpoints, train
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.streamed_rows import split_by_row
-from shardwise.integrations.trainer_checkpoints import MODEL_ALONE, TrainerHeader
-from shardwise.integrations.trainer_restoring import STATE_FOLDER, load_trainer_checkpoint
+from shardwise.integrations.trainer_restoring import load_trainer_checkpoint
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.collective_errors import translate_collective_errors
@@ -686,7 +687,11 @@ class ShardwiseTrainer(_Trainer):
         requested = self._optimizer_settings()
         with Checkpointer(Path(checkpoint) / STATE_FOLDER, keep=None, only=self._only()) as checkpointer:
             state, step = self._training_state(), self._header.step
-            report = checkpointer.restore(state, step, on_other_base=self._on_other_base)
+            try:
+                report = checkpointer.restore(state, step, on_other_base=self._on_other_base)
+            except FormatError as error:
+                error.args = (f"{error}. To resume from the checkpoint before it, remove {checkpoint}",)
+                raise
         if self._optimizer_settings() != requested:
             _log.warning(
                 "%s: learning_rate and weight_decay stay those of the checkpoint, not those of the arguments. To "

@@ -15,9 +15,7 @@ import contextlib
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -26,12 +24,20 @@ from unittest import mock
 from huggingface_hub import HfApi
 
 from shardwise.checkpoints.step_folders import is_complete_folder, step_folder_name, steps_in
+from shardwise.checkpoints.trainer_folders import (
+    BEGUN_FILE,
+    HEADER_FILE,
+    MODEL_ALONE,
+    STATE_FILE,
+    STATE_FOLDER,
+    TRAINER_FOLDER,
+    TrainerHeader,
+)
 from shardwise.core.errors import ConfigError, FormatError, StorageError
-from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.folders import folders_in, remove_files
 from shardwise.files.local_writer import LocalWriter
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
-from shardwise.integrations.trainer_restoring import STATE_FILE, STATE_FOLDER, TrainerFolder
+from shardwise.integrations.trainer_restoring import TrainerFolder
 from shardwise.ranks.world import World
 from shardwise.saving.commit import make_file, publish, write_again
 from shardwise.saving.commit_plan import pending_name
@@ -41,67 +47,12 @@ from shardwise.transfer import fingerprints
 
 _log = logging.getLogger(__name__)
 
-HEADER_FILE = "shardwise.trainer.json"
-BEGUN_FILE = "shardwise.begun"
-_FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,15}})")
-_MAX_HEADER_BYTES = 1 << 16
-_VERSION = 1
 
 _RUN_RECORDS = ".shardwise-*"
 """Pattern of files in an output folder that are not for the hub: the record of a run, with its lock."""
 
 _SHARDS = f"model-{'[0-9a-f]' * 8}-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 """Pattern of the shards of a model, which have new names in each save."""
-
-MODEL_ALONE = "the model alone"
-"""Content of a checkpoint without the state of the training (``save_only_model``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerHeader:
-    """Header of a checkpoint.
-
-    Attributes:
-        step: optimizer steps done.
-        holds: content of its state, of ``checkpoints.train_state.describe_selection``, or ``MODEL_ALONE``.
-        rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
-        world_size: number of ranks that saved it.
-        order: settings and ranks on which the order of rows depends, "" if it does not. None in headers of earlier
-            versions.
-        rows: number of rows and seed of the data, such as "96 rows with seed 42". None in headers of earlier
-            versions.
-    """
-
-    step: int
-    holds: str
-    rows_per_step: int
-    world_size: int
-    order: str | None = None
-    rows: str | None = None
-
-    def to_bytes(self) -> bytes:
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
-
-    @classmethod
-    def from_bytes(cls, content: bytes, what: str) -> TrainerHeader:
-        """Parse a header. ``what`` names the file.
-
-        Raises:
-            FormatError: it is not the header of a checkpoint.
-        """
-        values: dict[str, Any] = parse_object(content, what=what)
-        if values.pop("version", None) != _VERSION:
-            raise FormatError(f"{what}: is of another version of shardwise. Pass another checkpoint")
-        texts = {name: values.pop(name, None) for name in ("order", "rows")}
-        # By type(), because True is an int for isinstance().
-        types = [(name, type(value)) for name, value in sorted(values.items())]
-        is_negative = any(value < 0 for value in values.values() if type(value) is int)
-        if types != _FIELDS or is_negative or not all(isinstance(text, str | None) for text in texts.values()):
-            raise FormatError(f"{what}: is not the header of a checkpoint. Pass another checkpoint")
-        return cls(**values, **texts)
-
-
-_FIELDS = [("holds", str), ("rows_per_step", int), ("step", int), ("world_size", int)]
 
 
 class FolderKind(Enum):
@@ -124,7 +75,7 @@ def checkpoints_in(run: Path) -> dict[int, FolderKind]:
         return {}
     except OSError as error:
         raise StorageError(f"{run}: looking for checkpoints failed, {error.strerror}. Check output_dir") from error
-    steps = sorted(int(match[1]) for name in names if (match := _FOLDER.fullmatch(name)))
+    steps = sorted(int(match[1]) for name in names if (match := TRAINER_FOLDER.fullmatch(name)))
     return {step: get_folder_kind(checkpoint_folder(run, step)) for step in steps}
 
 
@@ -135,7 +86,7 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 def step_in(run: Path, folder: str | None) -> int | None:
     """Return the step of a checkpoint of this run, or None for other folders."""
-    match = None if folder is None else _FOLDER.fullmatch(Path(folder).name)
+    match = None if folder is None else TRAINER_FOLDER.fullmatch(Path(folder).name)
     if folder is None or match is None or Path(folder).parent.resolve() != run.resolve():
         return None
     return int(match[1])
@@ -169,7 +120,7 @@ def _find_best(folder: TrainerFolder) -> str | None:
     if not isinstance(recorded, str):
         return None
     beside = folder.path.parent / Path(recorded).name
-    if _FOLDER.fullmatch(beside.name) and get_folder_kind(beside) is FolderKind.COMPLETE:
+    if TRAINER_FOLDER.fullmatch(beside.name) and get_folder_kind(beside) is FolderKind.COMPLETE:
         return str(beside)
     return recorded if get_folder_kind(Path(recorded)) is FolderKind.COMPLETE else None
 
@@ -208,9 +159,7 @@ def read_header(folder: Path) -> TrainerHeader:
                 "Load its model with shardwise.load_trainer_checkpoint(model, folder)"
             )
         raise ConfigError(f"{what}: is not a checkpoint. Pass a folder {PREFIX_CHECKPOINT_DIR}-N")
-    if file.stat().st_size > _MAX_HEADER_BYTES:
-        raise FormatError(f"{file}: is too large for the header of a checkpoint. Pass another checkpoint")
-    return TrainerHeader.from_bytes(file.read_bytes(), str(file))
+    return TrainerHeader.read(file)
 
 
 def read_complete_header(folder: Path) -> TrainerHeader:
@@ -261,7 +210,13 @@ def resume_source(run: Path, requested: Path | Literal["newest"] | None) -> tupl
         source = requested
         step = read_header(requested).step
         at = step if requested.parent.resolve() == run.resolve() else -1
-    if others_in_way := sorted([*foreign, *(step for step in complete if step > at)]):
+    later = [step for step in complete if step > at]
+    if source is not None and at >= 0 and later and not foreign:
+        raise ConfigError(
+            f"output_dir={str(run)!r} has {_names(later)}, which this training would overwrite or remove. Remove "
+            f"them to resume from {source.name}, or pass resume_from_checkpoint=True to resume from the newest"
+        )
+    if others_in_way := sorted([*foreign, *later]):
         resume = "resume_from_checkpoint=True to resume from the newest, or choose " if complete else ""
         raise ConfigError(
             f"output_dir={str(run)!r} has {_names(others_in_way)} of another run, which this one would overwrite "

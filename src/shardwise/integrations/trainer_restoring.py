@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoints.trainer_folders import STATE_FILE, STATE_FOLDER
 from shardwise.core.consents import Consent
 from shardwise.core.errors import FormatError, StorageError
 from shardwise.core.reports import LoadReport, StateReport
@@ -135,9 +136,6 @@ def _not_restored(folder: TrainerFolder, model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-STATE_FILE = "trainer_state.json"
-STATE_FOLDER = "state"
-"""A folder of :class:`~shardwise.checkpoints.checkpointer.Checkpointer`, in checkpoints of ``ShardwiseTrainer``."""
 _OPTIMIZER_FILE = "optimizer.pt"
 _MAX_STATE_BYTES = 500_000_000
 _MAX_EPOCH = 1e18

@@ -63,7 +63,7 @@ def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
         weights_name = opened.file or adapter or config.get("transformers_weights")
         extra_files = [training] if training else []
         index = open_checkpoint(reader, weights_name=weights_name, extra_files=extra_files)
-        coverage = _Coverage("there is no config.json")
+        coverage = _Coverage("there is no config.json" if adapter is None else "")
         if adapter is None and _CONFIG_FILE in reader.list():
             coverage = _find_coverage(directory, config)
         comparison = _compare_files(reader, index)

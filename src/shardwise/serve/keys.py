@@ -6,12 +6,12 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pydantic
 import yaml
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.untrusted import parse_yaml
 
 PREFIX = "tml-"
 """The client refuses keys that begin otherwise."""
@@ -61,18 +61,6 @@ def find_key(keys: Mapping[str, UserKey] | None, text: str) -> UserKey | None:
     return LOCAL if keys is None else keys.get(hashlib.sha256(text.encode()).hexdigest())
 
 
-class _KeysLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a name that is there twice, of which YAML would take the last."""
-
-    def construct_mapping(self, node: Any, *arguments: Any, **options: Any) -> Any:
-        names: set[str] = set()
-        for name, _ in node.value:
-            if str(name.value) in names:
-                raise ValueError(f"{name.value} is there twice, again in line {name.start_mark.line + 1}")
-            names.add(str(name.value))
-        return super().construct_mapping(node, *arguments, **options)
-
-
 def read_keys(file: Path) -> dict[str, UserKey]:
     """Return the users of a YAML file, by digest: names, each with ``sha256`` and limits of :class:`UserKey`.
 
@@ -80,8 +68,8 @@ def read_keys(file: Path) -> dict[str, UserKey]:
         ConfigError: the file cannot be read, or its values are invalid.
     """
     try:
-        values = yaml.load(file.read_text(), _KeysLoader)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        values = parse_yaml(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read, {error}") from error
     keys: dict[str, UserKey] = {}
     for name, entry in (values if isinstance(values, dict) else {}).items():

@@ -5,6 +5,7 @@ alignment handbook and of open-r1.
 """
 
 import copy
+import errno
 import glob
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ _BUILDERS: Final = {
     ".txt": "text",
 }
 """Builders of ``datasets`` by the suffix of a file."""
+
+_NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
 
 
 def load(
@@ -175,4 +178,7 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
         message = redact(f"{names}: cannot be loaded as a dataset, {str(cause) or repr(cause)}", names, {})
-        raise ConfigError(f"{message}. Check the name and the rows") from error
+        remedy = "Check the name and the rows"
+        if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
+            remedy = "If that is the cache of datasets, set another folder by env: {HF_DATASETS_CACHE: FOLDER}"
+        raise ConfigError(f"{message}. {remedy}") from error

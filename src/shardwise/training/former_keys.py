@@ -66,6 +66,7 @@ VALUES: Final[Mapping[str, Mapping[str | bool, str]]] = {
     "eval_strategy": {False: "no"},
     "save_strategy": {False: "no"},
     "logging_strategy": {False: "no"},
+    "report_to": {False: "none"},
     "packing_strategy": {"ffd": "bfd"},
     "optim": {
         "adamw_hf": "adamw_torch",

@@ -188,7 +188,7 @@ def lock_output(output: Path, identity: Mapping[str, Any], weights: Sequence[str
         weights: patterns of files in the folder that are weights of a training run.
 
     Raises:
-        StorageError: another training runs there, or a rank does not see the folder.
+        StorageError: another training runs there, or the folder cannot be created, or a rank does not see it.
         ConfigError: the folder has another training. The message has the key that differs.
     """
     # The output folder itself is not locked: each save of a checkpoint locks it.
@@ -196,7 +196,12 @@ def lock_output(output: Path, identity: Mapping[str, Any], weights: Sequence[str
     with World.current(call="train") as world:
         with world.broadcast("create the folder"):
             if world.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise StorageError(
+                        f"output_dir: {output} cannot be created, {error.strerror}. Set one that can be written"
+                    ) from error
         with lock_on_first_rank(world, folder) as saving:
             with world.collective("check the folder"):  # now, and not at the first checkpoint
                 saving.require()

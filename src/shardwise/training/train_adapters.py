@@ -21,11 +21,11 @@ from transformers import Trainer, TrainerState, get_scheduler
 from shardwise.bank.adapter import AdapterLoss, AdapterOptions, AdapterStep
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.rows import Request, RowTensors
+from shardwise.checkpoints.trainer_folders import STATE_FILE
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
 from shardwise.core.formatting import table_lines
 from shardwise.files.local_writer import open_writer
 from shardwise.integrations.trainer_checkpoints import steps_to_remove
-from shardwise.integrations.trainer_restoring import STATE_FILE
 from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
@@ -59,7 +59,7 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
         output, request = inputs.output, inputs.request
         adapters = _add_adapters(inputs, config, world)
         has_stopped, failures, memory = train_together(adapters, request)
-        if world.rank == 0:
+        if world.rank == 0 and not has_stopped:
             draw_curves(output, {adapter.name: adapter.state.log_history for adapter in adapters}, memory)
     # By adapter: steps, the last losses, and the failure of one that has failed.
     metrics: dict[str, dict[str, Any]] = {}

@@ -83,19 +83,18 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
         result = trainer.train(resume_from_checkpoint=_resume_from(arguments.training, output))
         state = trainer.state
         has_stopped = trainer.is_stop_requested
-        # A training run that was stopped has a checkpoint, which it resumes from, and no model yet.
-        with World.current(call="train") as world:
-            if not has_stopped:
+        # A training run that was stopped has a checkpoint, which it resumes from, and no model yet. It ends at
+        # once, since a scheduler may kill this process: the run that resumes draws the curves of the whole log.
+        if not has_stopped:
+            with World.current(call="train") as world:
                 record.require_on_first_rank(world)
-        if not has_stopped:
             trainer.save_model(str(output), _internal_call=True)  # which is not uploaded yet
-        # The other ranks wait here, without a limit: an estimate may take longer than ddp_timeout.
-        unlimited = Timeouts(join_timeout_s=math.inf)
-        with World.current(None, unlimited, call="train") as world, world.broadcast("draw the curves"):
-            if world.rank == 0:
-                estimated_bytes = _estimate_peak(config, world.size)
-                draw_curves(output, {SINGLE: state.log_history}, state.log_history, estimated_bytes)
-        if not has_stopped:
+            # The other ranks wait here, without a limit: an estimate may take longer than ddp_timeout.
+            unlimited = Timeouts(join_timeout_s=math.inf)
+            with World.current(None, unlimited, call="train") as world, world.broadcast("draw the curves"):
+                if world.rank == 0:
+                    estimated_bytes = _estimate_peak(config, world.size)
+                    draw_curves(output, {SINGLE: state.log_history}, state.log_history, estimated_bytes)
             require_finite_loss(state, output)  # after the picture, which shows where it began
             if arguments.training.push_to_hub:
                 trainer.push_to_hub(dataset_name=without_secrets(arguments.script.dataset_name or ""))
