@@ -241,6 +241,14 @@ def test_peft_merges_into_shards_or_the_error_names_the_reason(
         assert apart < 1e-6
 
 
+def test_a_second_adapter_of_peft_is_a_reference_and_not_trained(tied: Path, worlds: Worlds) -> None:
+    for errors in worlds(2).run(on_ranks.use_second_adapter, str(tied), {"tuning": Lora(NARROW)}):
+        kind, text = errors.pop("trained")
+        assert kind == "ConfigError"
+        assert "q_proj.lora_B.second.weight: trained, but neither sharded nor averaged over the 2 ranks" in text
+        assert set(errors.values()) == {("", "")}
+
+
 def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:
     wanted = on_ranks.values_after_load(str(tied), {"tuning": ExistingLora(adapter)})
     file = adapter / "adapter_model.safetensors"
