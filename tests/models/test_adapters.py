@@ -166,6 +166,7 @@ def test_an_adapter_with_the_names_of_wrappers(tied: Path, adapter: Path, prefix
     (adapter / "adapter_model.fingerprints.json").unlink()
     model, report = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter), output_loading_info=True)
     assert report.reads >= report.files_opened == 2
+    assert "the adapter's config has the base" not in str(report)
     require_equal(reference.values_of(model), expected)
     assert "keys have the names of wrappers, and are taken without: " in str(report)
     merged = merge_adapter(tied, adapter, adapter / "out")
@@ -174,6 +175,12 @@ def test_an_adapter_with_the_names_of_wrappers(tied: Path, adapter: Path, prefix
     bank = shardwise.AdapterBank(shardwise.from_pretrained(tied))
     bank.load("mine", adapter, training_state=False)
     require_equal(bank.state_dict("mine")["adapter"], stored)
+
+
+def test_a_base_of_another_name_than_in_the_config_is_noted(tied: Path, adapter: Path) -> None:
+    change_json(adapter / "adapter_config.json", base_model_name_or_path="org/other")
+    _, report = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter), output_loading_info=True)
+    assert f"the adapter's config has the base org/other, and this is {tied}" in report.notes
 
 
 def test_an_adapter_of_all_linear_layers_but_some_is_taken_up_again(tied: Path, tmp_path: Path) -> None:
