@@ -139,6 +139,11 @@ def test_an_existing_adapter_continues_under_another_name(tied: Path, adapter: P
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     assert len(trained) == len(stored)
     assert all(torch.equal(value, stored[name.replace(".mine", "")]) for name, value in trained.items())
+    # As torch saves the parameters.
+    save_file(trained, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_model.fingerprints.json").unlink()
+    again = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, adapter="mine"))
+    require_equal(reference.values_of(again), reference.values_of(model))
 
 
 @pytest.mark.parametrize(
