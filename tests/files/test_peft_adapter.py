@@ -106,4 +106,5 @@ def test_initializations_that_leave_the_base_alone():
     with pytest.raises(FormatError, match="lora_alpha is inf, not a number"):
         parse_adapter_config(b'{"peft_type": "LORA", "lora_alpha": 1e999}', what="here")
     found = parsed(lora_dropout=0.1, fan_in_fan_out=True, target_modules=["q"])
-    assert found == LoraConfig(8, 8)
+    assert found == LoraConfig(8, 8, adapted_names=("q",))
+    assert parsed(layers_to_transform=0, target_modules=["q"]) == LoraConfig(8, 8)

@@ -103,6 +103,21 @@ def merge_in_place(directory: str, keywords: dict[str, Any], safe: bool) -> tupl
     return (error if error == told else ("two errors", f"{error} {told}")), float((after - before).abs().max())
 
 
+def use_second_adapter(directory: str, keywords: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The errors of passes through an adapter that PEFT adds to the sharded model."""
+    model: Any = bring_up(directory, keywords)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    tokens = reference.batch(1, 3)
+    errors = {"first": attempt(lambda: model(tokens).logits.sum().backward())}
+    model.set_adapter("second")
+    errors["trained"] = attempt(lambda: model(tokens))
+    with torch.no_grad():
+        errors["without gradients"] = attempt(lambda: model(tokens))
+    model.set_adapter("second", inference_mode=True)
+    errors["frozen"] = attempt(lambda: model(tokens))
+    return errors
+
+
 def what_is_sharded(directory: str, keywords: dict[str, Any]) -> dict[str, str]:
     """Placement of each parameter, and the shape that this rank holds."""
     model = bring_up(directory, keywords)

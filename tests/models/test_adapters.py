@@ -139,6 +139,11 @@ def test_an_existing_adapter_continues_under_another_name(tied: Path, adapter: P
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     assert len(trained) == len(stored)
     assert all(torch.equal(value, stored[name.replace(".mine", "")]) for name, value in trained.items())
+    # As torch saves the parameters.
+    save_file(trained, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_model.fingerprints.json").unlink()
+    again = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, adapter="mine"))
+    require_equal(reference.values_of(again), reference.values_of(model))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +171,7 @@ def test_an_adapter_with_the_names_of_wrappers(tied: Path, adapter: Path, prefix
     (adapter / "adapter_model.fingerprints.json").unlink()
     model, report = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter), output_loading_info=True)
     assert report.reads >= report.files_opened == 2
+    assert "the adapter's config has the base" not in str(report)
     require_equal(reference.values_of(model), expected)
     assert "keys have the names of wrappers, and are taken without: " in str(report)
     merged = merge_adapter(tied, adapter, adapter / "out")
@@ -174,6 +180,12 @@ def test_an_adapter_with_the_names_of_wrappers(tied: Path, adapter: Path, prefix
     bank = shardwise.AdapterBank(shardwise.from_pretrained(tied))
     bank.load("mine", adapter, training_state=False)
     require_equal(bank.state_dict("mine")["adapter"], stored)
+
+
+def test_a_base_of_another_name_than_in_the_config_is_noted(tied: Path, adapter: Path) -> None:
+    change_json(adapter / "adapter_config.json", base_model_name_or_path="org/other")
+    _, report = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter), output_loading_info=True)
+    assert f"the adapter's config has the base org/other, and this is {tied}" in report.notes
 
 
 def test_an_adapter_of_all_linear_layers_but_some_is_taken_up_again(tied: Path, tmp_path: Path) -> None:
@@ -239,6 +251,14 @@ def test_peft_merges_into_shards_or_the_error_names_the_reason(
         assert kind == ("ConfigError" if told else ""), text
         assert told in text
         assert apart < 1e-6
+
+
+def test_a_second_adapter_of_peft_is_a_reference_and_not_trained(tied: Path, worlds: Worlds) -> None:
+    for errors in worlds(2).run(on_ranks.use_second_adapter, str(tied), {"tuning": Lora(NARROW)}):
+        kind, text = errors.pop("trained")
+        assert kind == "ConfigError"
+        assert "q_proj.lora_B.second.weight: trained, but neither sharded nor averaged over the 2 ranks" in text
+        assert set(errors.values()) == {("", "")}
 
 
 def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:

@@ -92,6 +92,22 @@ def test_what_does_not_go_together(tmp_path, changes, weights, told):
         loaded(folder_of(tmp_path, tensors, config), (2, 12))
 
 
+@pytest.mark.parametrize(
+    ("apply", "told"),
+    [([{"location": "weight_input"}], ""), ([{"location": "input"}], "transforms of input in"), (1, "an invalid")],
+)
+def test_transforms_in_the_forward_pass_are_refused(tmp_path, apply, told):
+    """QuIP and SpinQuant rotate activations there. Those of weights are merged into what is stored."""
+    config = compressed("pack-quantized", **FOUR)
+    config["transform_config"] = {"config_groups": {"v": {"type": "hadamard", "apply": apply}}}
+    folder = folder_of(tmp_path, WHOLE, config)
+    if not told:
+        loaded(folder, (2, 12))
+        return
+    with pytest.raises(shardwise.ConfigError, match=f"{told} transform_config"):
+        loaded(folder, (2, 12))
+
+
 NVFP4 = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
 
 

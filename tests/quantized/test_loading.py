@@ -170,6 +170,7 @@ def test_the_plan_is_of_numbers(quantized, plain):
             ({"quant_method": method}, f"not supported .quant_method '{method}'.. Load the original weights")
             for method in ("awq", "gptq", "auto-round", "aqlm")
         ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "not supported .bitsandbytes .*load_in_8bit"),
         ({"quant_method": "fp8", "weight_block_size": [16]}, "is not a list of two sizes"),
         ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "blocks of 16 x 16, needs"),
     ],

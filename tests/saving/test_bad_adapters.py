@@ -194,6 +194,13 @@ def test_files_of_torch_are_read_as_well(base: Path, adapter: Path, tmp_path: Pa
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 
 
+def test_modules_that_a_truncated_adapter_lacks_are_counted(base: Path, adapter: Path, tmp_path: Path) -> None:
+    assert "the adapter has nothing for" not in str(merge_adapter(base, adapter, tmp_path / "whole").notes)
+    change(adapter, lambda found: {key: value for key, value in found.items() if "layers.1" not in key})
+    [note] = merge_adapter(base, adapter, tmp_path / "part").notes
+    assert "nothing for 2 modules that its target_modules name: model.layers.1.self_attn.q_proj.weight, " in note
+
+
 # Names
 
 

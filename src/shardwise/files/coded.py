@@ -214,7 +214,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> QuantizedForm:
     """
     if config.get("load_in_4bit") or config.get("_load_in_4bit"):
         return _PackedFourBits()
-    raise checkpoint_index.unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
+    raise checkpoint_index.unknown_form("bitsandbytes without load_in_4bit, as with load_in_8bit")
 
 
 def _compose(values: TensorEntry, companions: _Companions, texts: Mapping[str, bytes]) -> Composed:

@@ -55,7 +55,8 @@ _MAX_RANK: Final = 1 << 20
 class LoraConfig:
     """Fields of an adapter's config that affect the merged model, under PEFT's names.
 
-    ``target_parameters`` is empty if no parameters were targeted.
+    ``target_parameters`` is empty if no parameters were targeted. ``adapted_names`` are those in a
+    list of ``target_modules``, if no other field excludes modules with such a name.
     """
 
     r: int
@@ -71,6 +72,7 @@ class LoraConfig:
     peft_version: str | None = None
     task_type: str | None = None
     auto_mapping: Mapping[str, Any] = field(default_factory=dict)
+    adapted_names: tuple[str, ...] = ()
 
     def patterns(self) -> list[Pattern]:
         """Return the regular expressions that names are matched with."""
@@ -126,6 +128,10 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     fields: dict[str, Any] = {name: content.pop(name) for name in _FIELDS if content.get(name) is not None}
     for name in _OPTIONAL[:2]:
         fields[name] = tuple(fields.get(name, ()))
+    adapted: Any = content.get("target_modules")
+    excluding = [content.get(name) for name in ("exclude_modules", "layers_to_transform")]
+    if _are_names(adapted) and all(value in (None, []) for value in excluding):
+        fields["adapted_names"] = tuple(adapted)
     config = LoraConfig(**{"r": 8, "lora_alpha": 8, **fields})
     # What is left in ``content`` is not used here: it must have no effect on merged weights.
     unknown = [name for name, value in content.items() if name not in WITHOUT_EFFECT and value not in _UNUSED]

@@ -219,6 +219,7 @@ def parse_form(config: Mapping[str, Any]) -> QuantizedForm:
         case "mxfp4":
             return _ScaledForms({_ScaledForm("mxfp4", (32,)): ()})
         case "compressed-tensors":
+            _require_merged_transforms(config.get("transform_config"))
             # Several groups may have one form. Their targets are united.
             groups = config.get("config_groups")
             if not isinstance(groups, Mapping) or not groups:
@@ -235,6 +236,25 @@ def parse_form(config: Mapping[str, Any]) -> QuantizedForm:
         case "modelopt":
             return _parse_modelopt(config)
     raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
+
+
+def _require_merged_transforms(config: Any) -> None:
+    """Check that all transforms (rotations of QuIP, SpinQuant) are merged into the stored weights.
+
+    Raises:
+        ConfigError: one is applied in the forward pass, which only compressed-tensors does.
+    """
+    if not config:
+        return
+    try:
+        places = {str(each["location"]) for group in config["config_groups"].values() for each in group["apply"]}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise checkpoint_index.unknown_form("compressed-tensors with an invalid transform_config") from error
+    in_forward = sorted(places - {"weight_input", "weight_output"})
+    if in_forward:
+        raise checkpoint_index.unknown_form(
+            f"compressed-tensors with transforms of {', '.join(map(shown, in_forward))} in transform_config"
+        )
 
 
 _MODELOPT: Final = {

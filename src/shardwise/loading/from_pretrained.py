@@ -22,7 +22,7 @@ from shardwise.files.open_checkpoint import may_be_read
 from shardwise.files.peft_adapter import adapter_prefix, find_adapter_weights
 from shardwise.files.storage import read_limited
 from shardwise.files.stored_tensors import stored_tensors
-from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, without_secrets
+from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, shown, without_secrets
 from shardwise.fsdp import wrap
 from shardwise.fsdp.gradients import average_replicated_gradients
 from shardwise.fsdp.wrap import Sharding
@@ -221,7 +221,8 @@ def open_model(
     adapters: dict[str, StoredAdapter] = {}
     joined = source
     for adapter, folder in keywords.get("tuning", Full()).folders().items():
-        joined, adapters[adapter] = _join_adapter(world, joined, adapter, folder, keywords, stack)
+        joined, stored = _join_adapter(world, joined, adapter, folder, keywords, stack)
+        adapters[adapter] = replace(stored, notes=_list_other_base(stored, name))
     return OpenModel(directory, config, source.index, joined, adapters)
 
 
@@ -262,6 +263,14 @@ def _join_adapter(
     stored = stored_tensors(joined.index).items()
     tensors = {key.removeprefix(f"{prefix}/"): item for key, item in stored if key.startswith(f"{prefix}/")}
     return joined, StoredAdapter(str(folder), config, tensors)
+
+
+def _list_other_base(adapter: StoredAdapter, name: str) -> tuple[str, ...]:
+    """Return a note if an adapter's config names another base. Names are compared without the folders around."""
+    recorded = str(adapter.config.base_model_name_or_path or name)
+    if Path(recorded).name == Path(name).name:
+        return ()
+    return (f"the adapter's config has the base {shown(recorded)}, and this is {shown(without_secrets(name))}",)
 
 
 def _read_configs(url: str, hub: HubOptions) -> dict[str, bytes]:

@@ -35,7 +35,7 @@ from shardwise.files.peft_adapter import (
 from shardwise.files.remote import resolve
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import HubOptions, shown, unsafe_name_reason
-from shardwise.fsdp.named_tensors import collect_tensors
+from shardwise.fsdp.named_tensors import abbreviate, collect_tensors
 from shardwise.loading.audit import are_equal
 from shardwise.loading.meta_model import MetaModel, ModelOptions, build_meta_model, check_keywords, load_config
 from shardwise.models import pretrained
@@ -501,6 +501,12 @@ def _plan_edits(
     plan = merge_plan.plan_merge(lora.config, others, targets, adapter_name=adapter_name, what=what)
     plan = plan.with_edits(of_experts).with_tied(tied_in_training)
     require_all_rows(source, plan, what)
+    unadapted = merge_plan.find_unadapted(lora.config, targets, plan)
+    if unadapted:
+        source.notes.append(
+            f"the adapter has nothing for {len(unadapted)} modules that its target_modules name: "
+            f"{abbreviate(unadapted)} {'is' if len(unadapted) == 1 else 'are'} as in the base"
+        )
     # 5. One index and one reader of both, over which the outputs are expressions.
     joined_executor = merge_steps.create_executor(CombinedReader(reader, lora.executor.reader, ADAPTER), joined)
     changed = {edit.module for name in head for edit in plan.tensors[name]}

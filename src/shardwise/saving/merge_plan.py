@@ -177,6 +177,14 @@ def find_adapted_names(config: LoraConfig, stored: Mapping[str, Stored]) -> set[
     return modules | parameters
 
 
+def find_unadapted(config: LoraConfig, targets: MergeTargets, plan: MergePlan) -> list[str]:
+    """Return the weights of modules in the base that the config names as adapted, and that no edit changes."""
+    ends = tuple(f".{name}" for name in config.adapted_names)
+    named = [module for module in targets.parameters if f".{module}".endswith(ends)]
+    weights = [f"{module}.weight" for module in named if "weight" in targets.parameters[module]]
+    return [weight for weight in weights if weight not in plan.tensors]
+
+
 def find_whole_tensors(stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
     """Return the model's names of tensors that are not factors, by their keys.
 

@@ -81,7 +81,7 @@ def rename_adapter(base: PreTrainedModel, adapter: StoredAdapter) -> StoredAdapt
         notes.append(f"lora_dropout is 0, not {config.lora_dropout}: PEFT has none for stacked experts")
         config.lora_dropout = 0.0
     stacked = _build_stacked_tensors(config, fused, modules)
-    return replace(adapter, config=config, tensors=tensors | stacked, notes=tuple(notes))
+    return replace(adapter, config=config, tensors=tensors | stacked, notes=(*adapter.notes, *notes))
 
 
 def _get_owner(key: str) -> str:

@@ -55,7 +55,13 @@ def match_adapter(
     fqns = names_outside(model, refs, AdapterOnly(name))
     by_name = {alias: item for item in refs for alias in item.names}
     version, what = adapter.config.peft_version, adapter.directory
-    tensors = swap_experts(model, refs, name, adapter.tensors, version, what)
+    stored: dict[str, Expression] = {}
+    for key, item in adapter.tensors.items():
+        # A plain state dict has the adapter's name in its keys: "q_proj.lora_A.default.weight".
+        short = f"{key}.".replace(f".{name}.", ".").removesuffix(".")
+        has_name = key not in fqns and short in fqns and short not in adapter.tensors
+        stored[short if has_name else key] = item
+    tensors = swap_experts(model, refs, name, stored, version, what)
     missing = [key for key, fqn in fqns.items() if key not in tensors and fqn in required]
     unexpected = [key for key in tensors if key not in fqns]
     pairs = {key: (by_name[fqns[key]], item) for key, item in tensors.items() if key in fqns}

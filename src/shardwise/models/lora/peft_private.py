@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.errors import ConfigError, find_private, private, require_private
 from shardwise.core.untrusted import Pattern
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, CHANGES_THE_BASE, SAVE_AS_LORA, read_peft_version
+from shardwise.fsdp.gradients import require_synchronized
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
@@ -193,6 +194,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
     tuner: Any = model.base_model
     tuner.merge_adapter = partial(_merge_in_place, tuner)
     tuner._unload_and_optionally_merge = partial(_unload, tuner)
+    model.register_forward_pre_hook(partial(_require_synchronized, adapter))
     model.train(base.training)
     return model
 
@@ -284,6 +286,22 @@ def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
             raise ConfigError(
                 f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {_INSTEAD}"
             )
+
+
+def _require_synchronized(adapter: str, model: Any, _: object) -> None:
+    """Reject a pass with gradients through an adapter that PEFT has added to a sharded model.
+
+    A reference has none: it is frozen, or its pass is in ``torch.no_grad()``. PEFT's ``set_adapter`` cannot tell:
+    TRL calls it for a reference, too.
+
+    Raises:
+        ConfigError: each rank would train matrices of its own. The message has their names.
+    """
+    if not torch.is_grad_enabled() or model.active_adapters == [adapter]:
+        return
+    mesh = next((each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None)
+    if mesh is not None:
+        require_synchronized(model, mesh.size())
 
 
 _INSTEAD = "Save the adapter with shardwise.save_adapter, and merge the files with shardwise.merge_adapter"
