@@ -217,6 +217,7 @@ def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
     values = read_run_config(words).values
     assert (values["reward_funcs"], values["reward_weights"]) == (["think_format_reward"], [0.5])
     assert values["lora_modules_to_save"] == ["score"]
+    assert read_run_config(["dpo", "--loss_type", "[sigmoid, sft]"]).values["loss_type"] == ["sigmoid", "sft"]
     with pytest.raises(ConfigError, match="--max_steps: is not a valid value"):
         read_run_config(["--max_steps", "2024-13-01"])
 

@@ -97,9 +97,9 @@ def get_keys(method: TrainMethod) -> Mapping[str, Spec]:
     return {**_table()["all"], **_table()[method], **own_keys()}
 
 
-def get_types(key: str) -> Sequence[str]:
-    """Return the types of a key of any method, nothing if it is unknown."""
-    return next((get_keys(method)[key]["types"] for method in METHODS if key in get_keys(method)), ())
+def get_types(key: str) -> set[str]:
+    """Return the types that a key has in any method, nothing if it is unknown."""
+    return {kind for method in METHODS if key in get_keys(method) for kind in get_keys(method)[key]["types"]}
 
 
 @cache
