@@ -281,6 +281,15 @@ def test_unmatched_and_unsupported_tunings_are_refused(tuning: Any, message: str
         shardwise.from_pretrained(tied, tuning=tuning)
 
 
+def test_a_router_that_no_lora_can_be_added_to_is_refused(tmp_path: Path) -> None:
+    zoo.save_original(zoo.causal_lm("llama4_text"), tmp_path)
+    said = r"router: is a Llama4Router, .* Set exclude_modules=\['router'\]"
+    with pytest.raises(ConfigError, match=said):
+        shardwise.from_pretrained(tmp_path, tuning=Lora(ALL_LINEAR))
+    config = LoraConfig(r=2, target_modules="all-linear", exclude_modules=["router"], task_type="CAUSAL_LM")
+    shardwise.from_pretrained(tmp_path, tuning=Lora(config))(input_ids=reference.batch(1, 3))
+
+
 def test_dropout_is_refused_on_experts_by_their_former_names(experts: Path) -> None:
     names = ["q_proj", "w1", "w2", "w3"]
     config = LoraConfig(r=2, target_modules=names, lora_dropout=0.05)

@@ -131,6 +131,7 @@ def test_the_file_or_the_index_of_a_variant_is_named(tmp_path):
         ({"tuning": "lora"}, "tuning is 'lora', of type str. Pass Lora or Full or Freeze or ExistingLora or"),
         ({"on_missing": ("score.*",)}, "on_missing is .*, of type tuple. Pass Initialize"),
         ({"hub": {"revision": "v1"}}, "hub is .*, of type dict. Pass HubOptions"),
+        ({"dtype": {"text_config": "bfloat16"}}, "dtype={'text_config': 'bfloat16'}: .* Pass one for the whole"),
         ({"options": LoadOptions(shared_reads="often")}, "options.shared_reads='often' is not known"),
         ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', of type str. Pass device"),
         ({"tuning": shardwise.Lora({"r": 4})}, "config: is a dict. Pass a peft.LoraConfig"),

@@ -4,8 +4,10 @@
 table with the dataclasses.
 """
 
+import ast
 import dataclasses
 import enum
+import inspect
 import json
 import sys
 import types
@@ -37,6 +39,12 @@ CONVERTED = {
     "`unsloth_lora_r`": "`lora_r`, with `use_peft: true`",
 }
 """Keys that ``former_keys._translate_key`` converts beside those in its tables."""
+
+COMPARED = (
+    *("f_divergence_type", "importance_sampling_level", "loss_type", "multi_objective_aggregation"),
+    *("scale_rewards", "vllm_importance_sampling_mode"),
+)
+"""Keys that are any text in the dataclasses. Trainers compare them with each of their choices."""
 
 
 def make_specs(*kinds: type) -> dict[str, dict[str, Any]]:
@@ -75,6 +83,18 @@ def _make_spec(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
     return spec
 
 
+def find_compared(trainer: type) -> dict[str, set[str]]:
+    """Return, by name, the texts that the modules of a trainer and of its bases in TRL compare it with."""
+    texts: dict[str, set[str]] = {}
+    for module in {one.__module__ for one in trainer.__mro__ if one.__module__.startswith("trl.")}:
+        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+            if isinstance(node, ast.Compare):  # loss_type == "ipo", self.loss_type in ["grpo", "sapo"]
+                name = ast.unparse(node.left).removeprefix("self.")
+                constants = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+                texts.setdefault(name, set()).update(one for one in constants if isinstance(one, str))
+    return texts
+
+
 def table() -> dict[str, dict[str, dict[str, Any]]]:
     """By method its keys; what all methods share is under "all", entries of ``datasets`` under "datasets".
 
@@ -89,6 +109,11 @@ def table() -> dict[str, dict[str, dict[str, Any]]]:
         )
         for method in METHODS
     }
+    for method, specs in by_method.items():
+        texts = find_compared(trl_class(method, "Trainer"))
+        for key in COMPARED:
+            if key in specs and "choices" not in specs[key] and key in texts:
+                specs[key]["choices"] = sorted(texts[key])
     first, *others = by_method.values()
     common = {key: spec for key, spec in first.items() if all(other.get(key) == spec for other in others)}
     return {

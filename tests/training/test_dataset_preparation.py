@@ -550,6 +550,8 @@ def test_a_system_prompt_begins_each_chat_without_one() -> None:
     system = {"role": "system", "content": "s"}
     done = dataset_preparation.add_system_prompt(rows, "s", None, num_proc=None)
     assert done["messages"] == [[system, user], [own, user]]
+    rows = datasets.Dataset.from_list([{"messages": [{"role": "developer", "content": "mine"}, user]}])
+    assert dataset_preparation.add_system_prompt(rows, "s", None, num_proc=None)["messages"] == rows["messages"]
     pair = datasets.Dataset.from_list([{"chosen": [user], "rejected": [user]}])
     done = dataset_preparation.add_system_prompt(pair, "s", None, num_proc=None)
     assert (done["chosen"], done["rejected"]) == ([[system, user]], [[system, user]])

@@ -80,6 +80,8 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("packing: 'yes'", r"packing: 'yes' is a str. Expected bool"),
         ("learning_rate: fast", r"learning_rate: 'fast' is a str. Expected float"),
         ("lr_scheduler_type: cosin", r"lr_scheduler_type: 'cosin' is not a choice. Did you mean cosine\?"),
+        ("method: grpo\nloss_type: dappo", r"loss_type: 'dappo' is not a choice. Did you mean dapo\?"),
+        ("method: dpo\nloss_type: [sft, sigmod]", r"loss_type: 'sigmod' is not a choice. Did you mean sigmoid\?"),
         ("method: ppo", r"method: 'ppo' is not a choice"),
         ("method: gkd", r"method: gkd is not supported: its trainer loads or copies another model"),
         ("method: distillation", r"teacher_model_name_or_path: is missing. Set it to the model to learn from"),
@@ -217,6 +219,7 @@ def test_own_lists_and_numbers_may_be_strings(tmp_path: Path) -> None:
     values = read_run_config(words).values
     assert (values["reward_funcs"], values["reward_weights"]) == (["think_format_reward"], [0.5])
     assert values["lora_modules_to_save"] == ["score"]
+    assert read_run_config(["dpo", "--loss_type", "[sigmoid, sft]"]).values["loss_type"] == ["sigmoid", "sft"]
     with pytest.raises(ConfigError, match="--max_steps: is not a valid value"):
         read_run_config(["--max_steps", "2024-13-01"])
 
@@ -233,6 +236,8 @@ def test_text_on_the_command_line_stays_text() -> None:
     for text, value in (("", None), ("null", None), ("false", False), ("out/a: b", "out/a: b")):
         assert read_run_config(["--resume_from_checkpoint", text]).values["resume_from_checkpoint"] == value
     assert not read_run_config(["--resume_from_checkpoint", "true"]).values  # as is the default here
+    for text, value in (("False", "none"), ("true", "group"), ("batch", "batch")):
+        assert read_run_config(["grpo", "--scale_rewards", text]).values["scale_rewards"] == value
 
 
 def test_paths_below_the_home_folder_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,8 @@ def test_pairs_resume_and_one_that_is_not_finite_ends_alone(folder: Path) -> Non
     outcome = run_world(2, train, given)[0]
     assert ["failure" in outcome.metrics[name] for name in ("ada", "eve", "fay")] == [False, False, True]
     assert losses(outcome)["eve"] == pytest.approx(losses(whole)["eve"], abs=1e-5)
+    ranks = [tuple(line.split()[:2]) for line in outcome.summary[1:4]]
+    assert ranks == [("1", "ada"), ("1", "eve"), ("2", "fay")]  # pairs have ranks of their own
 
 
 def test_a_kill_costs_no_more_than_the_steps_since_the_newest_checkpoints(

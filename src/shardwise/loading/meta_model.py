@@ -158,6 +158,10 @@ def normalize_keywords(options: OptionsT) -> OptionsT:
             raise ConfigError(
                 f"dtype={dtype} and torch_dtype={torch_dtype}: these are two names of one argument. Pass dtype"
             )
+    if isinstance(kwargs.get("dtype"), Mapping):
+        raise ConfigError(
+            f"dtype={kwargs['dtype']!r:.80}: a dtype for each part is not supported. Pass one for the whole model"
+        )
     if kwargs.pop("low_cpu_mem_usage", True) is not True:
         raise ConfigError(
             "low_cpu_mem_usage=False: requests the full model in the memory of every rank, which is not supported. "

@@ -88,7 +88,7 @@ class ShardwiseArguments:
     chat_template: str | None = _key(
         None, "a template or its file; default: the model's", excludes=("chat_template_path",)
     )
-    system_prompt: str | None = _key(None, "first message of each chat that has no system message")
+    system_prompt: str | None = _key(None, "first message of each chat that has no system or developer message")
     dataset_prompt_column: str | None = _key(None, "column of prompts, each the text of a user's message")
     dataset_mixer: dict[str, Any] | None = _key(
         None,

@@ -359,7 +359,7 @@ def _first_row_with(column: str, dataset: AnyDataset) -> Mapping[str, Any]:
 def add_system_prompt(
     dataset: AnyDataset, system_prompt: str | None, prompt_column: str | None, *, num_proc: int | None
 ) -> AnyDataset:
-    """Make messages of a column of prompts, and begin each chat that has no system message with one.
+    """Make messages of a column of prompts, and put the system prompt before chats that begin without one.
 
     Raises:
         ConfigError: a row has no chat.
@@ -389,7 +389,7 @@ def _add_system_prompt(
         if isinstance(chat[column], str):
             raise MalformedRowError(f"{column}: is text, which has no system message. Set dataset_prompt_column")
         messages = require_turns(column, chat[column])
-        if messages[0].get("role") != "system":
+        if messages[0].get("role") not in ("system", "developer"):
             content: Any = system_prompt
             if any(isinstance(message.get("content"), list) for message in messages):  # a column has one type
                 content = [{"type": "text", "text": system_prompt}]

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias, get_args
 from shardwise.training.arguments import METHODS, AdapterMethod, ShardwiseArguments, TrainMethod
 
 Spec: TypeAlias = Mapping[str, Any]
-"""Types and choices of a key."""
+"""Types and choices of a key, or of the elements of its list."""
 
 OPTIMIZERS: Final = frozenset(
     {
@@ -97,9 +97,9 @@ def get_keys(method: TrainMethod) -> Mapping[str, Spec]:
     return {**_table()["all"], **_table()[method], **own_keys()}
 
 
-def get_types(key: str) -> Sequence[str]:
-    """Return the types of a key of any method, nothing if it is unknown."""
-    return next((get_keys(method)[key]["types"] for method in METHODS if key in get_keys(method)), ())
+def get_types(key: str) -> set[str]:
+    """Return the types that a key has in any method, nothing if it is unknown."""
+    return {kind for method in METHODS if key in get_keys(method) for kind in get_keys(method)[key]["types"]}
 
 
 @cache
@@ -291,10 +291,11 @@ def _find_key_faults(key: str, value: Any, specs: Mapping[str, Spec], whose: str
     elif kind == "str" and "dict" in names and key not in _MAPPINGS_OR_FILES and not value.startswith("{"):
         yield f"{_format_value(value)} is not a mapping. Write {{KEY: VALUE, ...}}"
     choices = spec.get("choices")
-    if fits and choices and kind == "str" and value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1)
-        shown = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(choices)}."
-        yield f"{_format_value(value)} is not a choice. {shown}"
+    for one in value if kind == "list" else (value,):
+        if fits and choices and isinstance(one, str) and one not in choices:
+            near = difflib.get_close_matches(one, choices, n=1)
+            shown = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(choices)}."
+            yield f"{_format_value(one)} is not a choice. {shown}"
 
 
 def _find_misspelled(key: str, known: Iterable[str]) -> str | None:

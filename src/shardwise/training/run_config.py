@@ -172,10 +172,11 @@ def _parse_value(key: str, text: str) -> Any:
     """Parse a value of the command line: as it is for keys that take only text, as YAML for all others."""
     types = get_types(RENAMED.get(key, key))
     if key in NESTED and NESTED[key][0] == "env":
-        types = ("null", "str")
-    if key == "resume_from_checkpoint" and text.lower() in ("true", "false"):  # a path, or as in YAML
+        types = {"null", "str"}
+    # A path resp. a choice, or as in YAML.
+    if key in ("resume_from_checkpoint", "scale_rewards") and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if types and {*types} <= {"null", "str"}:
+    if types and types <= {"null", "str"}:
         return None if text in ("", "null") else text
     value = parse_yaml(text)
     # YAML reads ``no`` as False, which is a string for ``report_to``.

@@ -8,7 +8,8 @@ import math
 import operator
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +49,7 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
     """Train many LoRAs from a configuration. Collective: yes, over the default process group.
 
     Returns:
-        The outcome. Its ``metrics`` are by adapter, ranked by evaluation loss.
+        The outcome. Its ``metrics`` are by adapter, ranked by evaluation loss, those with pairs after the others.
 
     Raises:
         ShardwiseError: the same on every rank, if the configuration, the data or the base cannot be used.
@@ -70,14 +71,15 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
         if name in failures:
             metrics[name]["failure"] = failures[name]
         history += [{"adapter": name, **entry} for entry in state.log_history]
-    ranked = dict(sorted(metrics.items(), key=lambda item: _sort_key(item[1])))
+    with_pairs = {adapter.name for adapter in adapters if adapter.has_pairs}
+    ranked = dict(sorted(metrics.items(), key=lambda item: (item[0] in with_pairs, _sort_key(item[1]))))
     return train_model.TrlOutcome(
         output_dir=str(output),
         steps=_total_steps(adapters),
         has_stopped=has_stopped,
         metrics=ranked,
         history=(*history, *memory),
-        summary=tuple(_summary_lines(ranked, start_s)),
+        summary=tuple(_summary_lines(ranked, with_pairs, start_s)),
     )
 
 
@@ -88,12 +90,16 @@ def _sort_key(metrics: Mapping[str, Any]) -> tuple[bool, bool, float]:
     return "failure" in metrics, eval_loss is None, math.inf if math.isnan(loss) else loss
 
 
-def _summary_lines(ranked: Mapping[str, Mapping[str, Any]], start_s: float) -> list[str]:
-    """Format the closing table of adapters."""
+def _summary_lines(
+    ranked: Mapping[str, Mapping[str, Any]], with_pairs: Collection[str], start_s: float
+) -> list[str]:
+    """Format the closing table of adapters. Losses of pairs have ranks of their own."""
     rows: list[tuple[str, ...]] = []
-    for rank, (name, metrics) in enumerate(ranked.items(), 1):
+    ranks = Counter[bool]()
+    for name, metrics in ranked.items():
+        ranks[name in with_pairs] += 1
         losses = (f"{metrics[key]:.4f}" if key in metrics else "-" for key in ("loss", "eval_loss"))
-        rows.append((str(rank), name, f"{metrics['steps']}/{metrics['max_steps']}", *losses))
+        rows.append((str(ranks[name in with_pairs]), name, f"{metrics['steps']}/{metrics['max_steps']}", *losses))
     lines = table_lines(("", "adapter", "steps", "loss", "evaluation loss"), rows)
     lines += [f"{name}: failed in {metrics['failure']}" for name, metrics in ranked.items() if "failure" in metrics]
     return [*lines, f"{len(ranked)} adapters in {time.monotonic() - start_s:.1f} s, {train_model.peak_line()}"]
@@ -254,7 +260,7 @@ class AdapterTraining:
         # A row that does not fit is an error before the training, not within it.
         for split in filter(None, splits):
             require_rows_fit(split, self.bank.max_length, shared.tokens_per_pass)
-        self._has_pairs = rows.size > 1
+        self.has_pairs = rows.size > 1
         self._pairs: list[RowTensors] = []
         """Rows of this rank of the step that is taken, with log probabilities of the base."""
         self._references: list[torch.Tensor] | None = None
@@ -345,8 +351,8 @@ class AdapterTraining:
             "optimizer": optimizer,
             "schedule": schedule,
             # Of pairs whose loss is not finite, a window has none.
-            "gradient_accumulation_steps": None if self._has_pairs else 1,
-            "reduction": "sum" if self._has_pairs else "mean",
+            "gradient_accumulation_steps": None if self.has_pairs else 1,
+            "reduction": "sum" if self.has_pairs else "mean",
             "seed": args.seed,
         }
 
@@ -369,7 +375,7 @@ class AdapterTraining:
         # Indices of all ranks' rows. ``rows`` are those of this rank.
         step = self._order.take_step()
         rows = self._take(self._rows, step)
-        if not self._has_pairs:
+        if not self.has_pairs:
             return [Request(self.name, rows)]
         # The base is not trained, so the call of a step also computes its log probabilities for the next step.
         if self._references is None:
@@ -390,7 +396,7 @@ class AdapterTraining:
         """Record the outcomes of ``next_requests``: a mean over supervised tokens, or over pairs, of all ranks."""
         outcome = next(outcomes)
         self._loss = outcome.loss
-        if self._has_pairs:
+        if self.has_pairs:
             references = [row["logprobs"] for row in self._pairs]
             self._margins += map(float, compute_margins(outcome.logprobs, references, self.args.beta))
             self._references = next(outcomes).logprobs
@@ -450,7 +456,7 @@ class AdapterTraining:
 
     def _measure_rewards(self, margins: Sequence[float], prefix: str = "") -> dict[str, float]:
         """Return TRL's metrics of the pairs of all ranks, nothing without pairs. Collective: yes."""
-        if not self._has_pairs:
+        if not self.has_pairs:
             return {}
         # (pairs, sum of margins, pairs whose chosen answer is preferred) of each rank, then of all.
         sums = len(margins), math.fsum(margins), sum(margin > 0 for margin in margins)
@@ -471,7 +477,7 @@ class AdapterTraining:
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             batch = self._take(rows, range(start, min(start + _ROWS_AT_ONCE, len(rows))))
             requests = [Request(self.name, batch)]
-            if self._has_pairs:
+            if self.has_pairs:
                 requests.append(Request(None, batch))
             # For each row (tokens,), 0 for ignored targets. A rank without rows passes, too.
             logprobs, *references = self.bank.compute_logprobs(requests)

@@ -184,13 +184,20 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
         # It calls the model's forward directly, which bypasses FSDP2's hooks.
         model.base_model.forward = partial(_forward, model.base_model)  # a nested function could not be pickled
     for name, layer in layers(model):
+        shown = name.removeprefix("base_model.model.")
         if _is_packed(layer) and hasattr(layer, "parameter_name"):
             if is_in_four_bits(layer.get_base_layer()):
-                shown = name.removeprefix("base_model.model.")
                 raise ConfigError(
                     f"target_parameters: the weight of {shown} is in four bits. Name the layer in target_modules"
                 )
             layer._activate_lora = partial(_activate_deltas, layer)
+        # transformers' linear routers (Llama 4, Phi-MoE) return several tensors. PEFT's layer takes a single one.
+        kind = type(layer.get_base_layer()).__name__
+        if is_new and kind.endswith("Router") and not hasattr(layer, "parameter_name"):
+            raise ConfigError(
+                f"{shown}: is a {kind}, for which PEFT has no forward pass. Set "
+                f"exclude_modules=[{shown.rpartition('.')[2]!r}], or name other target_modules"
+            )
     tuner: Any = model.base_model
     tuner.merge_adapter = partial(_merge_in_place, tuner)
     tuner._unload_and_optionally_merge = partial(_unload, tuner)
