@@ -173,7 +173,7 @@ def _parse_value(key: str, text: str) -> Any:
     types = get_types(RENAMED.get(key, key))
     if key in NESTED and NESTED[key][0] == "env":
         types = {"null", "str"}
-    # A path resp. a choice, or as in YAML.
+    # Text of these keys is a path or a choice; these two words are booleans, as in YAML.
     if key in ("resume_from_checkpoint", "scale_rewards") and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if types and types <= {"null", "str"}:
