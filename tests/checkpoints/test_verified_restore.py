@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
 from tests import zoo
 from tests.checkpoints import on_ranks
@@ -151,6 +152,8 @@ def test_verify_of_a_trainer_reads_model_and_state(run, tmp_path):
     assert command(place).exit_code == 2
     (place / "shardwise.trainer.json").write_bytes(replace(header, holds=MODEL_ALONE).to_bytes())
     assert shardwise.verify(place).tensors == model
+    torch.save({"model.lora_A.weight": torch.zeros(1, 1)}, tmp_path / "adapter_model.bin")
+    assert shardwise.verify(tmp_path).checkpoint == str(tmp_path)
 
 
 def test_verify_of_a_checkpoint_that_was_never_completed(run, tmp_path):

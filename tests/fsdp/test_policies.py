@@ -7,12 +7,13 @@ from tests.fsdp.on_fake_ranks import fake_rank
 from tests.models.small import qwen3
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.fsdp.policies import Classes, MinSize, select_blocks, shard_dim
+from shardwise.fsdp.torch_private import fsdp_policies
 from shardwise.fsdp.wrap import Sharding, wrap
 
 
@@ -51,8 +52,14 @@ def test_a_tower_that_the_plan_misses_has_groups_of_its_own():
     model = zoo.meta_model(zoo.Specimen("llava", "llava", "LlavaForConditionalGeneration", "vision-language"))
     planned = select_blocks(model, "model_plan")
     assert not any("vision" in name for name in planned)
-    tower = ["embeddings", "encoder.layers.0", "encoder.layers.1"]
-    assert select_blocks(model, "auto") == [*planned, *(f"model.vision_tower.{name}" for name in tower)]
+    tower = [f"model.vision_tower.{name}" for name in ("embeddings", "encoder.layers.0", "encoder.layers.1")]
+    assert select_blocks(model, "auto") == [*planned, *tower]
+    # Angles of rotary embeddings enter such blocks in float32, as they do in the root group.
+    with fake_rank(0, 2):
+        wrapped(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for name in group_names(model):
+        policy, _ = fsdp_policies(model.get_submodule(name))[0]
+        assert policy.cast_forward_inputs == (name not in tower), name
 
 
 @pytest.mark.parametrize("policy", [Classes(("LlamaDecoderLayer",)), "no_split_modules"])

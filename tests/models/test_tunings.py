@@ -283,7 +283,7 @@ def test_unmatched_and_unsupported_tunings_are_refused(tuning: Any, message: str
 
 def test_a_router_that_no_lora_can_be_added_to_is_refused(tmp_path: Path) -> None:
     zoo.save_original(zoo.causal_lm("llama4_text"), tmp_path)
-    said = r"router: is a Llama4Router, .* Set exclude_modules=\['router'\]"
+    said = r"router: is a Llama4Router, .* LoraConfig\(exclude_modules=\['router'\]\)"
     with pytest.raises(ConfigError, match=said):
         shardwise.from_pretrained(tmp_path, tuning=Lora(ALL_LINEAR))
     config = LoraConfig(r=2, target_modules="all-linear", exclude_modules=["router"], task_type="CAUSAL_LM")

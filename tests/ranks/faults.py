@@ -50,6 +50,15 @@ def first_fails() -> tuple[str, str, list[int]]:
     return *attempt(read), world.all_gather_object(world.rank)
 
 
+def read_after_the_first_has_returned() -> str:
+    """The first rank has the store."""
+    if dist.get_rank() == 0:
+        dist.distributed_c10d._get_default_store().set("word", "hello")
+        return ""
+    time.sleep(0.5)
+    return dist.distributed_c10d._get_default_store().get("word").decode()
+
+
 def last_fails() -> tuple[str, str]:
     """A rank fails where the first one works for all."""
     world = World.current()

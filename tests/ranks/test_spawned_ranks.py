@@ -49,6 +49,7 @@ def forked(monkeypatch):
 def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
     monkeypatch.setattr(processes, "_GRACE_S", 1.0)
     assert run_spawned(2, faults.add, 3, 4) == [7, 8]
+    assert run_spawned(2, faults.read_after_the_first_has_returned) == ["", "hello"]
     with pytest.raises(StorageError, match="^gone$"):
         run_spawned(2, faults.gone_on, 1)
     with pytest.raises(RankError, match=r"\[rank 1\] ValueError: not like this"):

@@ -84,14 +84,16 @@ def _make_spec(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def find_compared(trainer: type) -> dict[str, set[str]]:
-    """Return, by name, the texts that the modules of a trainer and of its bases in TRL compare it with."""
+    """Return, by name, the texts that the module of a trainer compares it with.
+
+    Those of a base are not returned: GMPO's trainer inherits keys of GRPO that its loss ignores.
+    """
     texts: dict[str, set[str]] = {}
-    for module in {one.__module__ for one in trainer.__mro__ if one.__module__.startswith("trl.")}:
-        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-            if isinstance(node, ast.Compare):  # loss_type == "ipo", self.loss_type in ["grpo", "sapo"]
-                name = ast.unparse(node.left).removeprefix("self.")
-                constants = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
-                texts.setdefault(name, set()).update(one for one in constants if isinstance(one, str))
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[trainer.__module__]))):
+        if isinstance(node, ast.Compare):  # loss_type == "ipo", self.loss_type in ["grpo", "sapo"]
+            name = ast.unparse(node.left).removeprefix("self.")
+            constants = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+            texts.setdefault(name, set()).update(one for one in constants if isinstance(one, str))
     return texts
 
 

@@ -448,8 +448,10 @@ def _find_folder(directory: str | os.PathLike[str]) -> Path | None:
     folder = Path(os.path.abspath(os.path.expanduser(directory)))
     if not folder.is_dir():
         return None
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    return folder if has_weights else find_newest(folder) or folder
+    for pattern in ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin"):
+        if any(folder.glob(pattern)):
+            return folder
+    return find_newest(folder) or folder
 
 
 def _open_training(folder: Path) -> OpenCheckpoint | None:

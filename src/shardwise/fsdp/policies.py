@@ -90,9 +90,7 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
         if names := _select(model, candidate):
             if isinstance(policy, Classes):
                 _require_matches(model, policy)
-            if policy == "auto" and candidate == "model_plan":
-                names += _select_outside(model, names)
-            return names
+            return [*names, *select_unplanned(model, policy)]
     numel = sum(parameter.numel() for parameter in model.parameters())
     raise ShardingError(
         f"{policy} matches nothing in {type(model).__name__}, which has {numel:,} elements in modules of "
@@ -100,22 +98,25 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
     )
 
 
-def _select_outside(model: nn.Module, planned: Sequence[str]) -> list[str]:
-    """Return the blocks of ``"no_split_modules"`` that are neither in planned groups nor around them.
+def select_unplanned(model: nn.Module, policy: WrapPolicy) -> list[str]:
+    """Return the blocks that ``"auto"`` adds to those of the plan: neither in these groups nor around them.
 
-    The plan that every model of transformers has matches the layers of its text, and none of a vision tower.
+    Every config of transformers has a plan, which matches the layers of one stack, mostly of text.
     """
+    planned = _select_by_plan(model) if policy == "auto" else []
+    if not planned:
+        return []
     around = {""}
     for name in planned:
         while name not in around:
             around.add(name)
             name = name.rpartition(".")[0]
-    outside: list[str] = []
+    unplanned: list[str] = []
     for name in _select(model, "no_split_modules"):
         is_inside = any(f"{name}.".startswith(f"{block}.") for block in planned)
         if name not in around and not is_inside:
-            outside.append(name)
-    return outside
+            unplanned.append(name)
+    return unplanned
 
 
 def _require_matches(model: nn.Module, policy: Classes) -> None:

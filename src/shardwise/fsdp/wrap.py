@@ -41,6 +41,7 @@ from shardwise.fsdp.policies import (
     WrapPolicy,
     find_repeated_blocks,
     group_parameters,
+    select_unplanned,
     shard_dim,
 )
 from shardwise.fsdp.torch_private import accelerator, accelerator_module, has_collectives, select_accelerator
@@ -229,7 +230,6 @@ def wrap(
     shard_size = mesh.size(mesh.ndim - 1)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": sharding.mp_policy,
         "offload_policy": _without_pinning_on_cpu(sharding.offload_policy),
         "shard_placement_fn": lambda parameter: Shard(
             shard_dim(parameter.shape, shard_size, is_packed=not parameter.is_floating_point())
@@ -238,15 +238,19 @@ def wrap(
     }
     # From the inside out: fully_shard takes the parameters of its modules that no earlier call has taken.
     modules = dict(model.named_modules())
+    unplanned = set(select_unplanned(model, sharding.wrap))
     for group in grouping.blocks:
         members = [modules[name] for name in group.modules]
+        # The blocks of a vision tower take float32 angles of rotary embeddings, which FSDP2 would round.
+        casts_inputs = sharding.mp_policy.cast_forward_inputs and unplanned.isdisjoint(group.modules)
         fully_shard(
             members if len(members) > 1 else members[0],
             reshard_after_forward=sharding.reshard_after_forward,
+            mp_policy=replace(sharding.mp_policy, cast_forward_inputs=casts_inputs),
             **options,
         )
     # Without reshard_after_forward: FSDP2 keeps the root gathered, as its backward pass comes first.
-    fully_shard(model, **options)
+    fully_shard(model, mp_policy=sharding.mp_policy, **options)
     if hasattr(model, "generate"):  # it calls encoders without the model's forward
         register_fsdp_forward_method(model, "generate")
     mark_sharded(model, mesh)

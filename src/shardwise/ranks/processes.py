@@ -184,7 +184,12 @@ def _run_rank(rank: int, size: int, folder: str, function: RankFunction, args: S
     # By a rename: the parent process takes a file that exists for a whole outcome.
     Path(folder, f"{rank}.new").write_bytes(encode(outcome))
     os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))
-    sys.exit(isinstance(outcome, Failure))
+    has_failed = isinstance(outcome, Failure)
+    # The first rank has the store, in which others may still read a result. If one of them ends without an outcome,
+    # the parent process ends all.
+    while rank == 0 and not has_failed and not all(Path(folder, str(other)).exists() for other in range(1, size)):
+        time.sleep(0.02)
+    sys.exit(has_failed)
 
 
 def _call_in_group(rank: int, size: int, folder: str, function: RankFunction, args: Sequence[Any]) -> Any:

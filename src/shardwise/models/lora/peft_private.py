@@ -195,8 +195,8 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, is_new: bool) -
         kind = type(layer.get_base_layer()).__name__
         if is_new and kind.endswith("Router") and not hasattr(layer, "parameter_name"):
             raise ConfigError(
-                f"{shown}: is a {kind}, for which PEFT has no forward pass. Set "
-                f"exclude_modules=[{shown.rpartition('.')[2]!r}], or name other target_modules"
+                f"{shown}: is a {kind}, for which PEFT has no forward pass. Name other target_modules, or pass "
+                f"LoraConfig(exclude_modules=[{shown.rpartition('.')[2]!r}])"
             )
     tuner: Any = model.base_model
     tuner.merge_adapter = partial(_merge_in_place, tuner)
