@@ -228,6 +228,8 @@ def spoil(fault: str, state: dict[str, Any]) -> Any:
             groups[0]["params"] = list(range(len(groups[0]["params"])))
         case "layout":
             return values
+        case "flattened":
+            return {"state.embed.weight.step": 1.0, "param_groups.embed.weight.lr": 0.1}
         case "object":
             values["blocks.0.0.weight"]["exp_avg"] = [1.0]
         case "lost moment on rank 1":
