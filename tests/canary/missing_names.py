@@ -198,6 +198,7 @@ def sharded(folder: Path) -> None:
         shardwise.shard(model, shardwise.Sharding(wrap="whole_model"))
         model(torch.randn(3, 4)).sum().backward()
         gradients.clip_gradients(list(model.parameters()), 1e-3)
+        shardwise.save(model, "sharded")
 
 
 def process_group(folder: Path) -> None:

@@ -10,7 +10,13 @@ import pytest
 from tests.canary.missing_names import NEEDS_A_NAME, OF_LORAS, OF_TORCH, SOURCE, private_names, sources
 from tests.integrations.requirements import require_patched_names
 
-OF_MODULES = {"Module._parameters", "Module._buffers", "Module._non_persistent_buffers_set", "tree_leaves"}
+OF_MODULES = {
+    "Module._parameters",
+    "Module._buffers",
+    "Module._non_persistent_buffers_set",
+    "Module._state_dict_pre_hooks",
+    "tree_leaves",
+}
 """Names without which no module can be saved or loaded."""
 
 

@@ -160,6 +160,19 @@ def test_a_pass_that_was_broken_off_is_forgotten() -> None:
             assert gathers() == expected
 
 
+def test_a_module_reshards_the_group_of_a_module_around_it() -> None:
+    called: list[object] = []
+    with fake_rank(0, 2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].register_state_dict_pre_hook(lambda *arguments: called.append(arguments))
+        fully_shard(model)
+        model.unshard()
+        assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+        private.reshard_owners(model[1])
+        assert {type(parameter) for parameter in model.parameters()} == {DTensor}
+    assert not called
+
+
 def test_which_indices_a_rank_holds() -> None:
     assert private.local_runs(5, ((Shard(0), 4, 1),)) == ((2, 2),)
     assert private.local_runs(5, ((Shard(0), 4, 3),)) == ()

@@ -172,6 +172,9 @@ def test_a_model_that_has_the_names_of_wrappers(tmp_path):
     assert torch.equal(other["body"].weight, model["module"].weight)
     with pytest.raises(ConfigError, match=r"key_mapping: '\(' is no valid regex"):
         shardwise.load(other, tmp_path, key_mapping={"(": ""})
+    for target in (r"y.\1.\2", r"y.\g<1>"):
+        with pytest.raises(ConfigError, match=r"key_mapping: the replacement 'y.* has a group other than \\1"):
+            shardwise.load(other, tmp_path, key_mapping={r"^x\.(\w+)\.(\w+)$": target})
 
 
 # Distributed checkpoints

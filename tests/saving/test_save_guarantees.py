@@ -1,5 +1,6 @@
 """Promises of docs/save.md beyond the bytes of the files."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -107,21 +108,47 @@ def test_the_report_has_the_facts(tmp_path):
         assert part in str(report)
 
 
+class Around(nn.Module):
+    """A model with a part that can be passed alone."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.part(inputs)
+        if output.isnan().any():
+            raise ValueError("not a number")
+        return output
+
+
 def save_gathered(folder: str) -> list[str]:
     """After an evaluation, whose root group stays gathered in bfloat16. The names of tensors that were rounded."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     averaged, compiled = AveragedModel(small_qwen3()), torch.compile(linear(), backend="eager")
-    for wrapper, inputs in ((averaged, torch.zeros(1, 3, dtype=torch.long)), (compiled, torch.zeros(1, 300))):
+    outer, failed = Around(linear()), Around(linear())
+    rows = torch.zeros(1, 300)
+    for wrapper, inputs in (
+        (averaged, torch.zeros(1, 3, dtype=torch.long)),
+        (compiled, rows),
+        (outer, rows),
+        (failed, rows * torch.nan),
+    ):
         fully_shard(wrapper, mp_policy=policy)
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.suppress(ValueError):
             wrapper(inputs)
-    shardwise.save(averaged, Path(folder, "averaged"), options=OPTIONS)
-    shardwise.save(compiled, Path(folder, "compiled"), options=OPTIONS)
+    saved = {"averaged": averaged, "compiled": compiled, "part": outer.part, "after an error": failed.part}
+    for name, each in saved.items():
+        shardwise.save(each, Path(folder, name), options=OPTIONS)
     rounded: list[str] = []
-    for name, model in (("averaged", small_qwen3()), ("compiled", linear())):
+    for name in saved:
+        model = small_qwen3() if name == "averaged" else linear()
         expected = {key: value.clone() for key, value in model.state_dict().items()}
         shardwise.load(model, Path(folder, name))
         rounded += [key for key, value in model.state_dict().items() if not torch.equal(value, expected[key])]
+    outer(rows)
+    shardwise.set_model_state_dict(outer.part, {"weight": torch.ones(4, 300), "bias": torch.ones(4)})
+    assert outer(rows).tolist() == [[1.0] * 4]
     return rounded
 
 

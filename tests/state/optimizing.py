@@ -228,6 +228,8 @@ def spoil(fault: str, state: dict[str, Any]) -> Any:
             groups[0]["params"] = list(range(len(groups[0]["params"])))
         case "layout":
             return values
+        case "flattened":
+            return {"state.embed.weight.step": 1.0, "param_groups.embed.weight.lr": 0.1}
         case "object":
             values["blocks.0.0.weight"]["exp_avg"] = [1.0]
         case "lost moment on rank 1":
@@ -294,7 +296,11 @@ def without_state() -> tuple[list[str], tuple[str, ...]]:
     fresh = MAKERS["adamw"](target, 1)
     report = shardwise.set_optimizer_state_dict(target, fresh, state)
     found = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
-    return differences(found, state), report.without_state
+    step(model, optimizers, 1)  # with a gradient of each
+    assert len(optimizers[0].state) > len(state["state"])
+    assert shardwise.set_optimizer_state_dict(model, optimizers, state).without_state == report.without_state
+    again = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
+    return differences(found, state) + differences(again, state), report.without_state
 
 
 def wider() -> tuple[dict[str, Any], list[str]]:

@@ -62,6 +62,7 @@ FAULTS = {
     "shape": ("KeyMismatchError", "blocks.0.0.weight: exp_avg: (4, 5) F32 on rank 0, expected (7, 5) F32"),
     "numbers": ("ConfigError", "indices in place of parameter names"),
     "layout": ("ConfigError", "the state of optimizers is not a state dict"),
+    "flattened": ("ConfigError", "flattened (state.NAME.ENTRY). Pass that of get_optimizer_state_dict() without"),
     "object": ("ConfigError", "blocks.0.0.weight: exp_avg in the state is a list"),
     "lost moment on rank 1": ("RankMismatchError", "blocks.0.0.weight: exp_avg"),
     "meta on rank 1": ("ShardingError", "rank 1: 1 tensors of the given state are on meta"),

@@ -24,16 +24,9 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside of ``torch.compile`` and DistributedDataParallel, or the module itself.
-
-    FSDP2 groups of the outer modules are resharded.
-    """
+    """Return the module inside of ``torch.compile`` and DistributedDataParallel, or the module itself."""
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    if not isinstance(inner, nn.Module):
-        return model
-    if isinstance(model, FSDPModule):  # collect_tensors sees the groups of the inner modules only
-        model.reshard()
-    return unwrap(inner)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +130,14 @@ def strided_view(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard the FSDP2 groups of a model that are gathered.
+    """Reshard the FSDP2 groups that hold parameters of a model, also those of modules around it.
 
-    A forward pass leaves the root group gathered for the backward pass. In an evaluation none follows. Until then
-    ``model.parameters()`` are not the shards, and a change of the shards does not reach the next forward pass.
+    A forward pass leaves the root group gathered for the backward pass. In an evaluation, or after an error in the
+    forward pass, none follows. Until then ``model.parameters()`` are not the shards, and a change of the shards
+    does not reach the next forward pass.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        torch_private.reshard_owners(module)
 
 
 def collect_tensors(model: nn.Module) -> list[TensorRef]:

@@ -146,6 +146,11 @@ def require_state_dict(whole: object) -> None:
         and isinstance(groups, (list, tuple))
         and all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups)
     )
+    if groups is None and isinstance(whole, Mapping) and any(str(key).startswith("param_groups.") for key in whole):
+        raise ConfigError(
+            "the state of optimizers is flattened (state.NAME.ENTRY). Pass that of get_optimizer_state_dict() "
+            "without StateDictOptions(flatten_optimizer_state_dict=True)"
+        )
     if not is_sound and whole != {}:
         raise ConfigError(
             "the state of optimizers is not a state dict. Pass {'state': {name: {...}}, 'param_groups': [{'params':"

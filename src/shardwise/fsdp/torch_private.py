@@ -383,6 +383,20 @@ def iter_fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
                 yield state._fsdp_param_group
 
 
+def reshard_owners(module: nn.Module) -> None:
+    """Reshard the FSDP2 groups that a module's own parameters are in, as its ``state_dict()`` does.
+
+    The group may belong to a module further out. ``FSDPModule.reshard`` leaves a root group gathered whose forward
+    pass has not ended.
+    """
+    for hook in private("torch.nn:Module._state_dict_pre_hooks", module).values():
+        register = private(
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._register_state_dict_hooks"
+        )
+        if getattr(hook, "__qualname__", "").startswith(f"{register.__qualname__}."):
+            hook(module, "", keep_vars=False)
+
+
 def fsdp_policies(model: nn.Module) -> list[tuple[MixedPrecisionPolicy, OffloadPolicy]]:
     """Return the policies of each FSDP2 group."""
     policies: list[tuple[MixedPrecisionPolicy, OffloadPolicy]] = []

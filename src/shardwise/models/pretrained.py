@@ -109,14 +109,19 @@ def get_conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] |
     """Return the renames and converters for a model, those of ``key_mapping`` (regex to replacement) first.
 
     Raises:
-        ConfigError: a key of ``key_mapping`` is no regex.
+        ConfigError: a key of ``key_mapping`` is no regex, or a replacement has another group than the first.
     """
     mapping = dict(key_mapping) if key_mapping else None
-    for source in mapping or ():
+    for source, target in (mapping or {}).items():
         try:
             re.compile(source)
         except re.error as error:
             raise ConfigError(f"key_mapping: {source!r} is no valid regex ({error})") from error
+        if re.search(r"\\([02-9]|g<)", target):
+            raise ConfigError(
+                rf"key_mapping: the replacement {target!r} has a group other than \1, which is the only one that "
+                "transformers fills in. Match the part that changes alone; several entries are applied in order"
+            )
     if isinstance(model, PreTrainedModel):
         # transformers finds the conversions by the name of the model's class, which fully_shard has changed.
         with original_classes(model):

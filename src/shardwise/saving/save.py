@@ -24,7 +24,7 @@ from shardwise.core.tensors import parse_size
 from shardwise.files.local_reader import open_storage
 from shardwise.files.local_writer import open_writer
 from shardwise.files.storage import StorageWriter
-from shardwise.fsdp.named_tensors import collect_tensors, reshard, unwrap
+from shardwise.fsdp.named_tensors import collect_tensors, unwrap
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.models import revert
 from shardwise.models.four_bit.layers import is_in_four_bits
@@ -318,7 +318,6 @@ def save(
     """
     model, clock = unwrap(model), Clock()
     if names == "hub" and isinstance(model, AveragedModel):
-        reshard(model)
         average = unwrap(model.module)
         # Its prefix and its count of averages are in no file of transformers.
         model = average if isinstance(average, PreTrainedModel) else model
