@@ -296,11 +296,7 @@ def without_state() -> tuple[list[str], tuple[str, ...]]:
     fresh = MAKERS["adamw"](target, 1)
     report = shardwise.set_optimizer_state_dict(target, fresh, state)
     found = shardwise.get_optimizer_state_dict(target, fresh, "full_on_all_ranks")
-    step(model, optimizers, 1)  # with a gradient of each
-    assert len(optimizers[0].state) > len(state["state"])
-    assert shardwise.set_optimizer_state_dict(model, optimizers, state).without_state == report.without_state
-    again = shardwise.get_optimizer_state_dict(model, optimizers, "full_on_all_ranks")
-    return differences(found, state) + differences(again, state), report.without_state
+    return differences(found, state), report.without_state
 
 
 def wider() -> tuple[dict[str, Any], list[str]]:

@@ -140,8 +140,10 @@ def _match(
 
 
 def _stateless(agreed: ParsedState) -> set[str]:
-    """Return parameters of a state that were not stepped yet. They have no state afterwards."""
-    return {name for names in agreed.groups for name in names} - {name for name, _ in agreed.keys.values()}
+    """Return parameters that have no state afterwards: all of a state from before the first step."""
+    if agreed.keys:
+        return set()
+    return {name for names in agreed.groups for name in names}
 
 
 def _shape_and_dtype(

@@ -227,8 +227,8 @@ def set_optimizer_state_dict(
     identified by their parameters in any order, and get all settings of the state, learning rates included.
 
     Missing state is created without a step, sharded like its parameter, in the given dtype or in the parameter's if
-    that is wider. Existing state keeps its dtype. Parameters in a group of the state that have no values there
-    have none afterwards (``report.without_state``).
+    that is wider. Existing state keeps its dtype. Parameters without state in either have none
+    afterwards (``report.without_state``), as do all parameters if the state is from before the first step.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: the new state, and ``options.budget_bytes``.
