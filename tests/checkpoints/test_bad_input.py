@@ -8,12 +8,14 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
 from tests.support.files import flip_bit
 from tests.support.world import require_same_error
+from torch import nn
 
 import shardwise
 from shardwise import Checkpointer
@@ -26,7 +28,7 @@ from shardwise.options import Ignore, StateOptions
 CALLS = {
     "meta": ("ShardingError", "are on meta and have no values"),
     "no state_dict": ("ConfigError", "data is a object, which has no state_dict and load_state_dict"),
-    "no plain data": ("ConfigError", "data.rank_0: its state_dict has a value that torch.load"),
+    "no plain data": ("ConfigError", "data.rank_0.at: is a PosixPath that torch.load"),
     "no json": ("ConfigError", "user: is not JSON"),
     "other optimizer": ("ShardingError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
@@ -49,8 +51,18 @@ def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
 
 @pytest.mark.parametrize("value", [b"", 2**3000])
 def test_values_that_torch_does_not_load_are_refused(value):
-    with pytest.raises(shardwise.ConfigError, match="x: its state_dict has a value that torch.load"):
+    with pytest.raises(shardwise.ConfigError, match=rf"x\.a\.0: is a {type(value).__name__} that torch\.load"):
         header_module.to_pickle({"a": [value]}, "x")
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python():
+    """As a schedule by numpy.cos leaves them in groups of an optimizer, and a scheduler in its state."""
+    content = header_module.to_pickle({"rates": [np.float64(0.5), np.int64(3)]}, "x")
+    assert torch.load(io.BytesIO(content), weights_only=True) == {"rates": [0.5, 3]}
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.5))
+    [group] = shardwise.get_optimizer_state_dict(model, optimizer)["param_groups"]
+    assert type(group["lr"]) is float
 
 
 def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save, save_file
 from tests import truth, zoo
 from tests.loading import on_ranks
@@ -128,6 +129,18 @@ def test_a_missing_parameter_that_nothing_initializes_is_refused(tmp_path):
     model.scale = nn.Parameter(torch.zeros(4, device="meta"))
     with pytest.raises(KeyMismatchError, match=r"uninitialized 1\s+scale: nothing initializes it"):
         shardwise.load(model, tmp_path, on_missing=Initialize(("*",)))
+
+
+def test_missing_adapters_and_copies_of_peft_are_refused(tmp_path):
+    """`_init_weights` would draw all of them, also lora_B, which is zero in a new adapter."""
+    config = LoraConfig(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])
+    model = on_meta(lambda: get_peft_model(small_qwen3(num_hidden_layers=1), config))
+    save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    added = [name for name in model.state_dict() if "lora_" in name or ".modules_to_save." in name]
+    wanted = rf"(?s)uninitialized {len(added)} .*tuning=Lora\(config\)"
+    with pytest.raises(KeyMismatchError, match=wanted) as caught:
+        shardwise.load(model, tmp_path, on_missing=Initialize(("*",)))
+    assert all(f"{name}: nothing initializes it" in str(caught.value) for name in added)
 
 
 def test_a_tensor_kept_as_a_plain_attribute_is_not_left_on_meta(plain):

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, get_type_hints
 
+import numpy as np
 import torch
 from huggingface_hub.dataclasses import type_validator
 
 from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.core.errors import ConfigError, FormatError
-from shardwise.core.formatting import first_line
 from shardwise.files.checkpoint_index import TRAINING_HEADER
 from shardwise.files.local_reader import LocalReader
 from shardwise.transfer.fingerprints import MODULUS, digest, fingerprint
@@ -160,18 +160,26 @@ def to_pickle(value: object, what: str) -> bytes:
     """Return a value as ``torch.save`` writes it and ``torch.load(weights_only=True)`` reads it.
 
     Raises:
-        ConfigError: it is not plain data.
+        ConfigError: it is not plain data. The message has the path of the first such value.
     """
     buffer = io.BytesIO()
     try:
-        torch.save(_on_cpu(value), buffer)
+        plain = _on_cpu(value)
+        torch.save(plain, buffer)
         # Values of doubtful types are read back. For others, that would only take time.
-        if not _is_plain(value):
+        if not _is_plain(plain):
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:  # pickle raises errors of many kinds
-        reason = first_line(error)
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(value)
+        if not isinstance(error, RecursionError):  # as of a list that contains itself
+            for key, item in items:
+                to_pickle(item, f"{what}.{key}")
         raise ConfigError(
-            f"{what}: its state_dict has a value that torch.load(weights_only=True) does not read ({reason}). "
+            f"{what}: is a {type(value).__name__} that torch.load(weights_only=True) does not read. "
             "Return dicts, lists, tuples, strings, numbers, bytes and tensors"
         ) from error
     return buffer.getvalue()
@@ -198,7 +206,9 @@ def compute_digest(value: object) -> str:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Copy the tensors in a value to the CPU, each with a storage of its own size."""
+    """Copy tensors in a value to the CPU, each with storage of its own size, and make numpy's numbers Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):

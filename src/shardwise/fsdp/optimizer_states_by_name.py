@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -48,7 +49,9 @@ def build_param_groups(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
 
 @torch.inference_mode(mode=False)  # the copy may be set again, and an optimizer changes it in place
 def copy_value(value: Any) -> Any:
-    """Return an independent copy, on the CPU if it is a tensor."""
+    """Return an independent copy, on the CPU if it is a tensor, and of Python if it is a number of numpy."""
+    if isinstance(value, np.generic):
+        return value.item()
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 

@@ -32,7 +32,8 @@ REMEDIES: Final = {
     "ambiguous": "a checkpoint that stores each tensor once",
     "quantized": "a checkpoint whose config.json has the quantization_config of these codes",
     "conversion": "a checkpoint in the layout this version of transformers knows",
-    "uninitialized": "a checkpoint that stores them, as neither _init_weights nor reset_parameters sets them",
+    "uninitialized": "a checkpoint that stores them, as neither _init_weights nor reset_parameters sets them "
+    "(a new adapter: from_pretrained(..., tuning=Lora(config)), not get_peft_model)",
     "uncomputable": "buffers=... with a callable that computes them",
 }
 """Advice by kind of fault."""

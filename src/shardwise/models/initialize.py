@@ -124,6 +124,9 @@ class Initializers:
             return Origin.TUNING
         if self.additions.base is not None and item.fqn not in self.additions.base_names:
             return Origin.NOWHERE
+        # Without a tuning: _init_weights would make lora_B normal, and PEFT has zeros in it.
+        if self.additions.base is None and any(slot.module in self._adapter_modules for slot in item.slots):
+            return Origin.NOWHERE
         if any(slot.module in self._transformers_modules for slot in item.slots):
             return Origin.INIT_WEIGHTS
         if any(callable(getattr(slot.module, "reset_parameters", None)) for slot in item.slots):
@@ -208,6 +211,16 @@ class Initializers:
     def _transformers_modules(self) -> set[nn.Module]:
         """All modules in models of transformers."""
         return {module for _, outer in pretrained.outermost_pretrained(self.model) for module in outer.modules()}
+
+    @cached_property
+    def _adapter_modules(self) -> set[nn.Module]:
+        """Modules that PEFT has added: of adapters, and trained copies."""
+        added: set[nn.Module] = set()
+        for module in self.model.modules():
+            # Of PEFT's layers: ("lora_A", "lora_B", ...), ("modules_to_save",).
+            for name in getattr(module, "adapter_layer_names", ()):
+                added.update(module.get_submodule(name).modules())
+        return added
 
     def _run(self, names: Collection[str]) -> None:
         """Run the initializers of these tensors.
