@@ -13,6 +13,7 @@ from torch import nn
 import shardwise
 from shardwise import ConfigError, Sharding
 from shardwise.options import HubOptions, LoadOptions
+from shardwise.ranks.call_arguments import get_world
 
 
 def _ask(directory: str, common: dict[str, Any], own: dict[str, Any], where: int) -> tuple[str, str]:
@@ -166,6 +167,17 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
 
 def test_a_token_is_not_shown():
     assert "hf_secret" not in repr(HubOptions(token="hf_secret"))
+
+
+def test_processes_without_a_process_group_are_warned_once(monkeypatch, caplog):
+    get_world(LoadOptions(), "load")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    get_world(shardwise.options.SaveOptions(), "save")  # of the first process alone
+    assert not caplog.messages
+    get_world(LoadOptions(), "from_pretrained")
+    get_world(LoadOptions(), "load")
+    [warned] = caplog.messages
+    assert warned.startswith("WORLD_SIZE=4: there are several processes and no process group")
 
 
 def test_differing_arguments_of_ranks_are_named(worlds, qwen3):

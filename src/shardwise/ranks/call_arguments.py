@@ -2,15 +2,23 @@
 
 import dataclasses
 import functools
+import logging
+import os
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
+import torch.distributed as dist
 
 from shardwise.core.errors import ConfigError, RankMismatchError, unknown_keyword
 from shardwise.ranks.world import Exchange, MismatchedRanks, World, repr_digest
+
+_log = logging.getLogger(__name__)
+
+_WITH_WHOLE_MODELS = ("from_pretrained", "load", "shard")
+"""Calls that leave each process a whole model of its own if there is no process group."""
 
 _OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
 """Modules of further classes whose arguments are checked."""
@@ -98,11 +106,24 @@ def get_hints(described: Any) -> Mapping[str, Any]:
         return {}
 
 
+@functools.cache
+def _warn_of_missing_group(world_size: str) -> None:
+    """Warn, once a process, that a launcher has started several processes which do not know of each other."""
+    if world_size.isdecimal() and int(world_size) > 1:
+        _log.warning(
+            "WORLD_SIZE=%s: there are several processes and no process group, so each has a whole model of its "
+            "own. Call torch.distributed.init_process_group() before the model is loaded or sharded",
+            world_size,
+        )
+
+
 def get_world(options: object, call: str) -> World:
     """Return the ranks of the options, or the default ones if the options have the wrong type.
 
     ``call`` is the public name of the call.
     """
+    if call in _WITH_WHOLE_MODELS and not dist.is_initialized():
+        _warn_of_missing_group(os.environ.get("WORLD_SIZE", ""))  # noqa: TID251 - of the launcher
     if not _is_ours(type(options)):
         return World.current(call=call)
     return World.current(getattr(options, "process_group", None), getattr(options, "timeouts", None), call=call)
