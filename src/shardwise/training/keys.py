@@ -53,6 +53,8 @@ MISTAKEN: Final[Mapping[str, str]] = {
     "nproc_per_node": "it is an option of the command. Write --nproc-per-node, or set num_processes",
     "adapter": "it is axolotl's. Set use_peft and the keys lora_*, or load_in_4bit, too",
     "dataset": "it is LLaMA-Factory's. Set dataset_name",
+    "lora_rank": "it is LLaMA-Factory's. Set lora_r",
+    "lora_target": "it is LLaMA-Factory's. Set lora_target_modules",
     "finetuning_type": "it is LLaMA-Factory's. Set use_peft and the keys lora_*, or trainable_layers",
     "unsloth_configs": "another library would load the model. Set max_length, use_peft, load_in_4bit and lora_*",
     "dataset_mixer_list": "its names and shares alternate. Write dataset_mixer: {NAME: SHARE, ...}",
