@@ -114,6 +114,7 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
             "nproc_per_node: is not a key of sft, .*Write --nproc-per-node, or set num_processes",
         ),
         ("adapter: lora", "adapter: is not a key of sft, it is axolotl's. Set use_peft"),
+        ("lora_target_modules: [q_proj,v_proj, 'k_proj,o_proj']", r"'k_proj,o_proj' is read as one name. Write \["),
         ("lora_rank: 4", "lora_rank: is not a key of sft, it is LLaMA-Factory's. Set lora_r"),
         ("finetuning_type: lora", "finetuning_type: is not a key of sft, it is LLaMA-Factory's. Set use_peft"),
         ("max_seq_length: 8\nmax_length: 16", "max_seq_length: is a former name of max_length, which has another"),

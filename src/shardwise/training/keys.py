@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -84,6 +85,9 @@ _AT_LEAST_1: Final = ("per_device_train_batch_size", "per_device_eval_batch_size
 _MAPPINGS_OR_FILES: Final = ("accelerator_config", "fsdp_config", "deepspeed", "data_files")
 """Keys that take a mapping, or a string of any form."""
 
+_JOINED: Final = re.compile(r"[\w. ]+,[\w., ]*")
+"""Names of modules with commas between them, which no name has."""
+
 _BY_VALUE: Final[Mapping[str, Mapping[Any, str]]] = {"scale_rewards": {True: "group", False: "none"}}
 """Values that TRL reads as others."""
 
@@ -149,6 +153,8 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
         yield f"{key}: {REJECTED[key]}"
     elif key == "optim" and value not in OPTIMIZERS:
         yield f"optim: {value} is not known to step sharded parameters. Use one of {', '.join(sorted(OPTIMIZERS))}."
+    elif key == "lora_target_modules" and (joined := _find_joined(value)):
+        yield f"lora_target_modules: {joined[0]!r} is read as one name. Write [q_proj,v_proj] for several"
     elif key in own_keys() and (odd := _find_not_text(key, value)):
         yield f"{key}: {_format_value(odd[0])} is a {type(odd[0]).__name__}. Expected str"
     elif key == "datasets":
@@ -206,6 +212,12 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
     task = values.get("lora_task_type", "CAUSAL_LM")
     if own.method == "reward" and use_peft and task != "SEQ_CLS":
         yield f"lora_task_type: {task} does not fit reward. Set it to SEQ_CLS"
+
+
+def _find_joined(value: Any) -> list[str]:
+    """Return the elements of a list, or a string, that are several names with commas between them."""
+    names = [value] if isinstance(value, str) else value or ()
+    return [name for name in names if isinstance(name, str) and _JOINED.fullmatch(name)]
 
 
 def _find_not_text(key: str, value: Any) -> list[Any]:
