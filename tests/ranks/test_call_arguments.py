@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from tests import truth
 from tests.small_checkpoints import small_qwen3
 from tests.support.world import agreed, attempt, require_same_error
@@ -129,6 +130,8 @@ def test_the_file_or_the_index_of_a_variant_is_named(tmp_path):
         ({"sharding": Sharding(wrap=("Block",))}, r"sharding.wrap is \('Block',\), of type tuple. Pass .*Classes"),
         ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* Pass MixedPrecisionPolicy"),
         ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
+        ({"tuning": LoraConfig(r=4)}, r"LoraConfig. Pass Lora or .*, as in tuning=Lora\(LoraConfig\(...\)\)"),
+        ({"sharding": Sharding(wrap="Qwen3Layer")}, r"Classes\(names=\('Qwen3Layer',\)\)"),
         ({"tuning": "lora"}, "tuning is 'lora', of type str. Pass Lora or Full or Freeze or ExistingLora or"),
         ({"on_missing": ("score.*",)}, "on_missing is .*, of type tuple. Pass Initialize"),
         ({"hub": {"revision": "v1"}}, "hub is .*, of type dict. Pass HubOptions"),

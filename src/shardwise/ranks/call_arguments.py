@@ -84,7 +84,11 @@ def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
         if isinstance(value, str) and value in choices:
             continue
         if choices and (isinstance(value, str) or not kinds):
-            classes = [f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType]
+            classes: list[str] = []
+            for kind in kinds:
+                if kind is not types.NoneType:
+                    names = f"names=({value!r:.80},)" if "names" in get_hints(kind) else "..."
+                    classes.append(f"{kind.__name__}({names})")
             known = [*map(repr, choices), *classes]
             raise ConfigError(f"{where}={value!r:.80} is not known. Pass one of {', '.join(known)}.")
         if kinds and not _is_instance(value, kinds):
@@ -209,4 +213,6 @@ def _type_error(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     meant, last = " or ".join(names), name.rpartition(".")[2]
     if isinstance(value, type):
         return f"{name} is the class {value.__name__}. Pass an object of it: {last}={value.__name__}(...)"
-    return f"{name} is {value!r:.80}, of type {type(value).__name__}. Pass {meant}, as in {last}={names[0]}(...)"
+    kind_name = type(value).__name__
+    config = f"{kind_name}(...)" if kind_name.startswith(names[0]) else "..."  # a LoraConfig goes into Lora
+    return f"{name} is {value!r:.80}, of type {kind_name}. Pass {meant}, as in {last}={names[0]}({config})"
