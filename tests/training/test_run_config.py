@@ -115,6 +115,8 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ),
         ("adapter: lora", "adapter: is not a key of sft, it is axolotl's. Set use_peft"),
         ("lora_target_modules: [q_proj,v_proj, 'k_proj,o_proj']", r"'k_proj,o_proj' is read as one name. Write \["),
+        ("lora_r: 0", "lora_r: 0 is less than 1. Write 1 or more"),
+        ("load_best_model_at_end: true", "eval_strategy is no, save_strategy steps. Set both to one value"),
         ("lora_rank: 4", "lora_rank: is not a key of sft, it is LLaMA-Factory's. Set lora_r"),
         ("finetuning_type: lora", "finetuning_type: is not a key of sft, it is LLaMA-Factory's. Set use_peft"),
         ("max_seq_length: 8\nmax_length: 16", "max_seq_length: is a former name of max_length, which has another"),

@@ -80,7 +80,9 @@ OTHER_METHODS: Final[Mapping[str, str]] = {
 }
 """Trainers of ``trl.experimental`` that do not run with a sharded model, with the reason and the remedy."""
 
-_AT_LEAST_1: Final = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+_AT_LEAST_1: Final = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r"),
+)
 
 _MAPPINGS_OR_FILES: Final = ("accelerator_config", "fsdp_config", "deepspeed", "data_files")
 """Keys that take a mapping, or a string of any form."""
@@ -187,6 +189,10 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield f"loss: {own.loss} is for many LoRAs. Set adapters or sweep, or method instead"
     if own.early_stopping_patience and not values.get("load_best_model_at_end"):
         yield "early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them"
+    # As the Trainer's arguments check it, which are parsed once libraries have been imported.
+    evaluates, saves = values.get("eval_strategy", "no"), values.get("save_strategy", "steps")
+    if values.get("load_best_model_at_end") and saves not in ("best", evaluates):
+        yield f"load_best_model_at_end: eval_strategy is {evaluates}, save_strategy {saves}. Set both to one value"
     for name, value in (own.env or {}).items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
             yield f"env: {name!r} cannot be set to {value!r}. Write NAME: VALUE"
