@@ -116,6 +116,9 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         AcceleratorState._reset_state(reset_partial_state=True)
         found["no model"] = said(lambda: made(model="gpt2"))
         found["not for it"] = said(lambda: made(model=raw))
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            whole = for_trainer(AutoModelForCausalLM.from_pretrained(Path(folder) / "causal"))
+        found["group afterwards"] = said(lambda: made(model=whole))
         found["model_init"] = said(lambda: made(model_init=lambda: model))
         found["peft_config"] = said(lambda: made(peft_config=object()))
         found["fsdp of accelerate"] = said(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))

@@ -94,6 +94,7 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "alone": "accelerate counts 1 processes, and the model's process group has 2 ranks",
         "no model": "Mine(model='gpt2'): ShardwiseTrainer trains a loaded model",
         "not for it": "pass model=for_trainer(model)",
+        "group afterwards": "Mine(Qwen3ForCausalLM): is not sharded, and 2 ranks train it together",
         "model_init": "ShardwiseTrainer trains a loaded model",
         "peft_config": "Load the model with from_pretrained(tuning=Lora(config)) instead",
         "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",

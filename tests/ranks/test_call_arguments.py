@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from tests import truth
 from tests.small_checkpoints import small_qwen3
 from tests.support.world import agreed, attempt, require_same_error
@@ -13,6 +14,7 @@ from torch import nn
 import shardwise
 from shardwise import ConfigError, Sharding
 from shardwise.options import HubOptions, LoadOptions
+from shardwise.ranks.call_arguments import get_world
 
 
 def _ask(directory: str, common: dict[str, Any], own: dict[str, Any], where: int) -> tuple[str, str]:
@@ -128,6 +130,8 @@ def test_the_file_or_the_index_of_a_variant_is_named(tmp_path):
         ({"sharding": Sharding(wrap=("Block",))}, r"sharding.wrap is \('Block',\), of type tuple. Pass .*Classes"),
         ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* Pass MixedPrecisionPolicy"),
         ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
+        ({"tuning": LoraConfig(r=4)}, r"LoraConfig. Pass Lora or .*, as in tuning=Lora\(LoraConfig\(...\)\)"),
+        ({"sharding": Sharding(wrap="Qwen3Layer")}, r"Classes\(names=\('Qwen3Layer',\)\)"),
         ({"tuning": "lora"}, "tuning is 'lora', of type str. Pass Lora or Full or Freeze or ExistingLora or"),
         ({"on_missing": ("score.*",)}, "on_missing is .*, of type tuple. Pass Initialize"),
         ({"hub": {"revision": "v1"}}, "hub is .*, of type dict. Pass HubOptions"),
@@ -166,6 +170,17 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
 
 def test_a_token_is_not_shown():
     assert "hf_secret" not in repr(HubOptions(token="hf_secret"))
+
+
+def test_processes_without_a_process_group_are_warned_once(monkeypatch, caplog):
+    get_world(LoadOptions(), "load")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    get_world(shardwise.options.SaveOptions(), "save")  # of the first process alone
+    assert not caplog.messages
+    get_world(LoadOptions(), "from_pretrained")
+    get_world(LoadOptions(), "load")
+    [warned] = caplog.messages
+    assert warned.startswith("WORLD_SIZE=4: there are several processes and no process group")
 
 
 def test_differing_arguments_of_ranks_are_named(worlds, qwen3):

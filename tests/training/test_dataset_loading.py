@@ -102,6 +102,11 @@ def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_rows(
         load(write(tmp_path / "rows.jsonl", 3, "a"))
 
 
+def test_a_file_that_is_missing_is_not_sought_on_the_hub_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="There is no such file on this machine. Check the path"):
+        load(str(tmp_path / "rows.jsonl"))
+
+
 def test_a_column_that_a_dataset_of_a_mixture_lacks_is_named(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", 3, "a")
     with pytest.raises(ConfigError, match="cannot be loaded as a dataset.*nothing"):

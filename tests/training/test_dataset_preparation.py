@@ -92,6 +92,10 @@ def test_the_special_tokens_of_a_configuration_are_those_of_the_tokenizer(tmp_pa
     training = SimpleNamespace(trust_remote_code=False, eos_token=tiny.PAD)
     arguments: Any = SimpleNamespace(model=model, training=training, own=ShardwiseArguments())
     assert load_processor(arguments).eos_token == tiny.PAD
+    model.model_name_or_path = str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"Check the name \(there is no such folder on this machine\)"):
+        load_processor(arguments)
+    model.model_name_or_path = str(tmp_path)
     training.eos_token = "<end>"
     with pytest.raises(ConfigError, match="eos_token: <end> is not in the vocabulary"):
         load_processor(arguments)

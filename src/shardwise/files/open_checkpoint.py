@@ -200,7 +200,7 @@ def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[Checkpo
     raise FormatError(
         f"{reader.root}: no weights found\n  looked for: {', '.join(names)}; for others the storage would have to "
         "list its files\nCheck the URL, or name the file: the URL of the *.safetensors, *.bin, *.pt or "
-        "*.index.json file itself, or weights_name=..."
+        "*.index.json file itself"
     )
 
 
@@ -215,7 +215,7 @@ def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tup
         )
     if not checkpoint_index.is_there(reader, name):
         raise FormatError(
-            f"{shown(name)} in {reader.root}: no such file. Check weights_name (transformers_weights in "
+            f"{shown(name)} in {reader.root}: no such file. Check the path (or transformers_weights in "
             "config.json), or download the file"
         )
     return chosen, chosen.select(reader, name, faults)

@@ -130,7 +130,7 @@ class _SafetensorsFiles(CheckpointFormat):
         if len(indexes) > 1:
             raise FormatError(
                 f"{reader.root}: several index files and no {_USUAL_INDEX}: {checkpoint_index.listed(indexes)}. "
-                "Pass one of them as weights_name, or its path"
+                "Pass the path of one of them"
             )
         if indexes:
             return self.select(reader, indexes[0], faults)

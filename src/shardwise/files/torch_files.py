@@ -56,10 +56,7 @@ class _TorchFiles(CheckpointFormat):
             )
         files = [name for name in names if name.endswith(_WEIGHTS) and name not in of_ranks]
         if files:
-            sentences.append(
-                f"{listed(map(shown, files))}: if one of them holds the model, pass its path, or its name as "
-                "weights_name"
-            )
+            sentences.append(f"{listed(map(shown, files))}: if one of them holds the model, pass its path")
         return sentences
 
     def read(

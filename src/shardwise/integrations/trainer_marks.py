@@ -218,6 +218,15 @@ def _get_pretrained(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def _require_sharded(call: str, model: PreTrainedModel, world: World) -> None:
+    if world.size > 1 and not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            f"{call}({type(model).__name__}): is not sharded, and {world.size} ranks train it together. Load it "
+            "with shardwise.from_pretrained(...) after torch.distributed.init_process_group(), or call "
+            "shardwise.shard(model) before"
+        )
+
+
 def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
     """Return the model of transformers in this one.
 
@@ -238,11 +247,7 @@ def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
             f"{abbreviate(on_meta)}: on meta, so the Trainer's optimizer would hold tensors without memory. Load "
             "the model first (from_pretrained, or shardwise.load), then call for_trainer"
         )
-    if world.size > 1 and not any(isinstance(module, FSDPModule) for module in inner.modules()):
-        raise ConfigError(
-            f"for_trainer({type(inner).__name__}): is not sharded, and {world.size} ranks train it together. Load "
-            "it with shardwise.from_pretrained(...), or call shardwise.shard(model) before"
-        )
+    _require_sharded("for_trainer", inner, world)
     # Replicas of a sharded model (HSDP) are an axis of one mesh.
     meshes = {tuple(item.device_mesh.shape) for item in inner.parameters() if isinstance(item, DTensor)}
     if len(meshes) > 1:
@@ -280,6 +285,8 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
         )
     if not is_for_trainer(model):
         raise ConfigError(f"{kind.__name__}(model={type(model).__name__}): pass model=for_trainer(model)")
+    # Once more: TrainingArguments make the process group if there was none for for_trainer.
+    _require_sharded(kind.__name__, _get_pretrained(model), world)
     for option in ("fsdp", "deepspeed"):
         if getattr(args, option, None):
             raise double_sharding_error(option)

@@ -163,7 +163,7 @@ def resolve_dtype(
         resolved = getattr(torch, resolved, None)
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ConfigError(
-            f"dtype={requested!r}: is not a floating dtype of torch. Pass 'auto' or torch.bfloat16, say"
+            f"dtype={requested!r}: is not a floating dtype of torch. Pass 'auto', 'bfloat16' or torch.bfloat16, say"
         )
     config.dtype = resolved
     for key in config.sub_configs:

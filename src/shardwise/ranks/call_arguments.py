@@ -2,15 +2,23 @@
 
 import dataclasses
 import functools
+import logging
+import os
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
+import torch.distributed as dist
 
 from shardwise.core.errors import ConfigError, RankMismatchError, unknown_keyword
 from shardwise.ranks.world import Exchange, MismatchedRanks, World, repr_digest
+
+_log = logging.getLogger(__name__)
+
+_WITH_WHOLE_MODELS = ("from_pretrained", "load", "shard")
+"""Calls that leave each process a whole model of its own if there is no process group."""
 
 _OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
 """Modules of further classes whose arguments are checked."""
@@ -76,7 +84,11 @@ def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
         if isinstance(value, str) and value in choices:
             continue
         if choices and (isinstance(value, str) or not kinds):
-            classes = [f"{kind.__name__}(...)" for kind in kinds if kind is not types.NoneType]
+            classes: list[str] = []
+            for kind in kinds:
+                if kind is not types.NoneType:
+                    names = f"names=({value!r:.80},)" if "names" in get_hints(kind) else "..."
+                    classes.append(f"{kind.__name__}({names})")
             known = [*map(repr, choices), *classes]
             raise ConfigError(f"{where}={value!r:.80} is not known. Pass one of {', '.join(known)}.")
         if kinds and not _is_instance(value, kinds):
@@ -98,11 +110,24 @@ def get_hints(described: Any) -> Mapping[str, Any]:
         return {}
 
 
+@functools.cache
+def _warn_of_missing_group(world_size: str) -> None:
+    """Warn, once a process, that a launcher has started several processes which do not know of each other."""
+    if world_size.isdecimal() and int(world_size) > 1:
+        _log.warning(
+            "WORLD_SIZE=%s: there are several processes and no process group, so each has a whole model of its "
+            "own. Call torch.distributed.init_process_group() before the model is loaded or sharded",
+            world_size,
+        )
+
+
 def get_world(options: object, call: str) -> World:
     """Return the ranks of the options, or the default ones if the options have the wrong type.
 
     ``call`` is the public name of the call.
     """
+    if call in _WITH_WHOLE_MODELS and not dist.is_initialized():
+        _warn_of_missing_group(os.environ.get("WORLD_SIZE", ""))  # noqa: TID251 - of the launcher
     if not _is_ours(type(options)):
         return World.current(call=call)
     return World.current(getattr(options, "process_group", None), getattr(options, "timeouts", None), call=call)
@@ -188,4 +213,6 @@ def _type_error(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     meant, last = " or ".join(names), name.rpartition(".")[2]
     if isinstance(value, type):
         return f"{name} is the class {value.__name__}. Pass an object of it: {last}={value.__name__}(...)"
-    return f"{name} is {value!r:.80}, of type {type(value).__name__}. Pass {meant}, as in {last}={names[0]}(...)"
+    kind_name = type(value).__name__
+    config = f"{kind_name}(...)" if kind_name.startswith(names[0]) else "..."  # a LoraConfig goes into Lora
+    return f"{name} is {value!r:.80}, of type {kind_name}. Pass {meant}, as in {last}={names[0]}({config})"

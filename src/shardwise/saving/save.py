@@ -30,7 +30,7 @@ from shardwise.models import revert
 from shardwise.models.four_bit.layers import is_in_four_bits
 from shardwise.models.lora import peft_private
 from shardwise.models.selection import AdapterOnly
-from shardwise.ranks.call_arguments import check_options, get_hints, get_world
+from shardwise.ranks.call_arguments import check_options, comparing_arguments, get_hints, get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving import prepare
 from shardwise.saving.commit import TEMPLATES_FOLDER, CommitState, begin_save, commit_save, undo_save
@@ -68,10 +68,15 @@ def execute_save(
                 )
             # Before anything is created: ranks with other headers would write to other places of the same
             # files.
-            settings = prepared.digest, repr((request.names, verify)), budget
-            world.require_equal(
-                settings, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
-            )
+            with comparing_arguments(world) as exchange:
+                exchange.local = {
+                    "dtype": str(request.dtype),
+                    "max_shard_size": str(request.max_shard_bytes),
+                    "names": repr(request.names),
+                    "verify": str(verify),
+                    "options.budget_bytes": str(budget),
+                    "the tensors": prepared.digest[:16],
+                }
         return _write_and_commit(world, writer, prepared, options, clock, verify=verify)
 
 

@@ -179,6 +179,8 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
         cause = error.__cause__ or error
         message = redact(f"{names}: cannot be loaded as a dataset, {str(cause) or repr(cause)}", names, {})
         remedy = "Check the name and the rows"
+        if Path(names).suffix in _BUILDERS and not Path(names).exists():
+            remedy = "There is no such file on this machine. Check the path"
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
             remedy = "If that is the cache of datasets, set another folder by env: {HF_DATASETS_CACHE: FOLDER}"
         raise ConfigError(f"{message}. {remedy}") from error

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -53,6 +54,8 @@ MISTAKEN: Final[Mapping[str, str]] = {
     "nproc_per_node": "it is an option of the command. Write --nproc-per-node, or set num_processes",
     "adapter": "it is axolotl's. Set use_peft and the keys lora_*, or load_in_4bit, too",
     "dataset": "it is LLaMA-Factory's. Set dataset_name",
+    "lora_rank": "it is LLaMA-Factory's. Set lora_r",
+    "lora_target": "it is LLaMA-Factory's. Set lora_target_modules",
     "finetuning_type": "it is LLaMA-Factory's. Set use_peft and the keys lora_*, or trainable_layers",
     "unsloth_configs": "another library would load the model. Set max_length, use_peft, load_in_4bit and lora_*",
     "dataset_mixer_list": "its names and shares alternate. Write dataset_mixer: {NAME: SHARE, ...}",
@@ -77,10 +80,15 @@ OTHER_METHODS: Final[Mapping[str, str]] = {
 }
 """Trainers of ``trl.experimental`` that do not run with a sharded model, with the reason and the remedy."""
 
-_AT_LEAST_1: Final = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+_AT_LEAST_1: Final = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r"),
+)
 
 _MAPPINGS_OR_FILES: Final = ("accelerator_config", "fsdp_config", "deepspeed", "data_files")
 """Keys that take a mapping, or a string of any form."""
+
+_JOINED: Final = re.compile(r"[\w. ]+,[\w., ]*")
+"""Names of modules with commas between them, which no name has."""
 
 _BY_VALUE: Final[Mapping[str, Mapping[Any, str]]] = {"scale_rewards": {True: "group", False: "none"}}
 """Values that TRL reads as others."""
@@ -147,6 +155,8 @@ def find_faults(key: str, value: Any, method: TrainMethod) -> Iterator[str]:
         yield f"{key}: {REJECTED[key]}"
     elif key == "optim" and value not in OPTIMIZERS:
         yield f"optim: {value} is not known to step sharded parameters. Use one of {', '.join(sorted(OPTIMIZERS))}."
+    elif key == "lora_target_modules" and (joined := _find_joined(value)):
+        yield f"lora_target_modules: {joined[0]!r} is read as one name. Write [q_proj,v_proj] for several"
     elif key in own_keys() and (odd := _find_not_text(key, value)):
         yield f"{key}: {_format_value(odd[0])} is a {type(odd[0]).__name__}. Expected str"
     elif key == "datasets":
@@ -179,6 +189,10 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield f"loss: {own.loss} is for many LoRAs. Set adapters or sweep, or method instead"
     if own.early_stopping_patience and not values.get("load_best_model_at_end"):
         yield "early_stopping_patience: needs load_best_model_at_end and eval_strategy. Set them"
+    # As the Trainer's arguments check it, which are parsed once libraries have been imported.
+    evaluates, saves = values.get("eval_strategy", "no"), values.get("save_strategy", "steps")
+    if values.get("load_best_model_at_end") and saves not in ("best", evaluates):
+        yield f"load_best_model_at_end: eval_strategy is {evaluates}, save_strategy {saves}. Set both to one value"
     for name, value in (own.env or {}).items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
             yield f"env: {name!r} cannot be set to {value!r}. Write NAME: VALUE"
@@ -204,6 +218,12 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
     task = values.get("lora_task_type", "CAUSAL_LM")
     if own.method == "reward" and use_peft and task != "SEQ_CLS":
         yield f"lora_task_type: {task} does not fit reward. Set it to SEQ_CLS"
+
+
+def _find_joined(value: Any) -> list[str]:
+    """Return the elements of a list, or a string, that are several names with commas between them."""
+    names = value if isinstance(value, list) else [value]
+    return [name for name in names if isinstance(name, str) and _JOINED.fullmatch(name)]
 
 
 def _find_not_text(key: str, value: Any) -> list[Any]:

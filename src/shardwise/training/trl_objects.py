@@ -404,7 +404,8 @@ def load_processor(arguments: TrlArguments) -> Any:
         raise ConfigError(f"{without_secrets(name)}: its processor cannot be loaded, {why}. {remedy}") from error
     except (OSError, ValueError, KeyError) as error:
         message = redact(f"{name}: its tokenizer cannot be loaded, {error}", name, {})
-        raise ConfigError(f"{message}. Check the folder, or set tokenizer_name_or_path") from error
+        where = "the folder" if Path(name).exists() else "the name (there is no such folder on this machine)"
+        raise ConfigError(f"{message}. Check {where}, or set tokenizer_name_or_path") from error
     # A setting that the processor does not have would have no effect.
     known = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
     for key in settings:
