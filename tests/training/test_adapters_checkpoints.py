@@ -188,14 +188,20 @@ def commit_third(folder: Path, limit: int | None) -> None:
     AdapterTraining._commit(adapter, folder / "checkpoint-3")
 
 
-def test_an_adapter_resumes_with_as_many_rows_in_a_step(tmp_path: Path) -> None:
-    """Unless it is done. Earlier versions have not saved the number."""
-    (tmp_path / "earlier").mkdir()
-    state(tmp_path / "earlier", 2)
-    commit_third(tmp_path, None)
-    [(_, earlier), (_, found)] = map(_find_latest, (tmp_path / "earlier", tmp_path))
+def states_of_two_versions(folder: Path) -> tuple[TrainerState, TrainerState]:
+    """The state of an earlier version, which has the position alone, and one of today."""
+    (folder / "earlier").mkdir()
+    state(folder / "earlier", 2)
+    commit_third(folder, None)
+    [(_, earlier), (_, found)] = map(_find_latest, (folder / "earlier", folder))
     assert earlier is not None
     assert found is not None
+    return earlier, found
+
+
+def test_an_adapter_resumes_with_as_many_rows_in_a_step(tmp_path: Path) -> None:
+    """Unless it is done. Earlier versions have not saved the number."""
+    earlier, found = states_of_two_versions(tmp_path)
     ada: Any = SimpleNamespace(_folder=tmp_path, _order=SimpleNamespace(rows_per_step=2), is_done=False)
     AdapterTraining._require_equal_steps(ada, found)
     ada._order.rows_per_step = 4
@@ -208,12 +214,7 @@ def test_an_adapter_resumes_with_as_many_rows_in_a_step(tmp_path: Path) -> None:
 
 def test_an_adapter_resumes_with_rows_in_the_same_order(tmp_path: Path) -> None:
     """Earlier versions have not saved the seed."""
-    (tmp_path / "earlier").mkdir()
-    state(tmp_path / "earlier", 2)
-    commit_third(tmp_path, None)
-    [(_, earlier), (_, found)] = map(_find_latest, (tmp_path / "earlier", tmp_path))
-    assert earlier is not None
-    assert found is not None
+    earlier, found = states_of_two_versions(tmp_path)
     ada: Any = SimpleNamespace(_folder=tmp_path, _order=StepOrder(count=4, rows_per_step=2, seed=5))
     AdapterTraining._restore(ada, found)
     assert (ada._position, ada._order.offset) == ((0, 2), 2)

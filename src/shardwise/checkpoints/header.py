@@ -175,7 +175,8 @@ def to_pickle(value: object, what: str) -> bytes:
             items = value.items()
         elif isinstance(value, (list, tuple)):
             items = enumerate(value)
-        if not isinstance(error, RecursionError):  # as of a list that contains itself
+        # The first item that cannot be written raises, with its path. A list that contains itself has no such item.
+        if not isinstance(error, RecursionError):
             for key, item in items:
                 to_pickle(item, f"{what}.{key}")
         raise ConfigError(

@@ -407,9 +407,11 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     """
     start = time.perf_counter()
     folder = _find_folder(directory)
-    opened = None if folder is None else _open_training(folder)
+    if folder is None:
+        return verify_files(directory)
+    opened = _open_training(folder)
     if opened is None:
-        return verify_files(directory if folder is None else folder)
+        return verify_files(folder)
     header = opened.header
     components = ", ".join(["model", *sorted(opened.components)])
     # All blocks, also after a damaged one, so that the report has every one of them.
@@ -426,7 +428,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         seconds=time.perf_counter() - start,
         holds=f"a training after {header.step} steps, saved by {header.world_size} ranks: {components}",
     )
-    if folder is None or not (folder / HEADER_FILE).is_file():
+    if not (folder / HEADER_FILE).is_file():
         return report
     model = verify_files(folder)
     return replace(

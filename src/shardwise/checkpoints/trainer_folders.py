@@ -1,9 +1,11 @@
-"""Folders ``checkpoint-N`` of a Trainer: their headers, and the newest ([Note: A checkpoint of the Trainer])."""
+"""Folders ``checkpoint-N`` of a Trainer: their headers, and the newest.
+
+See [Note: A checkpoint of the Trainer] in ``integrations/trainer_checkpoints.py``.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,10 +93,9 @@ def find_newest(run: Path) -> Path | None:
     """
     complete: dict[int, Path] = {}
     for folder in run.glob("checkpoint-*"):
-        has_header, has_state, is_begun = (
-            os.path.isfile(folder / file) for file in (HEADER_FILE, STATE_FILE, BEGUN_FILE)
-        )
+        is_begun, has_state = (folder / BEGUN_FILE).is_file(), (folder / STATE_FILE).is_file()
+        is_complete = (folder / HEADER_FILE).is_file() or (has_state and not is_begun)
         name = TRAINER_FOLDER.fullmatch(folder.name)
-        if name and (has_header or (has_state and not is_begun)):
+        if name and is_complete:
             complete[int(name[1])] = folder
     return complete[max(complete)] if complete else None
