@@ -13,7 +13,6 @@ from tests.checkpoints.tiny import Training, differences
 
 import shardwise
 from shardwise import Checkpointer
-from shardwise.checkpoints import checkpointer
 from shardwise.options import Ignore
 
 NAMES = "AdamW Adam NAdam RAdam Adamax SGD RMSprop Adagrad Adadelta ASGD Rprop"
@@ -149,20 +148,15 @@ def wrapped():
     GradientState._reset_state()
 
 
-@pytest.mark.parametrize("recorded", ["torch.optim.AdamW", "accelerate.optimizer.AcceleratedOptimizer"])
-def test_an_optimizer_inside_of_accelerate_s_wrapper_is_as_without(tmp_path, monkeypatch, wrapped, recorded):
-    """Also in checkpoints of earlier versions, which recorded the wrapper's class."""
+def test_an_optimizer_inside_of_accelerate_s_wrapper_is_as_without(tmp_path, wrapped):
     for place, saved_in, restored_in in (
         ("one", wrapped, lambda each: each),
         ("other", lambda each: each, wrapped),
     ):
         saved, training = Training(), Training(seed=1)
         saved.step(1)
-        with monkeypatch.context() as patch:
-            if recorded != "torch.optim.AdamW":
-                patch.setattr(checkpointer, "class_name", lambda _: recorded)
-            Checkpointer(tmp_path / place).save(1, replace(saved.state, optimizers=saved_in(saved.optimizer)))
-        assert recorded in (tmp_path / place / "step-1" / "shardwise.checkpoint.json").read_text()
+        Checkpointer(tmp_path / place).save(1, replace(saved.state, optimizers=saved_in(saved.optimizer)))
+        assert "torch.optim.AdamW" in (tmp_path / place / "step-1" / "shardwise.checkpoint.json").read_text()
         Checkpointer(tmp_path / place).restore(replace(training.state, optimizers=restored_in(training.optimizer)))
         assert differences(training.taken(), saved.taken()) == []
 

@@ -29,7 +29,7 @@ from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
 from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest, train_together
 
-POSITION = {"count": 4, "epoch": 0, "offset": 2}
+POSITION = {"count": 4, "epoch": 0, "offset": 2, "rows_per_step": 2, "seed": 5}
 
 
 def state(folder: Path, step: int, position: Any = POSITION, **further: Any) -> Path:
@@ -134,19 +134,6 @@ def test_a_failure_after_a_save_says_what_keeps_the_learning_rate(tmp_path: Path
         assert f"Lower learning_rate{expected}" in str(failure)
 
 
-def test_a_run_recorded_by_an_earlier_version_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It recorded the former name of ``adapters``, and paths as they were written."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    record = tmp_path / RUN_FOLDER / "run.json"
-    record.parent.mkdir()
-    record.write_text('{"method": "tenants", "ada.lora_r": 4, "model_name_or_path": "~/model"}')
-    (tmp_path / "ada").mkdir()
-    (tmp_path / "ada" / "adapter_model.safetensors").touch()
-    identity = {"method": "adapters", "ada.lora_r": 4, "model_name_or_path": str(tmp_path / "model")}
-    with lock_output(tmp_path, identity, ["*/*.safetensors"]):
-        assert json.loads(record.read_text()) == identity
-
-
 def test_a_folder_that_a_rank_does_not_see_is_refused_before_the_training(worlds: Worlds, tmp_path: Path) -> None:
     errors = worlds(2).run(adapters_on_ranks.lock_another_folder, str(tmp_path))
     require_same_error(errors, "StorageError", "rank 1", "is not visible")
@@ -188,24 +175,19 @@ def commit_third(folder: Path, limit: int | None) -> None:
     AdapterTraining._commit(adapter, folder / "checkpoint-3")
 
 
-def states_of_two_versions(folder: Path) -> tuple[TrainerState, TrainerState]:
-    """The state of an earlier version, which has the position alone, and one of today."""
-    (folder / "earlier").mkdir()
-    state(folder / "earlier", 2)
+def saved_state(folder: Path) -> TrainerState:
     commit_third(folder, None)
-    [(_, earlier), (_, found)] = map(_find_latest, (folder / "earlier", folder))
-    assert earlier is not None
+    _, found = _find_latest(folder)
     assert found is not None
-    return earlier, found
+    return found
 
 
 def test_an_adapter_resumes_with_as_many_rows_in_a_step(tmp_path: Path) -> None:
-    """Unless it is done. Earlier versions have not saved the number."""
-    earlier, found = states_of_two_versions(tmp_path)
+    """Unless it is done."""
+    found = saved_state(tmp_path)
     ada: Any = SimpleNamespace(_folder=tmp_path, _order=SimpleNamespace(rows_per_step=2), is_done=False)
     AdapterTraining._require_equal_steps(ada, found)
     ada._order.rows_per_step = 4
-    AdapterTraining._require_equal_steps(ada, earlier)
     with pytest.raises(ConfigError, match=r"has a training with 2 rows in a step, not 4 \(per_device"):
         AdapterTraining._require_equal_steps(ada, found)
     ada.is_done = True
@@ -213,13 +195,11 @@ def test_an_adapter_resumes_with_as_many_rows_in_a_step(tmp_path: Path) -> None:
 
 
 def test_an_adapter_resumes_with_rows_in_the_same_order(tmp_path: Path) -> None:
-    """Earlier versions have not saved the seed."""
-    earlier, found = states_of_two_versions(tmp_path)
+    found = saved_state(tmp_path)
     ada: Any = SimpleNamespace(_folder=tmp_path, _order=StepOrder(count=4, rows_per_step=2, seed=5))
     AdapterTraining._restore(ada, found)
     assert (ada._position, ada._order.offset) == ((0, 2), 2)
     ada._order.seed = 6
-    AdapterTraining._restore(ada, earlier)
     with pytest.raises(ConfigError, match=r"whose rows are shuffled with seed 5, not 6\. Keep data_seed"):
         AdapterTraining._restore(ada, found)
 

@@ -189,8 +189,6 @@ def _get_settings(
     ):
         raise FormatError(f"{opened.folder}: its optimizers have no param_groups. It is damaged")
     classes = [name for name, count in opened.header.optimizers for _ in range(min(count, len(groups)))]
-    # Earlier versions recorded accelerate's wrapper, whose class says nothing of the optimizer's.
-    classes = ["" if name.startswith("accelerate.") else name for name in classes]
     if len(classes) != len(groups):
         raise FormatError(
             f"{opened.folder}: has {len(groups)} param_groups, and optimizers for {len(classes)}. It is damaged"

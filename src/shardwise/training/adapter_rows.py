@@ -173,6 +173,5 @@ class StepOrder:
         """Return the number of steps until ``epochs`` are completed."""
         # 10 rows, 4 in a step, are 3 steps. At row 4 of the second of 3 epochs, 2 + 3 steps are left.
         per_epoch = math.ceil(self.count / self.rows_per_step)
-        # A checkpoint of an earlier version may have other rows per step, so this epoch is counted by its rows.
         in_this_epoch = math.ceil((self.count - self.offset) / self.rows_per_step)
         return max(in_this_epoch + math.ceil(epochs * per_epoch) - (self.epoch + 1) * per_epoch, 0)

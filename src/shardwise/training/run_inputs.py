@@ -31,7 +31,7 @@ from shardwise.training.rank_comparison import (
     mask_secrets,
     require_same_rows,
 )
-from shardwise.training.run_config import RunConfig, expand_home
+from shardwise.training.run_config import RunConfig
 
 SINGLE: Final = ""
 """The name under which a single model has its arguments and rows."""
@@ -173,7 +173,6 @@ def honor_timeout(config: RunConfig, arguments: trl_objects.TrlArguments) -> Non
 def get_identity(config: RunConfig, method: str, keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
     """Return the keys that must be equal when a training run resumes, as recorded, without credentials in URLs."""
     values = {key: config.values.get(key) for key in keys}
-    # Only if they are set, because earlier versions recorded none.
     values |= {key: value for key in _OWN_IDENTITY if (value := getattr(config.own, key)) is not None}
     return {"method": method, **{key: mask_secrets(value) for key, value in values.items()}}
 
@@ -256,10 +255,8 @@ def _check_and_record(output: Path, identity: Mapping[str, Any], weights: Sequen
             "set another output_dir, and resume_from_checkpoint to a checkpoint of this one"
         )
     recorded = dict(identity)
-    if has_weights:  # earlier versions recorded ~/ as it was written
-        recorded = expand_home(parse_object(file.read_bytes(), what=str(file)))
-    if recorded.get("method") == "tenants":  # as earlier versions recorded it
-        recorded["method"] = "adapters"
+    if has_weights:
+        recorded = dict(parse_object(file.read_bytes(), what=str(file)))
     # Also keys that were set, and are not set any more.
     for key in (*identity, *(key for key in _OWN_IDENTITY if key in recorded)):
         # NAME.KEY: adapters may be added to a run, and those that have saved nothing may change.

@@ -315,11 +315,10 @@ class AdapterTraining:
                 f"{self._folder}: has a training on {position['count']} rows, not {self._order.count}. Use the "
                 "same datasets, or another output_dir"
             )
-        seed = position.get("seed", self._order.seed)  # earlier versions did not save it
-        if seed != self._order.seed:
+        if position["seed"] != self._order.seed:
             raise ConfigError(
-                f"{self._folder}: has a training whose rows are shuffled with seed {seed}, not {self._order.seed}. "
-                "Keep data_seed (without one, seed), or use another output_dir"
+                f"{self._folder}: has a training whose rows are shuffled with seed {position['seed']}, not "
+                f"{self._order.seed}. Keep data_seed (without one, seed), or use another output_dir"
             )
         self._position = self._order.epoch, self._order.offset = position["epoch"], position["offset"]
         self.state, self._saved_step = state, state.global_step
@@ -327,7 +326,7 @@ class AdapterTraining:
     def _require_equal_steps(self, state: TrainerState) -> None:
         callbacks: Any = state.stateful_callbacks
         now = self._order.rows_per_step
-        saved = callbacks[_POSITION].get("rows_per_step", now)  # earlier versions did not save it
+        saved = callbacks[_POSITION]["rows_per_step"]
         if saved != now and not self.is_done:
             raise ConfigError(
                 f"{self._folder}: has a training with {saved} rows in a step, not {now} "
@@ -551,7 +550,8 @@ def _find_latest(folder: Path) -> tuple[int, TrainerState | None]:
         # Checked here, where an error names the file: the position is used as an index later.
         callbacks: Any = state.stateful_callbacks
         position = callbacks[_POSITION]
-        count, epoch, offset = (operator.index(position[key]) for key in ("count", "epoch", "offset"))
+        keys = ("count", "epoch", "offset", "rows_per_step", "seed")
+        count, epoch, offset, *_ = (operator.index(position[key]) for key in keys)
         if not 0 <= offset < count or not 0 <= epoch <= state.global_step:
             raise ValueError("its position is outside of the rows")
         return steps[-1], state
