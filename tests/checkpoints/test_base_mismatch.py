@@ -13,8 +13,8 @@ from tests.small_checkpoints import small_qwen3
 import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import header
-from shardwise.checkpoints.base_identity import BaseSamples
 from shardwise.fsdp.named_tensors import collect_tensors
+from shardwise.state.base_identity import BaseSamples
 
 SAME = "nothing differs; samples of 25 tensors compared"
 

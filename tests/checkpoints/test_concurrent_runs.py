@@ -9,7 +9,7 @@ from tests.support.meanwhile import meanwhile, unmark
 
 from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
-from shardwise.checkpoints.header import compute_digest
+from shardwise.state.digests import compute_digest
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.support.world import require_same_error
 from tests.training import adapters_on_ranks, tiny
 from tests.training.adapters_on_ranks import config
 from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from shardwise.bank.adapter import AdapterStep
 from shardwise.bank.rows import Request
@@ -27,7 +28,7 @@ from shardwise.training.adapter_rows import StepOrder, TokenizedRows
 from shardwise.training.arguments import TrainMethod
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import RUN_FOLDER, lock_output, open_inputs
-from shardwise.training.train_adapters import STATE_FILE, AdapterTraining, _find_latest, train_together
+from shardwise.training.train_adapters import AdapterTraining, _find_latest, train_together
 
 POSITION = {"count": 4, "epoch": 0, "offset": 2, "rows_per_step": 2, "seed": 5}
 
@@ -36,7 +37,7 @@ def state(folder: Path, step: int, position: Any = POSITION, **further: Any) -> 
     place = folder / f"checkpoint-{step}"
     place.mkdir()
     values = {**vars(TrainerState(global_step=step)), "stateful_callbacks": {"StepOrder": position}, **further}
-    (place / STATE_FILE).write_text(json.dumps(values))
+    (place / TRAINER_STATE_NAME).write_text(json.dumps(values))
     return place
 
 
@@ -334,5 +335,5 @@ def test_a_stop_leaves_out_the_evaluations_that_are_due() -> None:
 )
 def test_a_damaged_state_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
     place = state(tmp_path, 2, **change)
-    with pytest.raises(FormatError, match=f"{place / STATE_FILE}: cannot be read, .*. Remove {place}"):
+    with pytest.raises(FormatError, match=f"{place / TRAINER_STATE_NAME}: cannot be read, .*. Remove {place}"):
         _find_latest(tmp_path)

@@ -32,7 +32,6 @@ from shardwise.bank.passes import SharedBase
 from shardwise.bank.routes import ActiveRoute
 from shardwise.bank.rows import Request, RowTensors
 from shardwise.bank.sampling import Sample, SampleOutput, sample_tokens
-from shardwise.checkpoints.header import compute_digest
 from shardwise.core.errors import ConfigError, TrainingError, unknown_keyword
 from shardwise.core.save_reports import SaveReport
 from shardwise.fsdp.named_tensors import computing_device
@@ -41,6 +40,7 @@ from shardwise.ranks.call_arguments import check_options, comparing_arguments, g
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.prepare import SaveOptions, SaveRequest, resolve_dtype
 from shardwise.saving.save import execute_save
+from shardwise.state.digests import compute_digest
 from shardwise.transfer.matching import OnFault
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from huggingface_hub.dataclasses import type_validator
 from transformers import PreTrainedModel
 
 from shardwise.bank.adapter import BankAdapter, require_options
-from shardwise.checkpoints import base_identity as bases
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.formatting import canonical_name
 from shardwise.files.checkpoint_index import parse_object
@@ -26,6 +25,7 @@ from shardwise.fsdp.optimizer_states_by_name import class_name
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models.lora.adapted_layers import AdaptedSite, ExpertsSite
 from shardwise.ranks.world import World
+from shardwise.state import base_identity as bases
 
 _FORMAT = "shardwise tenant 1"
 """Value of "format" in saved files. It keeps an older word for an adapter, so that files stay readable."""
@@ -49,7 +49,7 @@ class TrainingFacts:
     Attributes:
         base: "name", as PEFT has it, "architecture", a digest of the names and "shapes" of its
             parameters, and its "identity" as JSON ([Note: The identity of a base] in
-            ``checkpoints/base_identity.py``).
+            ``state/base_identity.py``).
         config: (rank, scaling, dropout) by layer.
         matrices: shapes, in the order of the matrices in flat tensors.
         optimizer: class of the optimizer.

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from shardwise.bank.adapter import AdapterStart, BankAdapter, without_tensors
 from shardwise.bank.optimizer_steps import sum_all
 from shardwise.bank.training_facts import TrainingFacts, get_facts, validate_facts
-from shardwise.checkpoints import base_identity as bases
 from shardwise.core.consents import allows
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.tensors import DType
@@ -32,6 +31,7 @@ from shardwise.files.checkpoint_index import parse_object
 from shardwise.files.urls import shown
 from shardwise.fsdp.optimizer_states_by_name import list_differences, scheduler_mismatch, set_group
 from shardwise.fsdp.torch_private import from_torch_or_other
+from shardwise.state import base_identity as bases
 from shardwise.transfer.matching import OnFault
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})

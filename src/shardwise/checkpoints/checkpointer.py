@@ -15,7 +15,6 @@ import torch
 
 from shardwise.checkpoints import restore as restoring
 from shardwise.checkpoints import step_folders, write
-from shardwise.checkpoints.base_identity import BaseSamples, base_config
 from shardwise.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoint
 from shardwise.checkpoints.header import CheckpointHeader
 from shardwise.checkpoints.summaries import Agreement, StateSummary, compare_summaries, require_same_calls
@@ -35,6 +34,7 @@ from shardwise.fsdp.optimizer_states_by_name import class_name
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.ranks.call_arguments import check_options, comparing_arguments, get_hints
 from shardwise.ranks.world import Clock, World
+from shardwise.state.base_identity import BaseSamples, base_config
 from shardwise.state.state_values import StateOptions, require_values
 from shardwise.transfer.distributed_chunks import ChunkStaging
 from shardwise.transfer.matching import OnFault

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.checkpoints.base_identity import ALLOW_OTHER_BASE, BaseMatch
 from shardwise.checkpoints.step_folders import OpenCheckpoint
 from shardwise.checkpoints.train_state import (
     REDUCED,
@@ -21,6 +20,7 @@ from shardwise.files.join_entries import KeyPath
 from shardwise.fsdp.optimizer_states_by_name import by_parameter, list_differences, scheduler_mismatch
 from shardwise.fsdp.torch_private import from_torch_or_other
 from shardwise.models.selection import Selection
+from shardwise.state.base_identity import ALLOW_OTHER_BASE, BaseMatch
 from shardwise.transfer.matching import STATE_REMEDIES
 from shardwise.transfer.memory import gc_disabled
 

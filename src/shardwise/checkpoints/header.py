@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from huggingface_hub.dataclasses import type_validator
 
-from shardwise.checkpoints.base_identity import BaseIdentity
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.files.checkpoint_index import TRAINING_HEADER
 from shardwise.files.local_reader import LocalReader
+from shardwise.state.base_identity import BaseIdentity
 from shardwise.transfer.fingerprints import MODULUS, digest, fingerprint
 
 HEADER: Final = TRAINING_HEADER
@@ -153,9 +153,6 @@ def as_json(user: Mapping[str, Any] | None) -> dict[str, Any]:
     return plain
 
 
-_PLAIN = (str, int, float, complex, bool, bytes, bytearray, type(None))
-
-
 def to_pickle(value: object, what: str) -> bytes:
     """Return a value as ``torch.save`` writes it and ``torch.load(weights_only=True)`` reads it.
 
@@ -199,13 +196,6 @@ def _is_plain(value: object) -> bool:
     return type(value) in (str, float, bool, type(None))
 
 
-def compute_digest(value: object) -> str:
-    """Return a digest that is equal for equal values. Objects that are not plain data count by their class."""
-    sha256 = hashlib.sha256()
-    _digest(value, sha256)
-    return sha256.hexdigest()[:32]
-
-
 def _on_cpu(value: Any) -> Any:
     """Copy tensors in a value to the CPU, each with storage of its own size, and make numpy's numbers Python's."""
     if isinstance(value, np.generic):
@@ -217,27 +207,6 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_on_cpu(item) for item in value)
     return value
-
-
-def _digest(value: Any, into: Any) -> None:
-    # With types and brackets, so that 1, 1.0 and True differ, and [[1], 2] from [1, [2]].
-    into.update(f"{type(value).__name__}(".encode())
-    if isinstance(value, torch.Tensor):
-        into.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _digest(key, into)
-            _digest(item, into)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _digest(item, into)
-    elif isinstance(value, (set, frozenset)):
-        for item in sorted(map(compute_digest, value)):  # a set has no order
-            into.update(item.encode())
-    elif isinstance(value, _PLAIN):
-        into.update(repr(value).encode())
-    into.update(b")")
 
 
 BLOCK_BYTES = 1 << 17

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoints.base_identity import BaseMatch, compare_bases
 from shardwise.checkpoints.comparison import Comparison, compare, require_same_tuning
 from shardwise.checkpoints.header import CheckedReader
 from shardwise.checkpoints.step_folders import OpenCheckpoint, open_checkpoint, resolve
@@ -40,6 +39,7 @@ from shardwise.loading.source import OpenSource
 from shardwise.models.selection import Selection
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.torch_saves import load_value
+from shardwise.state.base_identity import BaseMatch, compare_bases
 from shardwise.state.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.state.state_values import StateOptions, read_numbers, read_tensors
 from shardwise.transfer.matching import SourceTensor

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.checkpoints.base_identity import BaseIdentity, BaseSamples, Fingerprints
 from shardwise.core.errors import RankMismatchError
 from shardwise.ranks.world import World
+from shardwise.state.base_identity import BaseIdentity, BaseSamples, Fingerprints
 from shardwise.transfer.replicas import ReplicaGroup, find_mismatched_groups
 
 

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.checkpoints.base_identity import BaseSamples, select_base
-from shardwise.checkpoints.header import as_json, compute_digest, to_pickle
+from shardwise.checkpoints.header import as_json, to_pickle
 from shardwise.checkpoints.summaries import StateSummary
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.core.layout import TensorKind
@@ -34,6 +33,8 @@ from shardwise.fsdp.torch_private import accelerator, accelerator_module
 from shardwise.models.four_bit.config import quant_type_name
 from shardwise.models.four_bit.layers import get_packings
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
+from shardwise.state.base_identity import BaseSamples, select_base
+from shardwise.state.digests import compute_digest
 from shardwise.transfer.distributed_chunks import Views
 from shardwise.transfer.replicas import Replicas
 

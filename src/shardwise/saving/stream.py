@@ -16,16 +16,16 @@ from shardwise.fsdp.named_tensors import TensorRef, build_layout, collect_tensor
 from shardwise.fsdp.torch_private import accelerator, accelerator_module, saved_dtype, to_torch
 from shardwise.models import selection
 from shardwise.models.four_bit import files as four_bit_files
-from shardwise.models.four_bit.layers import get_packings, scales_name
 from shardwise.models.revert import Output, revert
 from shardwise.ranks.call_arguments import check_options, get_hints, get_world
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.saving import prepare
+from shardwise.saving.merged_shares import MergingShardSender, find_packed_rows
 from shardwise.transfer.memory import get_model_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
-from shardwise.transfer.replicas import MergingShardSender, PackedRows, ShardSender, agree_on_shares
+from shardwise.transfer.replicas import ShardSender, agree_on_shares
 
 _SMALLEST_BUCKET_BYTES = 4096
 
@@ -168,16 +168,6 @@ def _select_outputs(
     adapted = selection.without_adapter(model, [name for item in refs for name in item.names], only.adapter)
     layout = adapted.layout(four_bit_files.dequantize_layout(layout, refs))
     return revert(adapted.base, layout, internal_names=names == "internal"), adapted
-
-
-def find_packed_rows(refs: Mapping[str, TensorRef]) -> dict[str, PackedRows]:
-    """Return weights in 4 bits by name, with their dequantization."""
-    packed = {}
-    for name, item in refs.items():
-        slot = item.slots[0]
-        if packing := get_packings(slot.module).get(slot.name):
-            packed[name] = PackedRows(item, refs[scales_name(name)], packing)
-    return packed
 
 
 def describe_tensors(

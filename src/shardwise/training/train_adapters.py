@@ -18,11 +18,11 @@ import torch
 from torch.nn.functional import logsigmoid
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerState, get_scheduler
+from transformers.trainer import TRAINER_STATE_NAME
 
 from shardwise.bank.adapter import AdapterLoss, AdapterOptions, AdapterStep
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.rows import Request, RowTensors
-from shardwise.checkpoints.trainer_folders import STATE_FILE
 from shardwise.core.errors import ConfigError, FormatError, TrainingError
 from shardwise.core.formatting import table_lines
 from shardwise.files.local_writer import open_writer
@@ -510,14 +510,14 @@ class AdapterTraining:
         position = {_POSITION: {**data, "epoch": epoch, "offset": offset}}
         content = json.dumps({**asdict(self.state), "stateful_callbacks": position}, indent=2, sort_keys=True)
         with open_writer(checkpoint) as writer:
-            writer.replace(STATE_FILE, content.encode())
+            writer.replace(TRAINER_STATE_NAME, content.encode())
         for step in steps_to_remove(_complete_steps(self._folder), self.args.save_total_limit, None):
             old = self._folder / f"checkpoint-{step}"
             try:
                 if old.is_symlink():  # to a checkpoint that may be another training's
                     old.unlink()
                     continue
-                (old / STATE_FILE).unlink()  # first: without it the rest does not count as a checkpoint
+                (old / TRAINER_STATE_NAME).unlink()  # first: without it the rest does not count as a checkpoint
                 shutil.rmtree(old)
             except OSError as error:
                 _log.warning("%s: cannot be removed, %s. Remove it yourself", old, error)
@@ -531,7 +531,9 @@ class AdapterTraining:
 
 
 def _complete_steps(folder: Path) -> list[int]:
-    names = (file.parent.name.removeprefix("checkpoint-") for file in folder.glob(f"checkpoint-*/{STATE_FILE}"))
+    names = (
+        file.parent.name.removeprefix("checkpoint-") for file in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
+    )
     return sorted(int(name) for name in names if name.isdecimal())
 
 
@@ -544,7 +546,7 @@ def _find_latest(folder: Path) -> tuple[int, TrainerState | None]:
     steps = _complete_steps(folder)
     if not steps:
         return 0, None
-    file = folder / f"checkpoint-{steps[-1]}" / STATE_FILE
+    file = folder / f"checkpoint-{steps[-1]}" / TRAINER_STATE_NAME
     try:
         state = TrainerState.load_from_json(str(file))
         # Checked here, where an error names the file: the position is used as an index later.
