@@ -462,7 +462,7 @@ def test_no_sample_is_of_a_checkpoint_that_was_saved_later(served: Served, users
         )
 
     def forget() -> None:
-        state._forget_loaded(list(state._loaded))
+        state._forget_copies(list(state._copies))
 
     path = ada.retrieve(ada.post("save_weights_for_sampler", **save, seq_id=1))["path"]
     first = open_sampler()

@@ -179,7 +179,6 @@ class Model:
         early: requests that wait for an earlier one, by seq_id.
         early_tokens: of these requests.
         seen: digest and future of each request, by seq_id, so that a repeated one is answered again.
-        snapshots: copies to sample from, the oldest first.
         losses: loss per token of the last passes.
         num_steps: steps that were taken.
     """
@@ -194,7 +193,6 @@ class Model:
     early: dict[int, QueuedRequest] = field(default_factory=dict)
     early_tokens: int = 0
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
-    snapshots: list[str] = field(default_factory=list)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=200))
     request_s: float = field(default_factory=time.monotonic)
     stepped_turn: int = -10
@@ -288,8 +286,9 @@ class Service:
         self._sampling: set[asyncio.Task[None]] = set()
         self._sampling_end_s = math.inf
         """When samples of vLLM that still run are refused, because the server stops."""
-        self._loaded: dict[str, tuple[UserKey, float]] = {}
-        """Checkpoints that were loaded to sample from, the one used last at the end: the user and the time."""
+        self._copies: dict[str, tuple[Model | UserKey, float]] = {}
+        """What is in memory to sample from, the one used last at the end: the owner and the time of the use. A
+        snapshot is owned by its model, a checkpoint that was loaded by its user."""
         self._expired_s = 0.0
         """When checkpoints whose time is over were deleted last."""
         self._tidied_s = time.monotonic()
@@ -345,8 +344,9 @@ class Service:
         self._gone.append(model.model_id)
         if name:
             self._put_save(model, name, _OWN, new_id())  # which removes it
-        names = () if name else (model.model_id,)
-        self._put_own(ForgetModels(new_id(), (*names, *model.snapshots)))
+        else:
+            self._put_own(ForgetModels(new_id(), (model.model_id,)))
+        self._forget_copies([copy for copy, (owner, _) in self._copies.items() if owner is model])
 
     def _drop_model(self, model: Model, text: str) -> None:
         del self.models[model.model_id]
@@ -467,6 +467,7 @@ class Service:
             task.add_done_callback(self._sampling.discard)
         else:
             self._enqueue(key, queue, request)
+        self._note_use(request.operation)
         self._note_arrival(key, request)
 
     @contextmanager
@@ -622,13 +623,9 @@ class Service:
             self.store.record(operation.folder, request.checkpoint)
         if isinstance(operation, CopyModel):
             if (model := self.models.get(operation.model)) is None:  # it was removed while the turn ran
-                old = [operation.new]
+                self._put_own(ForgetModels(new_id(), (operation.new,)))
             else:
-                model.snapshots.append(operation.new)
-                old = model.snapshots[: -model.key.max_snapshots]
-                del model.snapshots[: len(old)]
-            if old:
-                self._put_own(ForgetModels(new_id(), tuple(old)))
+                self._keep_copy(operation.new, model, model.key.max_snapshots)
         if request.sampler is not None:
             return {**answer, "sampling_session_id": self.open_sampler(request.sampler)}
         return answer
@@ -767,7 +764,8 @@ class Service:
                 elif not model.is_ready:
                     self._drop_model(model, "the model was not created")
             elif isinstance(operation, Generate) and operation.folder is not None:
-                self._note_loaded(request.key, operation.sample.adapter)
+                self._keep_copy(str(operation.sample.adapter), request.key, request.key.max_snapshots)
+            self._note_use(operation)  # again: it may have waited for long
             self._finish(request, outcome)
         if trained:
             counters.adapters.append(len(trained))
@@ -779,19 +777,24 @@ class Service:
             self._delete_expired(self.store)
             self._save_unsaved()
 
-    def _note_loaded(self, key: UserKey, name: str | None) -> None:
-        """Note the use of a checkpoint that was loaded to sample from. A user has the last ``max_snapshots``."""
-        assert name is not None
-        self._loaded.pop(name, None)
-        self._loaded[name] = key, time.monotonic()
-        names = [loaded for loaded, (owner, _) in self._loaded.items() if owner is key]
-        self._forget_loaded(names[: -key.max_snapshots])
+    def _keep_copy(self, name: str, owner: Model | UserKey, most: int) -> None:
+        """Note a new or used copy. The owner has the ``most`` that were used last; others are forgotten."""
+        self._copies.pop(name, None)
+        self._copies[name] = owner, time.monotonic()
+        names = [each for each, (other, _) in self._copies.items() if other is owner]
+        self._forget_copies(names[:-most])
 
-    def _forget_loaded(self, names: Sequence[str]) -> None:
+    def _note_use(self, operation: TurnOperation | None) -> None:
+        """Note the use of a copy, if the operation is a sample or score of one."""
+        name = operation.sample.adapter if isinstance(operation, Generate) else getattr(operation, "model", None)
+        if name in self._copies:
+            self._copies[name] = self._copies.pop(name)[0], time.monotonic()
+
+    def _forget_copies(self, names: Sequence[str]) -> None:
         if names:
             self._put_own(ForgetModels(new_id(), tuple(names)))
         for name in names:
-            del self._loaded[name]
+            del self._copies[name]
 
     def _delete_expired(self, store: CheckpointStore) -> None:
         try:
@@ -822,7 +825,13 @@ class Service:
         if idle:
             self._put_own(OffloadModels(new_id(), tuple(model.model_id for model in idle)))
         timeout_s = self.settings.session_timeout_s
-        self._forget_loaded([name for name, (_, used_s) in self._loaded.items() if now_s - used_s > timeout_s])
+        self._forget_copies(
+            [
+                name
+                for name, (owner, used_s) in self._copies.items()
+                if isinstance(owner, UserKey) and now_s - used_s > timeout_s
+            ]
+        )
         self._tidy_results(now_s)
 
     def _tidy_results(self, now_s: float) -> None:
