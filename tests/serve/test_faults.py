@@ -342,7 +342,7 @@ def test_saves_under_one_name_that_are_sent_at_once(served: Served, users: dict[
         ]
     first, second, third = (ada.retrieve(promise) for promise in promises)
     assert first == third
-    assert second["error"] == "path 'one': is being saved already. Pass overwrite=True, or another name"
+    assert second["error"] == "path 'one': exists already. Pass overwrite=True, or another name"
     again = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=4, path="one"))
     assert again["error"] == "path 'one': exists already. Pass overwrite=True, or another name"
     # Only the bytes of a result are counted, so that it must not hold its request.

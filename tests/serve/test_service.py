@@ -26,7 +26,7 @@ from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
 from shardwise.serve import run
 from shardwise.serve import service as service_module
-from shardwise.serve.checkpoints import CheckpointStore
+from shardwise.serve.checkpoints import Checkpoint, CheckpointStore
 from shardwise.serve.engine import deal_rows
 from shardwise.serve.keys import LOCAL, UserKey, read_keys
 from shardwise.serve.messages import StatusError
@@ -168,6 +168,22 @@ def test_requests_that_wait_are_limited_and_steps_are_counted() -> None:
         return model.next_seq_id
 
     assert asyncio.run(send()) == 36
+
+
+def test_saves_of_a_key_take_turns_with_steps_of_others(tmp_path: Path) -> None:
+    async def send() -> list[list[type]]:
+        service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
+        saving, stepping = [await create(service, UserKey(name=name, sha256=name * 64)) for name in "ab"]
+        for seq_id in (1, 2):
+            with service.place(saving, seq_id, b"save") as request:
+                checkpoint = Checkpoint(saving.model_id, "weights", str(seq_id))
+                request.operation = service.make_save(request.request_id, saving, checkpoint)
+            with service.place(stepping, seq_id, b"step") as request:
+                request.operation = OptimStep(request.request_id, stepping.model_id, {})
+        turns = [await run_turn(service) for _ in range(2)]
+        return [[type(each) for each in turn.operations] for turn in turns]
+
+    assert asyncio.run(send()) == [[OptimStep, SaveModel], [OptimStep, SaveModel]]
 
 
 def test_a_base_without_a_tokenizer(base: Path) -> None:

@@ -159,6 +159,8 @@ class QueuedRequest:
                 return Cost(Stage.STEP)
             case Generate(sample=sample):
                 return Cost(Stage.OTHER, len(sample.prompt) + sample.max_tokens * sample.n)
+            case SaveModel() | LoadModel() | CreateModel():
+                return Cost(Stage.OTHER, is_slow=True)
         return Cost(Stage.OTHER)
 
 
@@ -676,20 +678,14 @@ class Service:
         return self._make_turn(requests), requests
 
     def _refuse_existing(self, requests: Sequence[QueuedRequest]) -> None:
-        """Refuse saves under names that are taken. Saves that were sent before, also of this turn, take names."""
-        saved: set[str] = set()
+        """Refuse saves under names that are taken. A key has one save in a turn, so no two have one name."""
         for request in requests:
             save, checkpoint = request.operation, request.checkpoint
-            if not isinstance(save, SaveModel) or checkpoint is None or self.store is None:
+            if not isinstance(save, SaveModel) or checkpoint is None or self.store is None or request.may_replace:
                 continue
-            is_being_saved = save.folder in saved
-            saved.add(save.folder)
-            if request.may_replace:
-                continue
-            fault = "is being saved" if is_being_saved else "exists"
-            refusal = Refusal(f"path {checkpoint.name!r}: {fault} already. Pass overwrite=True, or another name")
+            refusal = Refusal(f"path {checkpoint.name!r}: exists already. Pass overwrite=True, or another name")
             try:
-                if not (is_being_saved or self.store.find(request.key.folder, checkpoint.path)):
+                if self.store.find(request.key.folder, checkpoint.path) is None:
                     continue
             except OSError as error:
                 refusal = Refusal(describe_fault(error), is_users=False)
