@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from tests.support.local_ranks import LIMIT_S
 
@@ -36,6 +37,7 @@ from shardwise.serve.operations import (
     Generate,
     OffloadModels,
     OptimStep,
+    Pass,
     Refusal,
     SampleAnswer,
     SaveModel,
@@ -184,6 +186,28 @@ def test_saves_of_a_key_take_turns_with_steps_of_others(tmp_path: Path) -> None:
         return [[type(each) for each in turn.operations] for turn in turns]
 
     assert asyncio.run(send()) == [[OptimStep, SaveModel], [OptimStep, SaveModel]]
+
+
+def test_the_tokens_of_a_pass_that_waits_are_counted_once() -> None:
+    class Ids:
+        num_counts = 0
+
+        def __len__(self) -> int:
+            self.num_counts += 1
+            return 60
+
+    async def send() -> int:
+        service = Service(Settings("base", "base", max_tokens_per_turn=100), None)
+        model, ids = await create(service), Ids()
+        for seq_id in (1, 2, 3, 4):
+            rows = ({"input_ids": ids if seq_id == 4 else torch.ones(60)},)
+            with service.place(model, seq_id, b"pass") as request:
+                request.operation = Pass(request.request_id, model.model_id, rows)  # type: ignore[arg-type]
+        turns = [await run_turn(service) for _ in range(4)]
+        assert [len(turn.operations) for turn in turns] == [1] * 4
+        return ids.num_counts
+
+    assert asyncio.run(send()) == 1
 
 
 def test_a_base_without_a_tokenizer(base: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from shardwise.bank.rows import RowTensors
 from shardwise.bank.sampling import Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pass:
     """Rows of a model, with a loss, or to be scored. ``model`` is an adapter's name, or None for the base.
 
@@ -28,6 +29,11 @@ class Pass:
     config: Mapping[str, float] = field(default_factory=dict)
     backward: bool = False
     is_refused: bool = False
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Counted once, and not in each turn for which the pass waits."""
+        return sum(len(row["input_ids"]) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,8 @@ class QueuedRequest:
     @property
     def cost(self) -> Cost:
         match self.operation:
-            case Pass(rows=rows):
-                return Cost(Stage.PASS, sum(len(row["input_ids"]) for row in rows))
+            case Pass(num_tokens=num_tokens):
+                return Cost(Stage.PASS, num_tokens)
             case OptimStep():
                 return Cost(Stage.STEP)
             case Generate(sample=sample):
