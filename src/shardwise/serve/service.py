@@ -301,10 +301,17 @@ class Service:
         self.require_open()
         num_sessions = sum(session.key is key for session in self.sessions.values())
         if num_sessions >= key.max_sessions:
-            raise StatusError(429, f"max_sessions: you have {num_sessions} sessions. Finish one")
+            raise StatusError(429, f"max_sessions: you have {num_sessions} sessions. {self._describe_removal()}")
         session = Session(new_id(), key, time.monotonic())
         self.sessions[session.session_id] = session
         return session
+
+    def _describe_removal(self) -> str:
+        """What a user can do above a limit: the client has no call that removes one model."""
+        return (
+            'Call close("success") of a ServiceClient, which removes its models, or wait: those of a client that '
+            f"is gone are removed after {self.settings.session_timeout_s:g} seconds"
+        )
 
     def get_session(self, key: UserKey, session_id: str) -> Session:
         return self._find(self.sessions, key, "session", session_id)
@@ -394,7 +401,7 @@ class Service:
             yield request
             num_models = sum(model.key is session.key for model in self.models.values())
             if num_models >= session.key.max_models:
-                raise StatusError(429, f"max_models: you have {num_models} models. Unload one")
+                raise StatusError(429, f"max_models: you have {num_models} models. {self._describe_removal()}")
         if request.result is None:
             self.models[model_id] = Model(model_id, session, request.request_id, rank, parts, user_metadata)
 
