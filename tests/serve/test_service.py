@@ -38,6 +38,7 @@ from shardwise.serve.operations import (
     OffloadModels,
     OptimStep,
     Pass,
+    PassOutcome,
     Refusal,
     SampleAnswer,
     SaveModel,
@@ -208,6 +209,26 @@ def test_the_tokens_of_a_pass_that_waits_are_counted_once() -> None:
         return ids.num_counts
 
     assert asyncio.run(send()) == 1
+
+
+def test_the_loss_of_the_page_is_per_token_that_is_trained() -> None:
+    ones, targets = torch.ones(4), torch.tensor([3, 4, 5, -100])
+    rows = (
+        {"input_ids": ones, "targets": targets, "weights": torch.tensor([0.0, 0.0, 0.5, 1.0])},
+        {"input_ids": ones, "targets": targets[:, None].expand(4, 2), "weights": torch.tensor([[0.5, 0.5]] * 4)},
+        {"input_ids": ones, "targets": targets, "advantages": torch.tensor([0.0, -1.0, 0.0, 0.0])},
+        {"input_ids": ones, "targets": targets},
+    )
+
+    async def train() -> list[float]:
+        service = Service(Settings("base", "base"), None)
+        model = await create(service)
+        with service.place(model, 1, b"pass") as request:
+            request.operation = Pass(request.request_id, model.model_id, rows, backward=True)
+        await run_turn(service, outcome=PassOutcome(16.0, [ones] * 4))
+        return [*model.losses]
+
+    assert asyncio.run(train()) == [16.0 / (1 + 3 + 1 + 3)]
 
 
 def test_a_base_without_a_tokenizer(base: Path) -> None:

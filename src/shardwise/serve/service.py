@@ -181,7 +181,7 @@ class Model:
         early: requests that wait for an earlier one, by seq_id.
         early_tokens: of these requests.
         seen: digest and future of each request, by seq_id, so that a repeated one is answered again.
-        losses: loss per token of the last passes.
+        losses: loss per trained token of the last passes.
         num_steps: steps that were taken.
     """
 
@@ -756,7 +756,7 @@ class Service:
             if model is not None and isinstance(operation, Pass) and operation.backward:
                 trained.add(model.model_id)
                 if isinstance(outcome, PassOutcome):
-                    model.losses.append(outcome.loss / max(request.cost.tokens, 1))
+                    model.losses.append(outcome.loss / max(operation.count_trained(), 1))
             elif model is not None and isinstance(operation, OptimStep):
                 model.stepped_turn = counters.turns
                 if isinstance(outcome, dict) and not outcome["skipped:max"]:
