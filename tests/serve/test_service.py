@@ -32,6 +32,7 @@ from shardwise.serve.engine import deal_rows
 from shardwise.serve.keys import LOCAL, UserKey, read_keys
 from shardwise.serve.messages import StatusError
 from shardwise.serve.operations import (
+    CopyModel,
     CreateModel,
     ForgetModels,
     Generate,
@@ -145,6 +146,34 @@ def test_the_time_of_a_suspended_server_does_not_end_sessions(monkeypatch: pytes
         return are_open
 
     assert asyncio.run(wait()) == [True] * 14 + [False]
+
+
+def test_what_is_idle_is_moved_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models and copies, each once after its last use."""
+    now_s = [0.0]
+    monkeypatch.setattr("shardwise.serve.service.time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
+
+    async def wait() -> list[list[str]]:
+        service = Service(Settings("base", "base"), None)
+        model = await create(service)
+        with service.place(model, 1, b"copy") as request:
+            request.operation = CopyModel(request.request_id, model.model_id, "copy")
+        model.request_s = 0.0
+        await run_turn(service)
+        offloaded = []
+        for number in range(5):
+            now_s[0] += 40
+            if number == 2:
+                with service.admit(LOCAL, "samples") as request:
+                    request.operation = Generate(request.request_id, Sample("copy", (1,), max_tokens=1))
+                await run_turn(service)
+            await service.tidy()
+            turns = [await run_turn(service)] if service._has_work.is_set() else []
+            names = [each.names for turn in turns for each in turn.operations if isinstance(each, OffloadModels)]
+            offloaded.append(["copy" if name == "copy" else "model" for of in names for name in of])
+        return offloaded
+
+    assert asyncio.run(wait()) == [[], ["model", "copy"], [], [], ["copy"]]
 
 
 def test_requests_that_wait_are_limited_and_steps_are_counted() -> None:

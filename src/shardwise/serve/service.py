@@ -54,7 +54,7 @@ _KEPT_S: Final = 600.0
 """Seconds for which a result is kept after it was retrieved."""
 
 _IDLE_S: Final = 60.0
-"""Seconds without a request after which a model is offloaded."""
+"""Seconds without a request after which a model or a copy is offloaded."""
 
 _MAX_FUSE_WAIT_S: Final = 0.1
 
@@ -200,7 +200,6 @@ class Model:
     stepped_turn: int = -10
     num_steps: int = 0
     is_ready: bool = False
-    is_offloaded: bool = False
 
     @property
     def key(self) -> UserKey:
@@ -288,6 +287,8 @@ class Service:
         self._sampling: set[asyncio.Task[None]] = set()
         self._sampling_end_s = math.inf
         """When samples of vLLM that still run are refused, because the server stops."""
+        self._offloaded: set[str] = set()
+        """Models and copies that were not used since they were moved to host memory."""
         self._copies: dict[str, tuple[Model | UserKey, float]] = {}
         """What is in memory to sample from, the one used last at the end: the owner and the time of the use. A
         snapshot is owned by its model, a checkpoint that was loaded by its user."""
@@ -359,6 +360,7 @@ class Service:
 
     def _drop_model(self, model: Model, text: str) -> None:
         del self.models[model.model_id]
+        self._offloaded.discard(model.model_id)
         for request in [*self._queues.get(model.key.name, {}).pop(model.model_id, ()), *model.early.values()]:
             if request.key is not _OWN:  # its save at a stop is not needed
                 self._finish(request, Refusal(text))
@@ -752,7 +754,7 @@ class Service:
             if request.key is not _OWN:
                 counters.tokens[request.key.name] += request.cost.tokens
             if model is not None:
-                model.is_offloaded = False  # its values may be back on the device
+                self._offloaded.discard(model.model_id)  # its values may be back on the device
             if model is not None and isinstance(operation, Pass) and operation.backward:
                 trained.add(model.model_id)
                 if isinstance(outcome, PassOutcome):
@@ -792,12 +794,14 @@ class Service:
         name = operation.sample.adapter if isinstance(operation, Generate) else getattr(operation, "model", None)
         if name in self._copies:
             self._copies[name] = self._copies.pop(name)[0], time.monotonic()
+            self._offloaded.discard(name)
 
     def _forget_copies(self, names: Sequence[str]) -> None:
         if names:
             self._put_own(ForgetModels(new_id(), tuple(names)))
         for name in names:
             del self._copies[name]
+            self._offloaded.discard(name)
 
     def _delete_expired(self, store: CheckpointStore) -> None:
         try:
@@ -817,16 +821,13 @@ class Service:
         for session in list(self.sessions.values()):
             if now_s - session.heartbeat_s > self.settings.session_timeout_s:
                 self.close_session(session, "expired")
-        idle = [
-            model
-            for model in self.models.values()
-            if model.is_ready and not model.is_offloaded and now_s - model.request_s > _IDLE_S
-        ]
-        for model in idle:
-            # Set before the turn that offloads: a turn with a request of the model clears it again.
-            model.is_offloaded = True
+        used = [(model.model_id, model.request_s) for model in self.models.values() if model.is_ready]
+        used += [(name, used_s) for name, (_, used_s) in self._copies.items()]
+        idle = [name for name, used_s in used if now_s - used_s > _IDLE_S and name not in self._offloaded]
         if idle:
-            self._put_own(OffloadModels(new_id(), tuple(model.model_id for model in idle)))
+            # Before the turn that offloads: a turn with a request of the model clears it again.
+            self._offloaded.update(idle)
+            self._put_own(OffloadModels(new_id(), tuple(idle)))
         timeout_s = self.settings.session_timeout_s
         self._forget_copies(
             [
