@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig
 from tests import zoo
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
 from tests.small_checkpoints import small_qwen3
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler as schedules
 
 import shardwise
@@ -269,6 +271,30 @@ def test_torch_resumes_from_it_with_tied_weights(worlds, tmp_path):
     chunks = {(info.relative_path, info.offset): info.length for info in metadata.storage_data.values()}
     assert sum(chunks.values()) <= sum(path.stat().st_size for path in step.glob("*.distcp"))
     assert {"model.embed.weight", "model.head.weight"} <= metadata.state_dict_metadata.keys()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_torch_reads_the_settings_of_an_optimizer(tmp_path, kind):
+    """Of one without state, and of one whose learning rate is a tensor."""
+
+    def trained(lr):
+        model = nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=torch.tensor(lr) if kind is torch.optim.Adam else lr)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(0.5)
+    Checkpointer(tmp_path).save(1, TrainState(model, optimizer))
+    state = dict(zip(("model", "optimizer"), get_state_dict(*trained(0.25)), strict=True))
+    with zoo.silenced():  # that there is no process group
+        dcp.load(state, checkpoint_id=tmp_path / "step-1")
+    assert torch.equal(state["model"]["weight"], model.weight)
+    saved = get_state_dict(model, optimizer)[1]
+    assert state["optimizer"]["param_groups"] == saved["param_groups"]
+    other = trained(0.25)
+    Checkpointer(tmp_path).restore(TrainState(*other))
+    assert get_state_dict(*other)[1]["param_groups"] == saved["param_groups"]
 
 
 def test_our_loader_reads_the_model_in_it(worlds, tmp_path):
