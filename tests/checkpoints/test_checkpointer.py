@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler as schedules
 
 import shardwise
-from shardwise import Checkpointer, KeyMismatchError, ShardingError, StorageError, TrainState
+from shardwise import Checkpointer, ConfigError, KeyMismatchError, ShardingError, StorageError, TrainState
 from shardwise.checkpoints import write
 from shardwise.checkpoints.header import HEADER, CheckpointHeader
 from shardwise.checkpoints.step_folders import is_complete_folder, remove_incomplete_steps, steps_in
@@ -295,6 +295,12 @@ def test_torch_reads_the_settings_of_an_optimizer(tmp_path, kind):
     other = trained(0.25)
     Checkpointer(tmp_path).restore(TrainState(*other))
     assert get_state_dict(*other)[1]["param_groups"] == saved["param_groups"]
+
+
+def test_two_models_are_one_module_dict(worlds, tmp_path):
+    assert worlds(2).run(on_ranks.restore_two_models, str(tmp_path)) == [[], []]
+    with pytest.raises(ConfigError, match=r"model is a list\. .* several in a torch\.nn\.ModuleDict"):
+        TrainState([nn.Linear(2, 2), nn.Linear(2, 2)])
 
 
 def test_our_loader_reads_the_model_in_it(worlds, tmp_path):

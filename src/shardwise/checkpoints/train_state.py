@@ -63,7 +63,7 @@ class TrainState:
     """State of a training run, except for the random generators, which are saved and restored with it.
 
     Attributes:
-        model: sharded or not, in the same state on every rank.
+        model: sharded or not, in the same state on every rank. Several models are one ``nn.ModuleDict`` of them.
         optimizers: one, or several in the same order on every rank.
         schedulers: one or several. The first rank's are saved.
         data: object with the state of the data position. If the state is equal on all ranks, any number of ranks
@@ -82,7 +82,9 @@ class TrainState:
     def __post_init__(self) -> None:
         optimizers: object = self.optimizers
         if not isinstance(self.model, nn.Module):
-            raise ConfigError(f"model is a {type(self.model).__name__}. Pass a module of torch")
+            raise ConfigError(
+                f"model is a {type(self.model).__name__}. Pass a module of torch, several in a torch.nn.ModuleDict"
+            )
         if not isinstance(optimizers, (Optimizer, Sequence)) or not all(
             isinstance(item, Optimizer) for item in self.all_optimizers
         ):
