@@ -33,6 +33,7 @@ from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
 from shardwise.models.four_bit.layers import is_in_four_bits, patch_shapes
+from shardwise.models.selection import MERGE_FILES
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -271,7 +272,7 @@ def _unload(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
     if group is not None:
         raise ConfigError(
-            f"{group}: is an FSDP2 group of a layer and its adapter, and cannot be unloaded. {_INSTEAD}"
+            f"{group}: is an FSDP2 group of a layer and its adapter, and cannot be unloaded. {MERGE_FILES}"
         )
     return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
 
@@ -285,13 +286,13 @@ def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
     for name, layer in layers(tuner):
         base = layer.get_base_layer()
         if _is_packed(layer):
-            raise ConfigError(f"{name}: is in four bits, and cannot be merged into in place. {_INSTEAD}")
+            raise ConfigError(f"{name}: is in four bits, and cannot be merged into in place. {MERGE_FILES}")
         if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
             continue
         matrices_of_layer = [getattr(*factor) for adapter in layer.r for factor in matrices(layer, adapter)]
         if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in matrices_of_layer):
             raise ConfigError(
-                f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {_INSTEAD}"
+                f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {MERGE_FILES}"
             )
 
 
@@ -309,9 +310,6 @@ def _require_synchronized(adapter: str, model: Any, _: object) -> None:
     mesh = next((each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None)
     if mesh is not None:
         require_synchronized(model, mesh.size())
-
-
-_INSTEAD = "Save the adapter with shardwise.save_adapter, and merge the files with shardwise.merge_adapter"
 
 
 def _require_names() -> None:
