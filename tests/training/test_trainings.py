@@ -436,7 +436,7 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
 def test_a_signal_saves_without_an_evaluation_and_keeps_the_checkpoint(
     folder: Path, kind: dict[str, Any], stop: int
 ) -> None:
-    """The loss falls, so that the first evaluation is the best."""
+    """The loss falls, so that the first evaluation is the best. The one left out is made up by the resume."""
     output = folder / f"signaled-{kind['save_strategy']}"
     values = keys(folder, **kind, output_dir=str(output), max_steps=6, test_split_size=0.2)
     values |= {"eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
@@ -450,6 +450,8 @@ def test_a_signal_saves_without_an_evaluation_and_keeps_the_checkpoint(
     [(outcome, _), _] = run_world(2, train, values)
     assert (outcome.has_stopped, outcome.steps) == (False, 6)
     if "save_total_limit" in kind:
+        evaluated = [entry["step"] for entry in outcome.history if "eval_loss" in entry]
+        assert evaluated == [2, 4, 6], "that of the stop is made up"
         assert [place.name for place in output.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
