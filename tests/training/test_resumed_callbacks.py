@@ -17,7 +17,7 @@ require_patched_names()
 
 from shardwise.integrations import ShardwiseTrainer, for_trainer  # noqa: E402
 from shardwise.training.run_config import read_run_config  # noqa: E402
-from shardwise.training.trl_objects import ResumableEarlyStopping, load_frozen, parse  # noqa: E402
+from shardwise.training.trl_objects import ResumableEarlyStopping, import_reward_functions, load_frozen, parse  # noqa: E402
 
 ROWS = [{"input_ids": torch.tensor([row + 1, 5, 6]), "labels": torch.tensor([row + 1, 5, 6])} for row in range(16)]
 
@@ -197,7 +197,8 @@ def test_sampled_answers_are_to_the_same_prompts_when_resumed(tmp_path: Path) ->
     """Two steps train on the answers to a prompt. A training ends between them, resumes, and begins again."""
     paths = [f"{__name__}.{name}" for name in REWARDS.values()]
     words = ["grpo", "--reward_funcs", *paths, "--model_name_or_path", "m", "--bf16", "false", "--beta", "0"]
-    rewards = load_frozen(parse(read_run_config(words)))["reward_funcs"]
+    arguments = parse(read_run_config(words))
+    rewards = load_frozen(arguments, import_reward_functions(arguments))["reward_funcs"]
 
     def train_sampled(folder: str, *callbacks: TrainerCallback, resumes: Sequence[bool] = (False,)) -> list[Any]:
         settings = {"max_steps": 5, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False}

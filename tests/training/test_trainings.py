@@ -304,6 +304,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
     assert losses(2, values) == pytest.approx(losses(1, values), abs=1e-5)
 
 
+_SAMPLED = PREFERENCES["grpo"]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
     ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
@@ -315,9 +316,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataset_name": "nulls.jsonl"}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "dataset_streaming": True}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "assistant_only_loss": True}, "assistant_only_loss: the rows have no chats"),
+    ({**_SAMPLED, "dataset_name": "nulls.jsonl"}, "prompt: is no column of the dataset"),
+    # Before the model is loaded, whose padding token has no embedding.
     (
-        {"method": "grpo", "dataset_name": "nulls.jsonl", "max_length": None, "num_generations": 2},
-        "prompt: is no column of the dataset",
+        {**_SAMPLED, "model_name_or_path": "padded", "reward_funcs": ["rewards.lenght"]},
+        "reward_funcs: rewards.lenght cannot be imported, No module named 'rewards'. Check the path",
     ),
     ({"dataset_name": "long.jsonl", "max_length": 16}, "max_length: 16 leaves no row of train with a token"),
     ({"dataset_name": "words.jsonl"}, "uses '<9>'. The tokenizer gives it the id 268, and the model has embed"),
@@ -326,10 +329,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "uses '<9>'. The tokenizer gives it the id 268",
     ),
     ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be created, You need to have `torchao"),
-    (
-        {"method": "grpo", "use_vllm": True, "max_length": None, "num_generations": 2},
-        "use_vllm: vLLM is not installed",
-    ),
+    ({**_SAMPLED, "use_vllm": True}, "use_vllm: vLLM is not installed"),
 ]
 
 

@@ -207,14 +207,18 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
+def load_frozen(arguments: TrlArguments, functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
     """Load the reference, teacher and reward models of a method, sharded and frozen. Collective: yes.
 
     Return them and the reward functions as arguments of the trainer, which would load each whole on every rank. The
     reference of a LoRA is the model without it.
 
+    Args:
+        arguments: of the training.
+        functions: those of ``import_reward_functions``.
+
     Raises:
-        ConfigError: a reward function cannot be imported, or a key of the teacher has no counterpart.
+        ConfigError: a key of the teacher has no counterpart.
         ShardwiseError: as for :func:`~shardwise.loading.from_pretrained.from_pretrained`.
     """
     method, training = arguments.own.method, arguments.training
@@ -231,26 +235,34 @@ def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
         options |= settings  # type: ignore[typeddict-item]
         frozen["teacher_model"] = _load_frozen(training.teacher_model_name_or_path, options)
     if method in REWARDED:
-        frozen["reward_funcs"] = _load_rewards(arguments)
+        frozen["reward_funcs"] = _load_rewards(arguments, functions)
     return frozen
 
 
-def _load_rewards(arguments: TrlArguments) -> list[Any]:
-    """Return reward functions of names in ``trl.rewards`` and of import paths, and sharded reward models."""
-    script = arguments.script
-    names: list[str] = [*filter(None, [script.reward_model_name_or_path]), *(script.reward_funcs or ())]
-    if not names:
-        raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, import paths, or reward models")
-    # Import paths and names in trl.rewards have no slash. What has one is a folder, or a repository on the hub.
-    models = {name for name in names if "/" in name or Path(name).is_dir()} | {script.reward_model_name_or_path}
+def import_reward_functions(arguments: TrlArguments) -> dict[str, Callable[..., Any]]:
+    """Return reward functions by their names in ``trl.rewards`` or their import paths. Collective: yes.
+
+    Raises:
+        ConfigError: one cannot be imported, or makes reward functions. The same on every rank.
+    """
+    if arguments.own.method not in REWARDED:
+        return {}
+    names: list[str] = arguments.script.reward_funcs or []
     with World.current(call="train") as world, world.collective("import reward functions"):
         sys.path.insert(0, os.getcwd())  # as TRL's own command does
-        rewards = {name: _import_reward_function(name) for name in names if name not in models}
-    # After the functions, so that an import error is found before these models are loaded.
+        # What has a slash is a reward model: a folder, or a repository on the hub.
+        return {name: _import_reward_function(name) for name in names if not ("/" in name or Path(name).is_dir())}
+
+
+def _load_rewards(arguments: TrlArguments, functions: Mapping[str, Callable[..., Any]]) -> list[Any]:
+    """Return the reward functions, and the sharded reward models, in the order of their names."""
+    script = arguments.script
+    names: list[str] = [*filter(None, [script.reward_model_name_or_path]), *(script.reward_funcs or ())]
     options = _frozen_options(arguments, None) | {"model_class": transformers.AutoModelForSequenceClassification}
     options["config_overrides"] = {"num_labels": 1}
+    rewards: dict[str, Any] = dict(functions)
     for name in names:
-        if name in models:
+        if name not in rewards:
             rewards[name] = _load_frozen(name, options)
     return [rewards[name] for name in names]
 
