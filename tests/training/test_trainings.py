@@ -329,6 +329,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "uses '<9>'. The tokenizer gives it the id 268",
     ),
     ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be created, You need to have `torchao"),
+    (
+        {"lr_scheduler_type": "cosine_with_min_lr"},
+        "lr_scheduler_kwargs {} do not fit lr_scheduler_type cosine_with_min_lr, One of",
+    ),
+    ({"lr_scheduler_kwargs": {"power": 2}}, "{'power': 2} do not fit lr_scheduler_type "),
     ({**_SAMPLED, "use_vllm": True}, "use_vllm: vLLM is not installed"),
 ]
 

@@ -129,7 +129,7 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
             default it is that of this process.
 
     Raises:
-        ConfigError: TRL or transformers rejects a value, or the optimizer cannot be created.
+        ConfigError: TRL or transformers rejects a value, or the optimizer or its schedule cannot be created.
     """
     config_class = trl_class(config.method, "Config")
     if planned_ranks is not None:  # a property, by which TRL checks batches
@@ -153,6 +153,7 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
+    _require_schedule(config.source, training)
     for tracker in training.report_to if planned_ranks is None else ():
         try:
             for callback_class in get_reporting_integration_callbacks([tracker]):
@@ -171,6 +172,25 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         )
     has_dtype = config.values.get("dtype") is not None
     return TrlArguments(script, training, model, mixture, config.own, has_dtype)
+
+
+def _require_schedule(source: str, training: Any) -> None:
+    """Create the learning-rate schedule once, of an optimizer without a model.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    kind, settings = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    try:
+        with warnings.catch_warnings():  # they come again when the training begins
+            warnings.simplefilter("ignore")
+            transformers.get_scheduler(kind, optimizer, 1, 10, scheduler_specific_kwargs=settings)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{source}: lr_scheduler_kwargs {settings or {}} do not fit lr_scheduler_type {kind.value}, {error}. "
+            "Correct them"
+        ) from error
 
 
 def load_model(arguments: TrlArguments) -> PreTrainedModel:
