@@ -401,6 +401,18 @@ def test_a_training_on_the_cpu_beside_an_accelerator_is_refused(
     assert trl_objects.parse(read, planned_ranks=1).training.use_cpu
 
 
+def test_a_value_that_the_parser_of_trl_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    require_patched_names()
+    from shardwise.training import trl_objects
+
+    read = read_run_config(
+        ["--model_name_or_path=m", "--include_num_input_tokens_seen=non_padding", "--bf16=false"]
+    )
+    with pytest.raises(ConfigError, match=r"argument --include_num_input_tokens_seen.* got non_padding"):
+        trl_objects.parse(read)
+    assert not capsys.readouterr().err, "the usage"
+
+
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_what_trl_switches_off_of_liger_stays_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 import transformers
@@ -141,10 +141,11 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         values["use_cpu"] = True
     values.setdefault("log_level_replica", "error")  # the first rank shows warnings
     values.setdefault("logging_nan_inf_filter", False)  # which would log 0.0 for a loss that is NaN
+    parser.error = _raise_usage_error
     parser.set_defaults_with_config(**values)
     try:
         script, training, model, mixture, *_ = parser.parse_args_into_dataclasses(args=[])
-    except (ValueError, TypeError, ImportError, SystemExit) as error:
+    except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"{config.source}: is rejected by TRL. {error}") from error
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL")
@@ -172,6 +173,11 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         )
     has_dtype = config.values.get("dtype") is not None
     return TrlArguments(script, training, model, mixture, config.own, has_dtype)
+
+
+def _raise_usage_error(message: str) -> NoReturn:
+    """Raise what argparse would print after its usage before it exits."""
+    raise ValueError(message)
 
 
 def _require_schedule(source: str, training: Any) -> None:
