@@ -226,12 +226,12 @@ def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPat
     for path in opened.objects:
         if path in paths or (path[0] == "optimizer" and path[1] != "reduced"):
             values[path] = _read_value(reader, opened, path)
-    # Settings by number, in the order of the groups. Earlier checkpoints have one value with all groups in it.
-    groups: dict[str, dict[str, Any]] = {}
+    # By number of the group. Earlier checkpoints have one value with all groups in it.
+    groups: dict[int, dict[str, Any]] = {}
     for path in [path for path in values if path[:2] == _GROUPS and len(path) == 4]:
-        groups.setdefault(path[2], {})[path[3]] = values.pop(path)
+        groups.setdefault(int(path[2]), {})[path[3]] = values.pop(path)
     if groups:
-        values[_GROUPS] = list(groups.values())
+        values[_GROUPS] = [groups[number] for number in sorted(groups)]
     return values
 
 

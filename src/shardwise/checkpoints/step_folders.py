@@ -363,7 +363,9 @@ def _is_tensor_path(path: KeyPath) -> bool:
 
 def _is_value_path(path: KeyPath) -> bool:
     match path:
-        case ("optimizer", "state" | "param_groups", _, _) | ("optimizer", "param_groups"):
+        case ("optimizer", "param_groups", number, _):
+            return number.isdecimal()
+        case ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
             return True
         case ("optimizer", "reduced", _) | ("schedulers",) | ("scaler",) | ("rng", _) | ("data", _):
             return True
