@@ -198,6 +198,7 @@ class Mixed(nn.Module):
             "hybrid": (6, 4),
             "both": (8, 6),
             "experts": (4, 6, 4),
+            "rows": (8, 4),
         }
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape)))
@@ -217,10 +218,13 @@ def norms(max_norm: float) -> dict[str, Any]:
             "hybrid": (grid, [Replicate(), Shard(0)]),
             "both": (grid, [Shard(0), Shard(1)]),
             "experts": (grid["tensor"], [Shard(0)]),
+            "rows": (line, [Shard(0)]),
         }
         for name, (mesh, placements) in places.items():
             value = distribute_tensor(getattr(model, name).data, mesh, placements)
             setattr(model, name, nn.Parameter(value))
+            # An embedding that is split by rows (tensor parallelism) has a whole gradient.
+            placements = [Replicate()] if name == "rows" else placements
             values[name] = distribute_tensor(values[name], mesh, placements)
     for name, parameter in model.named_parameters():
         parameter.grad = values[name]

@@ -61,12 +61,16 @@ def _copies(parameter: nn.Parameter, ranks: int) -> float:
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's gradient, placed like its parameter. Partial ones (tensor parallelism) are reduced."""
+    """Return this rank's gradient, placed like its parameter.
+
+    Under tensor parallelism it may be partial, and that of an embedding that is split by rows is whole.
+    """
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
-        assert isinstance(parameter, DTensor)
-        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     assert gradient is not None
+    if isinstance(gradient, DTensor):
+        assert isinstance(parameter, DTensor)
+        if gradient.placements != parameter.placements:
+            gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     return local_tensor(gradient)
 
 
