@@ -63,6 +63,7 @@ def test_models(two: LocalRanks, folder: Path) -> None:
         "a name": "ConfigError: for_trainer(str): is not a model of transformers",
         "not a model of transformers": "ConfigError: for_trainer(Linear): is not a model of transformers",
         "several meshes": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): its parameters are on several meshes",
+        "tensor parallel": "FSDP2 averages over fewer than the 2 ranks that get rows of their own",
         "by transformers": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): transformers has sharded it",
     }
     require_words(found, expected)

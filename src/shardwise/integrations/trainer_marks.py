@@ -219,7 +219,8 @@ def _get_pretrained(model: nn.Module) -> PreTrainedModel:
 
 
 def _require_sharded(call: str, model: PreTrainedModel, world: World) -> None:
-    if world.size > 1 and not any(isinstance(module, FSDPModule) for module in model.modules()):
+    is_split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if world.size > 1 and not is_split and not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             f"{call}({type(model).__name__}): is not sharded, and {world.size} ranks train it together. Load it "
             "with shardwise.from_pretrained(...) after torch.distributed.init_process_group(), or call "
