@@ -92,6 +92,10 @@ def test_plans_of_transformers(worlds, request, tmp_path: Path, kind, sizes, sha
         assert found == {"loaded": [], "saved": [], "resumed": [], "moments": True}
 
 
+def test_a_lora_of_peft_on_a_plan_of_transformers_is_saved_as_by_peft(worlds, dense, tmp_path: Path):
+    assert worlds(2).run(larger_meshes.adapter_by_plans, dense, str(tmp_path)) == [[], []]
+
+
 @pytest.mark.slow
 def test_ranks_that_share_rows_in_a_loop_of_accelerate(worlds, dense):
     for found in worlds(4).run(larger_meshes.prepared_by_plans, dense):
