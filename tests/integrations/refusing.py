@@ -130,6 +130,8 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["uneven"] = said(lambda: made(args=TrainingArguments(**given, accelerator_config=uneven)))
         splits: dict[str, dict[str, Any]] = {
             "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
+            "shards": {"parallelism_config": ParallelismConfig(dp_shard_size=2)},
+            "other shards": {"parallelism_config": ParallelismConfig(dp_shard_size=4)},
             "other ranks": {"parallelism_config": ParallelismConfig(cp_size=4)},
             "smoothing": {"parallelism_config": ParallelismConfig(cp_size=2), "label_smoothing_factor": 0.1},
             "evaluation": {"parallelism_config": ParallelismConfig(cp_size=2), "eval_strategy": "epoch"},
