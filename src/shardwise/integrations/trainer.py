@@ -171,17 +171,17 @@ class ShardwiseTrainer(_Trainer):
         if self.args.dataloader_pin_memory:  # otherwise each batch waits for all earlier work of the device
             settings: Any = self.args.accelerator_config
             settings.non_blocking = True
-        config, is_split = self.args.parallelism_config, self._cp_size > 1
-        # accelerate takes cp_size only with a plugin of FSDP2, by which the Trainer would shard the model again.
-        with mock.patch.object(self.args, "parallelism_config", None if is_split else config):
+        # accelerate takes cp_size only with a plugin of FSDP2, by which the Trainer would shard the model again. On
+        # CPUs it takes no other size either, and they change nothing: each rank has rows of its own.
+        with mock.patch.object(self.args, "parallelism_config", None):
             super().create_accelerator_and_postprocess()
         if accelerate_compat.is_context_parallel(self.accelerator):
             raise ConfigError(
                 "accelerate's configuration has cp_size. Pass TrainingArguments(parallelism_config="
                 "ParallelismConfig(cp_size=...)) instead, which splits whole sequences"
             )
-        if is_split:
-            accelerate_compat.split_sequences(self.accelerator, config, self._trained)
+        if self._cp_size > 1:
+            accelerate_compat.split_sequences(self.accelerator, self.args.parallelism_config, self._trained)
         size = dist.get_world_size() if dist.is_initialized() else 1
         accelerate_compat.require_ranks(self.args.world_size, size)
         if self.is_fsdp_enabled:

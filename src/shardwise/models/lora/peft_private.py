@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.errors import ConfigError, find_private, private, require_private
 from shardwise.core.untrusted import Pattern
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, CHANGES_THE_BASE, SAVE_AS_LORA, read_peft_version
-from shardwise.fsdp.gradients import require_synchronized
+from shardwise.fsdp.gradients import count_data_parallel_ranks, require_synchronized
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
@@ -307,9 +307,7 @@ def _require_synchronized(adapter: str, model: Any, _: object) -> None:
     """
     if not torch.is_grad_enabled() or model.active_adapters == [adapter]:
         return
-    mesh = next((each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None)
-    if mesh is not None:
-        require_synchronized(model, mesh.size())
+    require_synchronized(model, count_data_parallel_ranks(model))
 
 
 def _require_names() -> None:
