@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.core.errors import ConfigError, ShardingError, require_private
+from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.formatting import canonical_name
 from shardwise.core.layout import LoraFactors, ModelLayout
 from shardwise.fsdp.named_tensors import TensorRef, map_saved_names
@@ -93,7 +93,6 @@ def _peft_state_dict(model: Any, state: dict[str, torch.Tensor], adapter: str) -
     from peft import get_peft_model_state_dict  # optional, and slow to import
 
     # On a model under tensor parallelism PEFT gathers all tensors of the state, as it does not know stand-ins.
-    require_private("transformers:PreTrainedModel", "_tp_size")
     with warnings.catch_warnings(), mock.patch.object(model, "_tp_size", None, create=True):
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
         # PEFT 0.20 also looks for the config of a base without a name.
