@@ -413,6 +413,19 @@ def test_a_value_that_the_parser_of_trl_refuses_is_named(capsys: pytest.CaptureF
     assert not capsys.readouterr().err, "the usage"
 
 
+def test_keys_that_the_installed_libraries_lack_are_not_left_out(tmp_path: Path) -> None:
+    require_patched_names()
+    import transformers
+
+    from shardwise.training import trl_objects
+
+    read = read_run_config(["sft", config(tmp_path, "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n")])
+    read = dataclasses.replace(read, values={**read.values, "newer": False, "bf16": False, "newest": {"a": 1}})
+    message = rf"newer, newest: transformers {re.escape(transformers.__version__)} and TRL .* do not have this"
+    with pytest.raises(ConfigError, match=message):
+        trl_objects.parse(read)
+
+
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_what_trl_switches_off_of_liger_stays_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str

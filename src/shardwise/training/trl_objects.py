@@ -129,7 +129,8 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
             default it is that of this process.
 
     Raises:
-        ConfigError: TRL or transformers rejects a value, or the optimizer or its schedule cannot be created.
+        ConfigError: TRL or transformers rejects a value or lacks a key, or the optimizer or its schedule cannot be
+            created.
     """
     config_class = trl_class(config.method, "Config")
     if planned_ranks is not None:  # a property, by which TRL checks batches
@@ -142,7 +143,12 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
     values.setdefault("log_level_replica", "error")  # the first rank shows warnings
     values.setdefault("logging_nan_inf_filter", False)  # which would log 0.0 for a loss that is NaN
     parser.error = _raise_usage_error
-    parser.set_defaults_with_config(**values)
+    left_over = parser.set_defaults_with_config(**values)  # --KEY VALUE --KEY VALUE ...
+    if absent := [text.removeprefix("--") for text in left_over[::2]]:
+        raise ConfigError(
+            f"{config.source}: {', '.join(absent)}: transformers {transformers.__version__} and TRL "
+            f"{trl.__version__} do not have this. Update them, or set what they have instead"
+        )
     try:
         script, training, model, mixture, *_ = parser.parse_args_into_dataclasses(args=[])
     except (ValueError, TypeError, ImportError) as error:
