@@ -155,6 +155,8 @@ def test_log_probabilities_of_prompts(bank):
         top, values = output.top_prompt_logprobs
         torch.testing.assert_close(values, logprobs[:-1].topk(3).values, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(logprobs[:-1].gather(1, top), values, rtol=1e-4, atol=1e-5)
+        for each in (output.prompt_logprobs, top, values):  # sent between ranks without the values of other rows
+            assert each.untyped_storage().nbytes() == each.nbytes
     assert len(outputs[4].sequences[0].tokens) == 2
     torch.testing.assert_close(outputs[4].prompt_logprobs, outputs[0].prompt_logprobs)
     assert outputs[5].prompt_logprobs is None

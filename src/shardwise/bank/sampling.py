@@ -92,8 +92,8 @@ class SampleOutput:
 
     Attributes:
         sequences: ``n`` of them.
-        prompt_logprobs: (tokens - 1,), if asked for.
-        top_prompt_logprobs: ids and log probabilities, (tokens - 1, k) each, if asked for.
+        prompt_logprobs: (tokens - 1,), if asked for, on the CPU.
+        top_prompt_logprobs: ids and log probabilities, (tokens - 1, k) each, if asked for, on the CPU.
     """
 
     sequences: list[SampledSequence]
@@ -443,6 +443,8 @@ def _score(
         top = None
         if most:
             logprobs, ids = call.top[request, row]
-            top = ids[:, :most], logprobs[:, :most]
-        scores[number] = sums.logprobs[request][row][:-1], top
+            top = ids[:, :most].to("cpu", copy=True), logprobs[:, :most].to("cpu", copy=True)
+        # Copies, on the host: servers send them to other ranks. Views would take their whole storage with them, and
+        # tensors of a device would be restored on that of the sender.
+        scores[number] = sums.logprobs[request][row][:-1].to("cpu", copy=True), top
     return scores
