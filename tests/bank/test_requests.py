@@ -212,6 +212,17 @@ def test_losses_and_their_gradients_are_those_of_the_papers(kind):
     torch.testing.assert_close(torch.autograd.grad(found, own), torch.autograd.grad(expected, own))
 
 
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_losses_on_a_device_add_nothing_in_an_order_that_varies(loss, monkeypatch):
+    """On CUDA ``index_add`` does."""
+    monkeypatch.setattr(torch.Tensor, "index_add", None)
+    p = torch.zeros(4, 2, device="meta", requires_grad=True)
+    values = dict.fromkeys(("weights", "logprobs", "advantages"), torch.zeros(4, 2, device="meta"))
+    values["rows"] = torch.zeros(4, dtype=torch.int64, device="meta")
+    losses = LOSSES[loss].function(p, values, LOSSES[loss].config)
+    assert losses.shape == torch.autograd.grad(losses.sum(), p)[0].shape
+
+
 def gradient_of(bank: Any, name: str) -> torch.Tensor:
     gradient = bank._adapters[name].gradient.clone()
     bank.zero_grad(name)

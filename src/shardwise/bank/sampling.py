@@ -56,7 +56,8 @@ class Sample:
         top_p: sample from the most probable tokens whose probabilities add up to it.
         stop: token ids, or lists of them, that end a sequence and are its last. None for the end of text of the
             model's generation config.
-        seed: equal seeds give equal sequences, whatever else is in the call. None for any.
+        seed: equal seeds give equal sequences, whatever else is in the call, but for rounding that depends on the
+            number of rows (in 16 bits on a GPU). None for any.
         prompt_logprobs: True for the log probability of each token of the prompt but the first.
         top_prompt_logprobs: number of the most probable tokens at each of them.
     """
