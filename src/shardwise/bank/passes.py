@@ -35,7 +35,7 @@ from shardwise.bank.rows import IGNORED, Request, RowLoss, UnpaddedRow
 from shardwise.core.errors import TrainingError
 from shardwise.fsdp.gradients import reset_fsdp_state
 from shardwise.fsdp.named_tensors import find_fsdp_root
-from shardwise.fsdp.torch_private import to_device
+from shardwise.fsdp.torch_private import gathered_sizes, to_device
 from shardwise.ranks.world import World
 from shardwise.transfer.memory import available_memory
 
@@ -60,6 +60,8 @@ class SharedBase:
 
     Attributes:
         max_tokens_per_pass: maximum number of padded tokens of a pass on a rank.
+        gathered_bytes: the most that FSDP2 gathers beside activations: the root, and two blocks (one computes while
+            the next one is gathered).
         activation_bytes: bytes of activations of a row, by config of its adapter and length.
         padding_ignored: whether it ignores padding on the left. None until a call has to know.
     """
@@ -70,8 +72,13 @@ class SharedBase:
     active_route: ActiveRoute
     backend_choice: BackendChoice
     max_tokens_per_pass: int
+    gathered_bytes: int = field(init=False)
     activation_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
     padding_ignored: bool | None = None
+
+    def __post_init__(self) -> None:
+        root, *blocks = gathered_sizes(self.model) or [0]
+        self.gathered_bytes = root + 2 * max(blocks, default=0)
 
     @property
     def vocab_size(self) -> int:
