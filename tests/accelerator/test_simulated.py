@@ -14,6 +14,7 @@ from tests.accelerator.test_ranks import written
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl
 
 import shardwise
+from shardwise.bank.sampling import Sample
 from shardwise.core.tensors import Code, Form4
 from shardwise.integrations.agreed_events import AgreedEvents
 from shardwise.models.four_bit.config import LocalScales, Packing, product
@@ -161,8 +162,8 @@ def test_products_in_four_bits(rank):
     assert rank.run(products) == [{"plain": [0, 0, 0], "nested": [0, 0, 0], "exponents": [0, 0, 0]}]
 
 
-def passes(layers: int, tenants: int, alike: bool) -> dict[str, list[int]]:
-    """Of a pass and the steps of all tenants, with dropout."""
+def small_llama(layers: int) -> Any:
+    """On the device, sharded."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -175,7 +176,12 @@ def passes(layers: int, tenants: int, alike: bool) -> dict[str, list[int]]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     shardwise.shard(model)
-    bank = shardwise.AdapterBank(model)
+    return model
+
+
+def passes(layers: int, tenants: int, alike: bool) -> dict[str, list[int]]:
+    """Of a pass and the steps of all tenants, with dropout."""
+    bank = shardwise.AdapterBank(small_llama(layers))
     lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
     for number in range(tenants):
         bank.add_adapter(f"{number}", lora, max_grad_norm=0.1)
@@ -202,18 +208,7 @@ def test_passes_and_steps_of_a_bank(rank):
 
 def offloaded() -> dict[str, Any]:
     """An adapter whose values are on the host for a while: it takes the next step as one that never was there."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    model = LlamaForCausalLM(config)
-    shardwise.shard(model)
-    bank = shardwise.AdapterBank(model)
+    bank = shardwise.AdapterBank(small_llama(1))
     rows = {"input_ids": torch.arange(18).view(2, 9)}
     with torch.device("npu"):  # as the default of a caller
         for name in ("ada", "twin"):
@@ -246,6 +241,20 @@ def test_an_adapter_on_the_host_has_no_memory_on_the_device(rank):
     """Matrices and two moments are copied, and the gradient of an open window. None of it is pinned."""
     found = {"sizes": [0] * 6, "copied": [3, 3, 4], "pinned": 0, "device": "npu", "same": [True, True]}
     assert rank.run(offloaded) == [found]
+
+
+def scores() -> list[str]:
+    """Devices of the log probabilities of a prompt, which a server sends to other ranks."""
+    bank = shardwise.AdapterBank(small_llama(1))
+    sample = Sample(None, [1, 2, 3], max_tokens=2, prompt_logprobs=True, top_prompt_logprobs=2)
+    [output] = bank.generate([sample])
+    assert output.prompt_logprobs is not None
+    assert output.top_prompt_logprobs is not None
+    return [each.device.type for each in (output.prompt_logprobs, *output.top_prompt_logprobs)]
+
+
+def test_log_probabilities_of_prompts_are_on_the_host(rank):
+    assert rank.run(scores) == [["cpu", "cpu", "cpu"]]
 
 
 def agreements() -> list[int]:

@@ -31,8 +31,8 @@ def save_base(folder: Path, *, tied: bool = True) -> Path:
     return reference.save_tiny(folder, tied=tied, **SIZES)
 
 
-def save_experts(folder: Path) -> Path:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+def save_experts(folder: Path, num_experts: int = 4) -> Path:
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return reference.save_config(folder, Qwen3MoeConfig(**SIZES, **experts, tie_word_embeddings=False))
 
 

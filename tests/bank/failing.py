@@ -13,6 +13,7 @@ from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
 from shardwise.bank import passes
+from shardwise.bank.memory import estimate_pass
 from shardwise.core.reports import Available
 from shardwise.fsdp.policies import MinSize
 from shardwise.ranks.timeouts import Timeouts
@@ -149,7 +150,13 @@ def one_loss_raises(base: Path) -> dict[str, Any]:
     for each in (bank, quiet):
         each.optim_step("ada")
         each.optim_step("bob")
+    needed = []
+    for gathered in (bank._base.gathered_bytes, 0):
+        bank._base.gathered_bytes = gathered
+        needed.append(estimate_pass(bank._base, [], 1, 8, 8, 1, free=None))
     return {
+        "gathered": needed[0] - needed[1],
+        "parameters": sum(parameter.numel() * 4 for parameter in bank._model.parameters()),
         "errors": errors,
         "before": (before, unchanged),
         "x": ({"x": before["x"]}, {"x": after[0].pop("x")}),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tests.bank import banking, on_ranks, test_requests
 from tests.bank.banking import Recipe, distance, matrices_of, rows_for, train
 from tests.bank.on_ranks import bank_of
@@ -62,6 +63,30 @@ def test_experts_on_two_ranks(worlds, base):
     first, second = worlds(2).run(together, base, 6)
     require_equal(first["ada"][0], second["ada"][0])
     require_as_alone(base, first, 1e-5, 6)
+
+
+def test_grouped_products_have_fewer_groups_than_the_kernel_takes(tmp_path, monkeypatch):
+    """128 experts of 9 adapters, the last of which are also computed alone."""
+    grouped_mm, groups = F.grouped_mm, []
+
+    def like_cuda(
+        rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **keywords: Any
+    ) -> torch.Tensor:
+        groups.append(len(offs))
+        assert len(offs) < 1024, "Can't process more than 1024 groups"
+        return grouped_mm(rows, weights, offs=offs, **keywords)
+
+    monkeypatch.setattr(F, "grouped_mm", like_cuda)
+    recipes = {f"{number}": replace(members()["ada"], rows=1 + number % 2) for number in range(9)}
+    bank = bank_of(banking.save_experts(tmp_path, 128), recipes)
+    rows = [(name, rows_for(name, recipe, 0)) for name, recipe in recipes.items()]
+    bank.forward_backward(rows)
+    together = {name: bank._adapters[name].gradient.clone() for name in recipes}
+    assert max(groups) == 7 * 128
+    for name, batch in rows[6:]:
+        bank.zero_grad(name)
+        bank.forward_backward([(name, batch)])
+        torch.testing.assert_close(bank._adapters[name].gradient, together[name], rtol=1e-5, atol=1e-7)
 
 
 def on_the_first_rank(base: Path) -> tuple[dict[str, torch.Tensor], int]:

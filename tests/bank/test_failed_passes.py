@@ -141,6 +141,7 @@ def test_a_loss_that_raises_on_one_rank_and_memory_that_is_lacking_there(worlds:
         require_equal(*each["x"])
         require_equal(*each["others"])
         require_equal(*each["adapters"])
+        assert each["gathered"] == each["parameters"], "the root and two blocks, of two"
         assert each["full"].startswith("ConfigError: adapter 'x': has accumulated 0 of 1 micro-batches")
     assert "rank 1" in ranks[0]["errors"]["memory"]
 

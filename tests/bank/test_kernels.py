@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.bank import kernels
 from shardwise.bank.kernels import (
     EmbeddingLoop,
     GroupedProducts,
@@ -20,6 +21,8 @@ from shardwise.bank.kernels import (
     row_keys,
 )
 from shardwise.bank.routes import AdapterRows, Route
+from shardwise.fsdp.torch_private import fake_mode
+from shardwise.models.activations import _LiveBytes
 
 IN, OUT = 8, 12
 
@@ -77,6 +80,39 @@ def test_the_sum_and_its_derivatives(data, kind, twice):
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own.grad, other.grad * (1 + twice), **close)
     assert anchor.grad is None
+
+
+def mask_at_once(keys, site_key, probability, positions, width):
+    """What :func:`drop_elements` keeps, by Python's integers."""
+    kept = []
+    for key, position in zip(keys.tolist(), positions.tolist(), strict=True):
+        for column in range(width):
+            number = ((key ^ site_key) + (position * width + column) * 0x9E3779B97F4A7C15) % (1 << 64)
+            number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+            number = (number ^ number >> 27) * 0x94D049BB133111EB % (1 << 64)
+            kept.append(((number ^ number >> 31) >> 33) >= int(probability * (1 << 31)))
+    return torch.tensor(kept).view(-1, width)
+
+
+def test_dropout_is_the_same_in_parts(monkeypatch):
+    """Of whole rows, and of tokens of any rows, as of the positions of an output layer."""
+    monkeypatch.setattr(kernels, "_NUMBERS_AT_ONCE", 7 * IN)
+    keys, positions = row_keys(5, 0, 3), torch.arange(10)
+    values = torch.randn(30, IN, dtype=torch.bfloat16)
+    of_tokens = keys.repeat_interleave(10), positions.repeat(3)
+    kept = mask_at_once(of_tokens[0], 3, 0.25, of_tokens[1], IN)
+    found = kernels.drop_elements(values, keys, 3, 0.25)
+    assert found.equal(torch.where(kept, values / 0.75, 0.0))
+    some = torch.tensor([3, 11, 12, 29])
+    by_position = kernels.drop_elements(values[some], of_tokens[0][some], 3, 0.25, of_tokens[1][some])
+    assert by_position.equal(found[some])
+
+
+def test_dropout_needs_memory_for_a_part_alone():
+    with fake_mode(), _LiveBytes(()) as live:
+        values, keys = torch.empty(8192, 14336, dtype=torch.bfloat16), torch.empty(8, dtype=torch.int64)
+        kernels.drop_elements(values, keys, 3, 0.25)
+    assert live.peak < 2 * values.nbytes + (100 << 20)
 
 
 @given(parts_of())

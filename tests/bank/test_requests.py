@@ -24,6 +24,7 @@ from shardwise.bank import passes
 from shardwise.bank.losses import LOSSES
 from shardwise.bank.rows import IGNORED, Request
 from shardwise.core.errors import ConfigError, TrainingError
+from shardwise.fsdp.torch_private import dispatch_mode_class
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 SUM = {"reduction": "sum"}
@@ -209,6 +210,17 @@ def test_losses_and_their_gradients_are_those_of_the_papers(kind):
     found = LOSSES[kind].function(joined(own), values, {**LOSSES[kind].config, **config}).sum()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, own), torch.autograd.grad(expected, own))
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_losses_on_a_device_add_nothing_in_an_order_that_varies(loss, monkeypatch):
+    """On CUDA ``index_add`` does."""
+    monkeypatch.setattr(torch.Tensor, "index_add", None)
+    p = torch.zeros(4, 2, device="meta", requires_grad=True)
+    values = dict.fromkeys(("weights", "logprobs", "advantages"), torch.zeros(4, 2, device="meta"))
+    values["rows"] = torch.zeros(4, dtype=torch.int64, device="meta")
+    losses = LOSSES[loss].function(p, values, LOSSES[loss].config)
+    assert losses.shape == torch.autograd.grad(losses.sum(), p)[0].shape
 
 
 def gradient_of(bank: Any, name: str) -> torch.Tensor:
@@ -424,6 +436,22 @@ def test_chunks_of_logits_are_the_logits(tmp_path, tied):
     base = banking.save_base(tmp_path, tied=tied)
     whole, parts = chunked(base, None), chunked(base, 16)
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_have_one_gradient(base):
+    """Not one of the size of all positions each: no slices."""
+    calls = []
+
+    class Recorded(dispatch_mode_class()):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append((func.name(), args))
+            return func(*args, **(kwargs or {}))
+
+    # The backward pass runs in this thread, so within the mode.
+    with Recorded():
+        chunked(base, 16)
+    slices = [args[1] for name, args in calls if name == "aten::slice_backward"]
+    assert not [shape for shape in slices if shape[1:] == [1, 32]]
 
 
 def chunked_on_ranks(base: Path, positions: int, groups: str) -> Any:

@@ -16,6 +16,7 @@ from tests.bank.on_ranks import bank_of, here
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import shardwise
+from shardwise.bank import sampling
 from shardwise.bank.losses import LOSSES, complete_config
 from shardwise.bank.sampling import Sample, cut_batch, split_by_prompt
 from shardwise.core.errors import ConfigError
@@ -122,6 +123,27 @@ def test_temperature_top_k_and_top_p_choose_as_they_say(bank):
         assert tokens.count(int(ids[place])) / 1000 == pytest.approx(float(expected[place]), abs=0.06)
 
 
+def test_rows_that_are_not_greedy_are_sorted_in_parts(bank, monkeypatch):
+    """Beside greedy ones, in whose rows nothing is drawn."""
+    sort, sorted_rows = torch.Tensor.sort, []
+
+    def counted(values: torch.Tensor, **keywords: Any) -> Any:
+        sorted_rows.append(len(values))
+        return sort(values, **keywords)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    greedy = samples(max_tokens=2)
+    drawn = samples(max_tokens=2, n=10, temperature=0.9, seed=5)
+    alone = bank.generate(greedy)
+    assert not sorted_rows
+    in_parts = bank.generate([*greedy, *drawn])
+    assert sorted_rows == [16, 16, 8] * 2
+    monkeypatch.setattr(sampling, "_DRAWN_AT_ONCE", 100)
+    assert bank.generate([*greedy, *drawn]) == in_parts
+    for one, other in zip(alone, in_parts, strict=False):
+        assert one.sequences[0].tokens == other.sequences[0].tokens
+
+
 def test_a_top_k_above_the_vocabulary_is_all_of_it(bank):
     both = [samples(temperature=0.9, seed=5, top_k=top_k)[0] for top_k in (0, 10**400)]
     first, second = bank.generate(both)
@@ -155,6 +177,8 @@ def test_log_probabilities_of_prompts(bank):
         top, values = output.top_prompt_logprobs
         torch.testing.assert_close(values, logprobs[:-1].topk(3).values, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(logprobs[:-1].gather(1, top), values, rtol=1e-4, atol=1e-5)
+        for each in (output.prompt_logprobs, top, values):  # sent between ranks without the values of other rows
+            assert each.untyped_storage().nbytes() == each.nbytes
     assert len(outputs[4].sequences[0].tokens) == 2
     torch.testing.assert_close(outputs[4].prompt_logprobs, outputs[0].prompt_logprobs)
     assert outputs[5].prompt_logprobs is None

@@ -25,6 +25,9 @@ UP: Final = ("gate_up_proj", "up_proj")
 _ALIGNED_BYTES: Final = 16
 """Rows of the tensors of a grouped product begin at multiples of it."""
 
+_MOST_GROUPS: Final = 1023
+"""Of a grouped product: CUDA's kernel takes no more."""
+
 
 def compute_experts(
     route: Route,
@@ -63,7 +66,16 @@ def compute_experts(
         result = own_forward(*inputs)
     else:
         adapted, others, order = _split_tokens(route, adapter_rows, hidden_states.device)
-        result = _compute_adapted(route, name, module, adapter_rows, *(each[adapted] for each in inputs))
+        # 128 experts and 9 adapters would be 1,152 groups: parts of 7 adapters and of 2 have 896 and 256.
+        most = max(_MOST_GROUPS // module.num_experts, 1)
+        parts = [adapter_rows[start : start + most] for start in range(0, len(adapter_rows), most)]
+        sizes = [sum(each.stop - each.start for each in part) * route.tokens for part in parts]
+        inputs_by_part = zip(*(each[adapted].split(sizes) for each in inputs), strict=True)
+        results = [
+            _compute_adapted(route, name, module, part, *inputs_of_part)
+            for part, inputs_of_part in zip(parts, inputs_by_part, strict=True)
+        ]
+        result = results[0] if len(results) == 1 else torch.cat(results)
         if len(others):
             # Rows without matrices on the experts keep the bits of the base's own forward function.
             result = torch.cat([result, own_forward(*(each[others] for each in inputs))])[order]
@@ -159,9 +171,10 @@ def multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     Example: with ends (2, 2, 5), rows 0 and 1 are multiplied with ``weights[0]``, and rows 2 to 4 with
     ``weights[2]``.
     """
-    # The kernel takes no float64, and no rows whose bytes are not aligned. Others are multiplied group by group.
-    size = rows.element_size()
-    if rows.dtype != torch.float64 and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
+    # The kernel takes no float64, no rows whose bytes are not aligned, and not any number of groups. Others are
+    # multiplied group by group.
+    size, is_taken = rows.element_size(), rows.dtype != torch.float64 and len(ends) <= _MOST_GROUPS
+    if is_taken and not any(size * width % _ALIGNED_BYTES for width in weights.shape[1:]):
         return F.grouped_mm(rows, weights.to(rows.dtype), offs=ends)
     return torch.cat([of_group @ weights[group].to(rows.dtype) for group, of_group in _split_groups(rows, ends)])
 

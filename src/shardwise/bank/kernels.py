@@ -12,7 +12,7 @@ adapter pass it as well, because FSDP2 gathers in the backward pass of tensors t
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from shardwise.fsdp import torch_private
 _INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
+
+_NUMBERS_AT_ONCE: Final = 1 << 22
+"""Elements whose random numbers are computed at once: 17 bytes each, 70 MB."""
 
 
 def stable_key(*values: object) -> int:
@@ -56,26 +59,31 @@ def drop_elements(
         probability: probability of 0.
         positions: the positions of tokens in their rows.
     """
-    # Places in a row: (tokens * width,). A random number for each element: (rows, tokens * width).
-    places = torch.arange(values.numel() // max(len(keys), 1), device=values.device)
-    if positions is not None:  # (tokens, width)
-        places = positions.unsqueeze(1) * values.shape[-1] + places
-    numbers = _mix((keys ^ site_key).unsqueeze(1) + places * _INCREMENT)
-    # The upper 31 bits are a uniform integer below 2**31: an element is kept if it is not below the probability.
-    is_kept = (_shift(numbers, 33) >= int(probability * (1 << 31))).view(values.shape)
-    return torch.where(is_kept, values / (1 - probability), 0.0)
+    width = values.shape[-1]
+    if positions is None:
+        keys = keys.unsqueeze(1)  # (rows, 1)
+        positions = torch.arange(len(values) // max(len(keys), 1), device=values.device)  # of any row: (tokens,)
+    # What is mixed into the number of each token's first element: (rows * tokens,).
+    first = ((keys ^ site_key) + positions * width * _INCREMENT).flatten()
+    increments = torch.arange(width, device=values.device) * _INCREMENT
+    dropped, tokens = values / (1 - probability), max(_NUMBERS_AT_ONCE // width, 1)
+    for part, first_of_part in zip(dropped.split(tokens), first.split(tokens), strict=True):
+        numbers = _mix(first_of_part.unsqueeze(1) + increments)  # (tokens, width)
+        # The upper 31 bits are a uniform integer below 2**31: an element is dropped if it is below the probability.
+        part.masked_fill_(_shift(numbers, 33) < int(probability * (1 << 31)), 0.0)
+    return dropped
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Apply the finalizer of SplitMix64."""
-    values = (values ^ _shift(values, 30)) * _MULTIPLIER_1
-    values = (values ^ _shift(values, 27)) * _MULTIPLIER_2
-    return values ^ _shift(values, 31)
+    """Apply the finalizer of SplitMix64, in place."""
+    values.bitwise_xor_(_shift(values, 30)).mul_(_MULTIPLIER_1)
+    values.bitwise_xor_(_shift(values, 27)).mul_(_MULTIPLIER_2)
+    return values.bitwise_xor_(_shift(values, 31))
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:
     """Shift to the right, filling with zeros: ``>>`` alone repeats the sign."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
+    return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True, slots=True)

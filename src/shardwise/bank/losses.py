@@ -74,10 +74,8 @@ def gspo(p: Tensor, values: Mapping[str, Tensor], config: Mapping[str, float]) -
     """
     counts = (values["weights"] != 0).to(p.dtype)
     rows, advantages = values["rows"], values["advantages"]
-    zeros = torch.zeros_like(p)  # rows are not more than positions
-    # Sums over the positions of each row.
-    num_positions = zeros.index_add(0, rows, counts).clamp(min=1)
-    ratio = (zeros.index_add(0, rows, _log_ratios(p, values)) / num_positions).exp()[rows]
+    num_positions = _sum_by_row(counts, rows).clamp(min=1)
+    ratio = (_sum_by_row(_log_ratios(p, values), rows) / num_positions).exp()[rows]
     losses = torch.minimum(ratio * advantages, _clip(ratio, config) * advantages)
     return -losses * values["weights"] / num_positions[rows]
 
@@ -85,6 +83,14 @@ def gspo(p: Tensor, values: Mapping[str, Tensor], config: Mapping[str, float]) -
 def _log_ratios(p: Tensor, values: Mapping[str, Tensor]) -> Tensor:
     """Return p - q, and 0 where the weight is 0: there the ratio may be infinite, and 0 times it is NaN."""
     return torch.where(values["weights"] != 0, p - values["logprobs"], 0.0)
+
+
+def _sum_by_row(values: Tensor, rows: Tensor) -> Tensor:
+    """Return the sums over the positions of each row, in the shape of ``values``: there are no more rows."""
+    sums = torch.zeros_like(values)
+    if values.device.type == "cpu":
+        return sums.index_add(0, rows, values)
+    return sums.index_put((rows,), values, accumulate=True)  # as for embeddings: deterministic on CUDA
 
 
 def _clip(ratio: Tensor, config: Mapping[str, float]) -> Tensor:

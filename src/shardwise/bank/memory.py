@@ -24,7 +24,9 @@ def estimate_pass(
     width: int,
     free: int | None,
 ) -> int:
-    """Return the bytes that a pass needs on a rank: logits of a chunk, targets, and activations. Collective: no.
+    """Return the bytes that a pass needs on a rank: logits of a chunk, targets, activations, and gathered groups.
+
+    Collective: no.
 
     Activations are traced on fake tensors if they may be more than the free memory. That takes some seconds for the
     first pass of a length. Otherwise they are a lower bound: 2 bytes for each hidden state of each layer.
@@ -50,7 +52,7 @@ def estimate_pass(
     needed = 2 * rows * tokens * hidden_size * num_stored
     if adapters and free is not None and needed > free * _TRACED_ABOVE:
         needed = max(needed, rows * _trace_row(base, max(adapters, key=lambda each: each.flat.numel()), tokens))
-    return logits + selected + needed
+    return logits + selected + needed + base.gathered_bytes
 
 
 def _trace_row(base: SharedBase, adapter: BankAdapter, tokens: int) -> int:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -34,17 +35,23 @@ from shardwise.bank.rows import IGNORED, Request, RowLoss, UnpaddedRow
 from shardwise.core.errors import TrainingError
 from shardwise.fsdp.gradients import reset_fsdp_state
 from shardwise.fsdp.named_tensors import find_fsdp_root
-from shardwise.fsdp.torch_private import to_device
+from shardwise.fsdp.torch_private import gathered_sizes, to_device
 from shardwise.ranks.world import World
 from shardwise.transfer.memory import available_memory
 
 _POLL_S = 0.0005
 
-CHUNK_LOGITS: Final = 1 << 24
-"""Logits of a chunk: 12 bytes each, 200 MB."""
-
 _CHUNK_MULTIPLE: Final = 16
 """Products of fewer rows than this are rounded differently."""
+
+
+def chunk_logits(device: str) -> int:
+    """Return the logits of a chunk on a kind of device, of 12 bytes each: 200 MB, on accelerators 800 MB.
+
+    With 150,000 words these are 96 and 432 rows. An accelerator reads the weights of the output layer for each
+    chunk, which takes longer than the product itself below some 300 rows.
+    """
+    return 1 << 24 if device == "cpu" else 1 << 26
 
 
 @dataclass(slots=True)
@@ -53,6 +60,8 @@ class SharedBase:
 
     Attributes:
         max_tokens_per_pass: maximum number of padded tokens of a pass on a rank.
+        gathered_bytes: the most that FSDP2 gathers beside activations: the root, and two blocks (one computes while
+            the next one is gathered).
         activation_bytes: bytes of activations of a row, by config of its adapter and length.
         padding_ignored: whether it ignores padding on the left. None until a call has to know.
     """
@@ -63,8 +72,13 @@ class SharedBase:
     active_route: ActiveRoute
     backend_choice: BackendChoice
     max_tokens_per_pass: int
+    gathered_bytes: int = field(init=False)
     activation_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
     padding_ignored: bool | None = None
+
+    def __post_init__(self) -> None:
+        root, *blocks = gathered_sizes(self.model) or [0]
+        self.gathered_bytes = root + 2 * max(blocks, default=0)
 
     @property
     def vocab_size(self) -> int:
@@ -80,7 +94,7 @@ class SharedBase:
     @property
     def chunk_positions(self) -> int:
         """Positions whose logits are computed at once."""
-        return max(CHUNK_LOGITS // self.vocab_size // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
+        return max(chunk_logits(self.device.type) // self.vocab_size // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
 
     def free_bytes(self) -> int | None:
         """Return free memory of the device, or of the host if that computes. None if unknown."""
@@ -288,13 +302,14 @@ class FusedPass:
 
     def _compute_in_chunks(self, decoder_output: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the log probabilities of the targets, float32 (positions, K)."""
-        # In one copy: the gradient of each would be as large as the hidden states. (positions, 1, width)
-        selected = hidden_states.flatten(0, 1).index_select(0, self._flat).unsqueeze(1)
+        # One copy and one split: the gradient of each of many would be as large as the hidden states.
+        selected = hidden_states.flatten(0, 1).index_select(0, self._flat).unsqueeze(1)  # (positions, 1, width)
+        bounds = list(pairwise(self._chunk_bounds))
+        sizes = [stop - start for start, stop in bounds]
         logprobs = []
-        for start, stop in zip(self._chunk_bounds, self._chunk_bounds[1:], strict=False):
+        for (start, stop), *inputs in zip(bounds, selected.split(sizes), self._targets.split(sizes), strict=True):
             # In a chunk, each position is a row of one token, for the model and for adapters on its output layer.
             route = self.route.of_positions(self._row_numbers[start:stop], self._positions[start:stop])
-            inputs = selected[start:stop], self._targets[start:stop]
             arguments = self._model, decoder_output, *inputs, route, self._active_route, self._num_top
             # A single chunk is kept: recomputing it would repeat its product and save no memory.
             if self._num_chunks > 1 and self._is_training:

@@ -34,6 +34,9 @@ from shardwise.fsdp.torch_private import to_device
 _CHECKED_STEPS: Final = 16
 """After as many steps, ranks tell each other whether all sequences have ended."""
 
+_DRAWN_AT_ONCE: Final = 16
+"""Rows of a batch whose tokens are drawn at once: 200 MB with a vocabulary of 150,000."""
+
 _LARGEST_ROUNDING: Final = 0.05
 """Of log probabilities, relative to their spread, in 16 bits too. Padding that is read is assumed to change them by
 more."""
@@ -53,7 +56,8 @@ class Sample:
         top_p: sample from the most probable tokens whose probabilities add up to it.
         stop: token ids, or lists of them, that end a sequence and are its last. None for the end of text of the
             model's generation config.
-        seed: equal seeds give equal sequences, whatever else is in the call. None for any.
+        seed: equal seeds give equal sequences, whatever else is in the call, but for rounding that depends on the
+            number of rows (in 16 bits on a GPU). None for any.
         prompt_logprobs: True for the log probability of each token of the prompt but the first.
         top_prompt_logprobs: number of the most probable tokens at each of them.
     """
@@ -92,8 +96,8 @@ class SampleOutput:
 
     Attributes:
         sequences: ``n`` of them.
-        prompt_logprobs: (tokens - 1,), if asked for.
-        top_prompt_logprobs: ids and log probabilities, (tokens - 1, k) each, if asked for.
+        prompt_logprobs: (tokens - 1,), if asked for, on the CPU.
+        top_prompt_logprobs: ids and log probabilities, (tokens - 1, k) each, if asked for, on the CPU.
     """
 
     sequences: list[SampledSequence]
@@ -357,19 +361,27 @@ def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter
         ids[number, width - len(prompt) :] = prompt
         mask[number, width - len(prompt) :] = 1
         numbers[number, : row.sample.max_tokens] = row.numbers
-    numbers = to_device(numbers, base.device)
-    # Of each row: temperature, top_k and top_p, as (3, rows, 1). A dummy row is greedy.
-    most = base.vocab_size
-    choices = [(row.sample.temperature, min(row.sample.top_k or most, most), row.sample.top_p) for row in rows]
-    settings = torch.tensor(choices or [(0.0, most, 1.0)], dtype=torch.float64, device="cpu")
-    settings = to_device(settings.T.unsqueeze(2).contiguous(), base.device)
+    numbers, most = to_device(numbers, base.device), base.vocab_size
+    # Parts of the rows that are not greedy, each with temperature, top_k and top_p, as (3, rows, 1).
+    drawn = [number for number, row in enumerate(rows) if row.sample.temperature > 0]
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for start in range(0, len(drawn), _DRAWN_AT_ONCE):
+        part = drawn[start : start + _DRAWN_AT_ONCE]
+        of_part = [rows[number].sample for number in part]
+        choices = [(each.temperature, min(each.top_k or most, most), each.top_p) for each in of_part]
+        settings = torch.tensor(choices, dtype=torch.float64, device="cpu").T.unsqueeze(2).contiguous()
+        indices = torch.tensor(part, device="cpu")
+        parts.append((to_device(indices, base.device), to_device(settings, base.device)))
     anchor, sequences = torch.zeros((), device=base.device), _Sequences(base, ids, mask)
     for step in range(num_steps):
         width = sequences.ids.shape[1]
         route = Route(num_rows, width, adapter_rows, in_call, base.backend_choice, anchor)
         with base.active_route.on(route):
             logits = sequences.compute_logits()
-        tokens, logprobs = _choose_tokens(logits, settings, numbers[:, step : step + 1])
+        tokens = logits.argmax(1)
+        for indices, settings in parts:
+            tokens[indices] = _draw_tokens(logits[indices], settings, numbers[indices, step : step + 1])
+        logprobs = logits.log_softmax(1).gather(1, tokens.unsqueeze(1))[:, 0]
         base.wait_for_device()  # polls, where tolist() would block though another rank has failed
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=False):
             row.append(token, logprob)
@@ -381,10 +393,8 @@ def _run_batch(base: SharedBase, rows: list[_Row], in_call: Sequence[BankAdapter
                 break
 
 
-def _choose_tokens(
-    logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose a token for each row of logits (rows, vocabulary). Return the tokens and their log probabilities.
+def _draw_tokens(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Draw a token for each row of logits (rows, vocabulary). Memory: some 80 bytes for each logit.
 
     Args:
         logits: float32.
@@ -393,10 +403,7 @@ def _choose_tokens(
             more probable ones too, is above the number.
     """
     temperature, top_k, top_p = settings
-    logprobs = logits.log_softmax(1)
-    is_greedy = temperature == 0
-    scaled = logits.double() / torch.where(is_greedy, 1.0, temperature)
-    probabilities, ids = scaled.softmax(1).sort(dim=1, descending=True, stable=True)
+    probabilities, ids = (logits.double() / temperature).softmax(1).sort(dim=1, descending=True, stable=True)
     # (rows, vocabulary), the most probable first. ``before`` is the sum of the more probable ones.
     before = probabilities.cumsum(1) - probabilities
     places = torch.arange(logits.shape[1], device=logits.device)
@@ -406,8 +413,8 @@ def _choose_tokens(
     place = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
     # Rounding may put the number at the sum of all, beyond the last allowed token.
     place = torch.minimum(place, is_allowed.sum(1, keepdim=True) - 1).clamp(min=0)
-    tokens = torch.where(is_greedy, logits.argmax(1, keepdim=True), ids.gather(1, place))
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    tokens: torch.Tensor = ids.gather(1, place)[:, 0]
+    return tokens
 
 
 def _score(
@@ -443,6 +450,8 @@ def _score(
         top = None
         if most:
             logprobs, ids = call.top[request, row]
-            top = ids[:, :most], logprobs[:, :most]
-        scores[number] = sums.logprobs[request][row][:-1], top
+            top = ids[:, :most].to("cpu", copy=True), logprobs[:, :most].to("cpu", copy=True)
+        # Copies, on the host: servers send them to other ranks. Views would take their whole storage with them, and
+        # tensors of a device would be restored on that of the sender.
+        scores[number] = sums.logprobs[request][row][:-1].to("cpu", copy=True), top
     return scores

@@ -410,6 +410,19 @@ def fsdp_policies(model: nn.Module) -> list[tuple[MixedPrecisionPolicy, OffloadP
     return policies
 
 
+def gathered_sizes(model: nn.Module) -> list[int]:
+    """Return the bytes of the parameters of each FSDP2 group when they are gathered, the root's first."""
+    sizes = []
+    for group in iter_fsdp_param_groups(model):
+        require_private("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "mp_policy", group)
+        size, cast = 0, group.mp_policy.param_dtype
+        for param in group.fsdp_params:
+            dtype = param.sharded_param.dtype
+            size += param.sharded_param.numel() * (cast if cast and dtype.is_floating_point else dtype).itemsize
+        sizes.append(size)
+    return sizes
+
+
 def is_offloaded(fsdp_param: Any) -> bool:
     """Return whether the sharded parameter is on the CPU, and the mesh on another device."""
     return bool(fsdp_param.offload_to_cpu)

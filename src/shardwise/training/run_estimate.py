@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Final
 
-from shardwise.bank.passes import CHUNK_LOGITS
+from shardwise.bank.passes import chunk_logits
 from shardwise.core.estimate_report import Estimate
 from shardwise.files.urls import HubOptions
 from shardwise.loading.estimate import PlanOptions, plan
@@ -120,7 +120,7 @@ def _plan_bank(config: RunConfig, ranks: int, placed: PlanOptions) -> Estimate:
         "tuning": tunings[max(sizes, key=sizes.__getitem__)],
         "per_device_train_batch_size": tokens // length,
         "max_length": length,
-        "bank": BankSizes(tuple(adapters), CHUNK_LOGITS),
+        "bank": BankSizes(tuple(adapters), chunk_logits(placed["device"])),
     }
     estimate = plan(name, ranks=ranks, **options)
     total = sum(count for _, count in adapters)
