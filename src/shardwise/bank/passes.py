@@ -46,12 +46,12 @@ _CHUNK_MULTIPLE: Final = 16
 
 
 def chunk_logits(device: str) -> int:
-    """Return the logits of a chunk on a kind of device, of 12 bytes each: 200 MB, on accelerators 800 MB.
+    """Return the logits of a chunk on a kind of device, of 12 bytes each: 200 MB, on accelerators 400 MB.
 
-    With 150,000 words these are 96 and 432 rows. An accelerator reads the weights of the output layer for each
-    chunk, which takes longer than the product itself below some 300 rows.
+    With 150,000 words these are 96 and 208 rows. An accelerator reads the weights of the output layer for each
+    chunk, which takes longer than the product if these are few.
     """
-    return 1 << 24 if device == "cpu" else 1 << 26
+    return 1 << 24 if device == "cpu" else 1 << 25
 
 
 @dataclass(slots=True)
