@@ -392,6 +392,9 @@ def copies_through_pageable_memory(folder: str, fp8: str, out: str) -> list[str]
         ):
             budget = options.SaveOptions(budget_bytes=BUDGET_BYTES)
             shardwise.save(model, f"{out}/saved {has_owners}", options=budget)
+    with counted("save in another dtype"):
+        budget = options.SaveOptions(budget_bytes=BUDGET_BYTES)
+        shardwise.save(model, f"{out}/cast", dtype="bfloat16", options=budget)
     for form in ("full", "sharded", "local"):
         with counted(f"{form} files of accelerate"):
             budget = options.StateOptions(budget_bytes=BUDGET_BYTES)
