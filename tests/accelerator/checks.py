@@ -395,6 +395,9 @@ def copies_through_pageable_memory(folder: str, fp8: str, out: str) -> list[str]
     with counted("save in another dtype"):
         budget = options.SaveOptions(budget_bytes=BUDGET_BYTES)
         shardwise.save(model, f"{out}/cast", dtype="bfloat16", options=budget)
+    with counted("stream to the host"):
+        to_host = options.StreamOptions(BUDGET_BYTES, torch.device("cpu"))
+        assert {tensor.device.type for _, tensor in shardwise.iter_hf_tensors(model, options=to_host)} == {"cpu"}
     for form in ("full", "sharded", "local"):
         with counted(f"{form} files of accelerate"):
             budget = options.StateOptions(budget_bytes=BUDGET_BYTES)
