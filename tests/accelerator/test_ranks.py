@@ -3,6 +3,7 @@
 One device: ``test_gpu_suite.py``. All tests are in one file, whose ranks are started once.
 """
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.accelerator import checks, simulated
@@ -28,6 +30,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import shardwise
 from shardwise.core.computed import ComputeTask
+from shardwise.ranks.world import World
+from shardwise.serve.engine import Engine
+from shardwise.serve.operations import CreateModel, OffloadModels, Refusal, Turn
 from shardwise.transfer import device_computing, read
 
 pytestmark = pytest.mark.distributed
@@ -107,6 +112,28 @@ def test_a_checkpoint_that_does_not_wait_is_found_out(two_ranks, llama, tmp_path
 
 def test_a_bank(two_ranks, llama):
     require_same(two_ranks, checks.banks, llama)
+
+
+def idles(folder: str) -> list[Any]:
+    """A server's outcomes of moving a model to the host, where rank 1 lacks memory for a tensor, and of a pass."""
+    model: Any = shardwise.from_pretrained(folder, dtype="float32")
+    bank = shardwise.AdapterBank(model)
+    engine = Engine(World.current(call="test"), bank, model)
+    engine.run(Turn((CreateModel("create", "ada", 4, 7, frozenset(("attn",))),)))
+    bank.forward_backward([("ada", checks.rows(0, 0))])
+    copies = mock.patch.object(torch.Tensor, "cpu", side_effect=[torch.zeros(1), RuntimeError("no memory")])
+    with copies if dist.get_rank() == 1 else contextlib.nullcontext():
+        outcomes = engine.run(Turn((OffloadModels("offload", ("ada",)),)))
+    size = bank._adapters["ada"].flat.untyped_storage().nbytes()
+    loss = bank.forward_backward([("ada", checks.rows(0, 1))]).requests[0].loss
+    return [outcomes["offload"], size > 0, loss]
+
+
+def test_a_server_whose_host_has_no_memory_for_an_idle_model_goes_on(two_ranks, llama):
+    first, second = two_ranks.run(idles, llama)
+    refusal = Refusal("CheckpointError on the server, whose log has the reason", is_users=False)
+    assert first == [refusal, False, second[2]]
+    assert second == [refusal, True, first[2]]
 
 
 @pytest.mark.slow

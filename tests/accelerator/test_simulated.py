@@ -3,6 +3,7 @@
 import math
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -217,24 +218,34 @@ def offloaded() -> dict[str, Any]:
     with torch.device("npu"):  # as the default of a caller
         for name in ("ada", "twin"):
             bank.add_adapter(name, LoraConfig(r=4, target_modules=["q_proj"]))
-        sizes = []
+        sizes, copied, pinned = [], [], 0
         for number in range(3):
             bank.forward_backward([("ada", rows), ("twin", rows)])
             if number < 2:
                 bank.optim_step({"ada": {}, "twin": {}})
-            bank.offload("ada")
-            sizes.append(bank._adapters["ada"].flat.untyped_storage().nbytes())
+            ada = bank._adapters["ada"]
+            short = mock.patch("shardwise.bank.adapter.host_memory", return_value=0)
+            with short, pytest.raises(shardwise.TrainingError, match="'ada': needs .* of host memory"):
+                bank.offload("ada")
+            assert all(each.untyped_storage().nbytes() for each in (ada.flat, ada.gradient))
+            with simulated.counting() as counted:
+                bank.offload("ada")
+            sizes += [each.untyped_storage().nbytes() for each in (ada.flat, ada.gradient)]
+            copied.append(counted["pageable_to_host"])
+            pinned += counted["pinned_bytes"]
         bank.optim_step({"ada": {}, "twin": {}})
         states = [bank.state_dict(name) for name in ("ada", "twin")]
     same = [
         all(values.equal(states[1][part][key]) for key, values in states[0][part].items())
         for part in ("adapter", "training")
     ]
-    return {"sizes": sizes, "device": bank._adapters["ada"].flat.device.type, "same": same}
+    return {"sizes": sizes, "copied": copied, "pinned": pinned, "device": ada.flat.device.type, "same": same}
 
 
 def test_an_adapter_on_the_host_has_no_memory_on_the_device(rank):
-    assert rank.run(offloaded) == [{"sizes": [0, 0, 0], "device": "npu", "same": [True, True]}]
+    """Matrices and two moments are copied, and the gradient of an open window. None of it is pinned."""
+    found = {"sizes": [0] * 6, "copied": [3, 3, 4], "pinned": 0, "device": "npu", "same": [True, True]}
+    assert rank.run(offloaded) == [found]
 
 
 def agreements() -> list[int]:

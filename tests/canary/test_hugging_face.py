@@ -134,6 +134,7 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
         base = transformers.LlamaForCausalLM(llama.config)
     config = peft_private.lora_config(r=2, target_modules=["q_proj"], modules_to_save=["model.norm"])
     model = peft_private.inject(base, config, "mine", is_new=True)
+    assert base._tp_size is None, "no tensor parallelism, so that PEFT gathers nothing"
     targets = peft_private.get_targets(model, "mine")
     assert targets.modules == tuple(f"model.layers.{number}.self_attn.q_proj" for number in range(2))
     assert targets.copied == ("model.norm",)

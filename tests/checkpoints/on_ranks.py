@@ -386,6 +386,22 @@ def lora(seed: int, r: int = 4, hidden: int = 32, **settings: Any) -> nn.Module:
     return model
 
 
+def restore_two_models(folder: str) -> list[str]:
+    """Two models, sharded one by one, in one checkpoint: what differs after they are restored."""
+    taken: list[dict[str, torch.Tensor]] = []
+    for seed in (1, 2):
+        models = nn.ModuleDict({"student": tiny.built(seed), "ema": tiny.built(seed + 2)})
+        state = TrainState(models, torch.optim.AdamW(models["student"].parameters(), lr=0.1))
+        models["student"](torch.arange(4)).sum().backward()
+        state.all_optimizers[0].step()
+        if seed == 1:
+            Checkpointer(folder).save(1, state)
+        else:
+            Checkpointer(folder).restore(state)
+        taken.append(shardwise.get_model_state_dict(models, "full_on_all_ranks"))
+    return differences(*taken)
+
+
 def out_of_ddp(folder: Path) -> tuple[list[str], list[str], list[str]]:
     """A training in DDP goes on sharded: what then differs in the optimizer, in the model, and back in DDP."""
     inner = small_qwen3()

@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig
 from tests import zoo
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
 from tests.small_checkpoints import small_qwen3
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler as schedules
 
 import shardwise
-from shardwise import Checkpointer, KeyMismatchError, ShardingError, StorageError, TrainState
+from shardwise import Checkpointer, ConfigError, KeyMismatchError, ShardingError, StorageError, TrainState
 from shardwise.checkpoints import write
 from shardwise.checkpoints.header import HEADER, CheckpointHeader
 from shardwise.checkpoints.step_folders import is_complete_folder, remove_incomplete_steps, steps_in
@@ -269,6 +271,36 @@ def test_torch_resumes_from_it_with_tied_weights(worlds, tmp_path):
     chunks = {(info.relative_path, info.offset): info.length for info in metadata.storage_data.values()}
     assert sum(chunks.values()) <= sum(path.stat().st_size for path in step.glob("*.distcp"))
     assert {"model.embed.weight", "model.head.weight"} <= metadata.state_dict_metadata.keys()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_torch_reads_the_settings_of_an_optimizer(tmp_path, kind):
+    """Of one without state, and of one whose learning rate is a tensor."""
+
+    def trained(lr):
+        model = nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=torch.tensor(lr) if kind is torch.optim.Adam else lr)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(0.5)
+    Checkpointer(tmp_path).save(1, TrainState(model, optimizer))
+    state = dict(zip(("model", "optimizer"), get_state_dict(*trained(0.25)), strict=True))
+    with zoo.silenced():  # that there is no process group
+        dcp.load(state, checkpoint_id=tmp_path / "step-1")
+    assert torch.equal(state["model"]["weight"], model.weight)
+    saved = get_state_dict(model, optimizer)[1]
+    assert state["optimizer"]["param_groups"] == saved["param_groups"]
+    other = trained(0.25)
+    Checkpointer(tmp_path).restore(TrainState(*other))
+    assert get_state_dict(*other)[1]["param_groups"] == saved["param_groups"]
+
+
+def test_two_models_are_one_module_dict(worlds, tmp_path):
+    assert worlds(2).run(on_ranks.restore_two_models, str(tmp_path)) == [[], []]
+    with pytest.raises(ConfigError, match=r"model is a list\. .* several in a torch\.nn\.ModuleDict"):
+        TrainState([nn.Linear(2, 2), nn.Linear(2, 2)])
 
 
 def test_our_loader_reads_the_model_in_it(worlds, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import train
 from shardwise.core.errors import _OLDEST, ConfigError, private, require_version
 
 _START = """
@@ -57,6 +58,23 @@ def test_a_command_reports_an_old_version_in_one_line():
 
 
 @pytest.mark.parametrize(
+    ("library", "found", "oldest"),
+    [("trl", "1.0.0", "1.16"), ("peft", "0.17.1", "0.20"), ("transformers", "5.18.0", "5.19")],
+)
+def test_a_training_needs_newer_libraries_before_it_starts(tmp_path, library, found, oldest):
+    config = tmp_path / "config.yaml"
+    config.write_text("model_name_or_path: someone/model\ndataset_name: none.jsonl\noutput_dir: out\n")
+    # The tests may run with a transformers that is too old for a training.
+    newer = f"import shardwise.cli.train as train\ntrain._OLDEST = {{{library!r}: train._OLDEST[{library!r}]}}\n"
+    command = f"from shardwise.cli import main\nmain(['train', {str(config)!r}, '--check'])\n"
+    done = run(newer + command, library, found)
+    error = (
+        f"error: {library} {found}: is too old. shardwise needs {oldest} or newer. Run pip install -U {library}\n"
+    )
+    assert (done.returncode, done.stderr) == (2, error)
+
+
+@pytest.mark.parametrize(
     ("found", "is_old"),
     [
         ("2.10.0+cpu", True),
@@ -86,3 +104,6 @@ def test_the_oldest_versions_are_those_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     asked = dict(item.split(">=") for item in project["dependencies"])
     assert {name: asked[name].removesuffix(".0") for name in _OLDEST} == _OLDEST
+    asked = dict(item.split(">=") for item in project["optional-dependencies"]["train"])
+    for name in ("peft", "trl"):
+        assert asked[name].removesuffix(".0") == train._OLDEST[name]

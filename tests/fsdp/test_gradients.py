@@ -85,12 +85,13 @@ def test_ranks_may_use_different_parameters(worlds):
 
 
 def test_parameters_that_would_drift_apart_are_refused_by_name(worlds):
-    added, plain, part = worlds(2).run(stepping.unsynchronized)[1]
+    added, plain, part, split, frozen = worlds(2).run(stepping.unsynchronized)[1]
     assert added.startswith("model.layers.{0..2}.mlp.adapter: trained, but neither sharded nor averaged over the 2")
     assert "average_replicated_gradients" in added
     assert plain.startswith("model.embed_tokens.weight, model.layers.{0..2}.self_attn.q_proj.weight")
     assert part.startswith("model.embed_tokens.weight, ")
-    assert "on a mesh that has not all of the 2 ranks" in part
+    assert "FSDP2 averages over fewer than the 2 ranks that get rows of their own" in part
+    assert split == frozen == part, "under tensor parallelism all parameters may be on one mesh of all ranks"
 
 
 @pytest.mark.parametrize(("after", "kept"), [(True, "(4,)"), (False, "whole"), (2, "(2, 2)")])

@@ -9,6 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from tests.integrations import accelerating
 from tests.integrations.accelerating import alone, launched, optimizer_of, plugin, same_bits, whole
 from tests.integrations.runs import ARGUMENTS
@@ -221,6 +223,21 @@ def by_plans(checkpoint: str, folder: str, sizes: dict[str, int]) -> dict[str, A
         told["resumed"] = same_bits(whole(onto), stepped)
         moments = shardwise.get_optimizer_state_dict(onto, other, "full_on_all_ranks")
         return {**told, "kinds": sorted(kinds), "moments": str(moments) == str(states)}
+
+
+def adapter_by_plans(checkpoint: str, folder: str) -> list[str]:
+    """What shardwise's file of a LoRA on a model that is dealt by transformers' plans has unlike PEFT's."""
+    with launched():
+        model = distributed(checkpoint, tp_size=2)
+        shardwise.load(model, checkpoint)
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        adapted = get_peft_model(model, config)
+        ours, theirs = Path(folder) / "ours", Path(folder) / f"theirs{dist.get_rank()}"
+        shardwise.save_adapter(adapted, ours)
+        adapted.save_pretrained(theirs)
+        assert adapted._tp_size == 2
+        return same_bits(*(load_file(each / "adapter_model.safetensors") for each in (ours, theirs)))
 
 
 def prepared_by_plans(checkpoint: str) -> dict[str, float]:

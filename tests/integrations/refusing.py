@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from tests.integrations.runs import Run, bring_up, launched, rank, rows_of
+from tests.models.stepping import replicate
 from tests.support.world import said
 from tests.training import tiny
 from torch import nn
@@ -34,6 +35,8 @@ def models(folder: str) -> dict[str, str]:
     meshes = tiny.model()
     fully_shard(meshes.model.layers[0], mesh=dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s")))
     fully_shard(meshes)
+    split = tiny.model()
+    replicate(split, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     theirs = tiny.model()
     fully_shard(theirs)
     theirs._is_distributed_loading_by_transformers = True
@@ -43,6 +46,7 @@ def models(folder: str) -> dict[str, str]:
         "on meta": said(lambda: for_trainer(shardwise.from_pretrained(causal, load_weights=False))),
         "not a model of transformers": said(lambda: for_trainer(nn.Linear(2, 2))),
         "several meshes": said(lambda: for_trainer(meshes)),
+        "tensor parallel": said(lambda: for_trainer(split)),
         "by transformers": said(lambda: for_trainer(theirs)),
         "by others": said(lambda: for_trainer(odd)),
         "a name": said(lambda: for_trainer("gpt2")),
@@ -126,6 +130,8 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["uneven"] = said(lambda: made(args=TrainingArguments(**given, accelerator_config=uneven)))
         splits: dict[str, dict[str, Any]] = {
             "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
+            "shards": {"parallelism_config": ParallelismConfig(dp_shard_size=2)},
+            "other shards": {"parallelism_config": ParallelismConfig(dp_shard_size=4)},
             "other ranks": {"parallelism_config": ParallelismConfig(cp_size=4)},
             "smoothing": {"parallelism_config": ParallelismConfig(cp_size=2), "label_smoothing_factor": 0.1},
             "evaluation": {"parallelism_config": ParallelismConfig(cp_size=2), "eval_strategy": "epoch"},

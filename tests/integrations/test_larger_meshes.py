@@ -68,7 +68,7 @@ def test_settings_that_would_change_the_training_are_refused_by_name(worlds, den
         "no labels": "ConfigError: FSDPLlamaForCausalLM without shift_labels: it would make them from",
         "eager": "ConfigError: FSDPLlamaForCausalLM with attn_implementation='eager': under context parallelism",
         "mesh": "ShardingError: LlamaForCausalLM cannot be sharded on the mesh dp=2, tp=1: fully_shard",
-        "part": "trained on a mesh that has not all of the 2 ranks",
+        "part": "FSDP2 averages over fewer than the 2 ranks that get rows of their own",
         "sp": "ConfigError: ParallelismConfig(sp_size=2): only DeepSpeed splits sequences so",
     }
     require_words(found, expected)
@@ -90,6 +90,10 @@ def test_plans_of_transformers(worlds, request, tmp_path: Path, kind, sizes, sha
         assert shards in found.pop("kinds")
         assert found.pop("gradient") < 1e-5
         assert found == {"loaded": [], "saved": [], "resumed": [], "moments": True}
+
+
+def test_a_lora_of_peft_on_a_plan_of_transformers_is_saved_as_by_peft(worlds, dense, tmp_path: Path):
+    assert worlds(2).run(larger_meshes.adapter_by_plans, dense, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.slow

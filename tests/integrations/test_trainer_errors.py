@@ -63,6 +63,7 @@ def test_models(two: LocalRanks, folder: Path) -> None:
         "a name": "ConfigError: for_trainer(str): is not a model of transformers",
         "not a model of transformers": "ConfigError: for_trainer(Linear): is not a model of transformers",
         "several meshes": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): its parameters are on several meshes",
+        "tensor parallel": "FSDP2 averages over fewer than the 2 ranks that get rows of their own",
         "by transformers": "ConfigError: for_trainer(FSDPQwen3ForCausalLM): transformers has sharded it",
     }
     require_words(found, expected)
@@ -89,7 +90,7 @@ def test_a_marked_model_is_saved_here(two: LocalRanks, folder: Path, tmp_path: P
 def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     found = agreed(two, refusing.trainers, str(folder), str(tmp_path))
     assert found.pop("asked for") == "False"
-    assert found.pop("adamw_torch") == found.pop("afterwards") == ""
+    assert found.pop("adamw_torch") == found.pop("afterwards") == found.pop("shards") == ""
     expected = {
         "alone": "accelerate counts 1 processes, and the model's process group has 2 ranks",
         "no model": "Mine(model='gpt2'): ShardwiseTrainer trains a loaded model",
@@ -105,6 +106,7 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "tracker": "WANDB_LOG_MODEL: the tracker would save the model on the first rank alone. Unset it",
         "jit": "Mine: enable_jit_checkpoint saves on the rank that gets a signal alone. Leave it out",
         "tensor parallel": "parallelism_config has tp_size=2, and the Trainer supports a model",
+        "other shards": "parallelism_config is for 4 ranks, and there are 2",
         "other ranks": "parallelism_config is for 4 ranks, and there are 2",
         "smoothing": "Mine(cp_size=2) with label_smoothing_factor=0.1: it would compute from this rank's part",
         "evaluation": "Mine(cp_size=2) with eval_strategy='epoch'",

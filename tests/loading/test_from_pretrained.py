@@ -13,6 +13,8 @@ from tests.loading import on_ranks
 from tests.small_checkpoints import SMALL, small_qwen3
 from tests.support.files import change_json
 from tests.support.world import require_same_error
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -25,7 +27,7 @@ from transformers import (
 )
 
 import shardwise
-from shardwise import CheckpointError, ConfigError, KeyMismatchError, StorageError
+from shardwise import CheckpointError, ConfigError, KeyMismatchError, Sharding, StorageError
 from shardwise.options import Ignore, Initialize
 
 
@@ -395,3 +397,14 @@ def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monk
     assert report.estimate.host_bytes > 100_000
     assert report.estimate.shard_bytes == report.placed_bytes
     assert report.estimate.read_bytes == report.read_bytes
+
+
+def test_a_policy_without_a_process_group_is_a_warning_if_it_would_change_dtypes(qwen3, caplog):
+    policy = Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    shardwise.from_pretrained(qwen3, dtype="bfloat16", sharding=policy, load_weights=False)
+    assert caplog.records == []
+    shardwise.from_pretrained(qwen3, dtype="float32", sharding=policy, load_weights=False)
+    shardwise.shard(nn.Linear(2, 2), policy)
+    for record in caplog.records:
+        assert record.getMessage().startswith("mp_policy has no effect without a process group")
+    assert len(caplog.records) == 2

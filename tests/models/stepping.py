@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from tests import truth
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -198,6 +198,7 @@ class Mixed(nn.Module):
             "hybrid": (6, 4),
             "both": (8, 6),
             "experts": (4, 6, 4),
+            "rows": (8, 4),
         }
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape)))
@@ -217,15 +218,25 @@ def norms(max_norm: float) -> dict[str, Any]:
             "hybrid": (grid, [Replicate(), Shard(0)]),
             "both": (grid, [Shard(0), Shard(1)]),
             "experts": (grid["tensor"], [Shard(0)]),
+            "rows": (line, [Shard(0)]),
         }
         for name, (mesh, placements) in places.items():
             value = distribute_tensor(getattr(model, name).data, mesh, placements)
             setattr(model, name, nn.Parameter(value))
+            # An embedding that is split by rows (tensor parallelism) has a whole gradient.
+            placements = [Replicate()] if name == "rows" else placements
             values[name] = distribute_tensor(values[name], mesh, placements)
     for name, parameter in model.named_parameters():
         parameter.grad = values[name]
     norm = clip_gradients(list(model.parameters()), max_norm)
     return {"norm": norm, "gradients": gradients(model)}
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make each parameter a DTensor that is whole on all ranks, as tensor parallelism has norms."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
 
 
 def unsynchronized() -> list[str]:
@@ -245,7 +256,17 @@ def unsynchronized() -> list[str]:
         fully_shard(model, mesh=mesh["rows"])
         return model
 
-    for build in (added, qwen3, on_a_part):
+    def split() -> nn.Module:
+        model = qwen3()
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+        replicate(model, mesh["tp"])
+        fully_shard(model, mesh=mesh["dp"])
+        return model
+
+    def frozen() -> nn.Module:
+        return split().requires_grad_(False)
+
+    for build in (added, qwen3, on_a_part, split, frozen):
         try:
             require_synchronized(build(), world.size)
         except ConfigError as error:

@@ -31,6 +31,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import shardwise
+from shardwise.core.tensors import Code, Form4
+from shardwise.models import activations
+from shardwise.models.four_bit import config
 from shardwise.options import LoadOptions, Nf4
 
 NESTED = Nf4(double_quant=True)
@@ -54,6 +57,32 @@ def test_an_error_of_one_rank_is_raised_on_all(worlds, plain):
     require(first["other blocks"], "RankMismatchError", r"on rank 1 .*quantization .*block_size=32.* against .*=64")
     require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
     require(first["merged"], "ConfigError", "is in four bits, and cannot be merged into in place. Save the")
+
+
+@pytest.mark.parametrize("form", [Form4.NF4, Form4.FP4, Code.E2M1], ids=lambda form: form.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_looked_up_in_parts(monkeypatch, form, dtype):
+    """In parts of 256 bytes, of which the last one is smaller, the bits are those of single codes times scales."""
+    packed = torch.randint(0, 256, (3, 5, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scales = torch.rand(3, 5, 6, generator=torch.Generator().manual_seed(1))
+    scales[0, 0, :2] = torch.tensor([torch.inf, torch.nan])
+    halves = [packed & 15, packed >> 4] if isinstance(form, Code) else [packed >> 4, packed & 15]
+    single = torch.tensor(form.codebook)[torch.stack(halves, -1).int()].view(3, 5, 6, 32)
+    expected = (single * scales.unsqueeze(-1)).view(3, 5, 192).to(dtype)
+    monkeypatch.setattr(config, "_PART_BYTES", 256)
+    config.look_up(packed, scales, 32, form, dtype)  # keeps the table
+    with activations._LiveBytes((packed, scales)) as taken:
+        found = config.look_up(packed, scales, 32, form, dtype)
+    assert found.view(torch.uint8).equal(expected.view(torch.uint8))
+    assert config.scratch_bytes(packed) == 12 * 256
+    assert found.nbytes + 12 * 256 // 2 < taken.peak <= found.nbytes + 12 * 256
+
+
+def test_the_memory_of_dequantizing_is_part_of_an_estimate():
+    packed, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 4)
+    with activations._LiveBytes((packed, scales)) as taken:
+        weights = config.dequantize_four_bits(packed, scales, 32, "nf4", torch.bfloat16)
+    assert (taken.live, taken.peak) == (weights.nbytes, weights.nbytes + 12 * packed.numel())
 
 
 def test_an_older_torch_is_refused_before_anything_is_sharded(worlds, plain, tmp_path):

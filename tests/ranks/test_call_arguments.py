@@ -137,6 +137,7 @@ def test_the_file_or_the_index_of_a_variant_is_named(tmp_path):
         ({"hub": {"revision": "v1"}}, "hub is .*, of type dict. Pass HubOptions"),
         ({"dtype": {"text_config": "bfloat16"}}, "dtype={'text_config': 'bfloat16'}: .* Pass one for the whole"),
         ({"options": LoadOptions(shared_reads="often")}, "options.shared_reads='often' is not known"),
+        ({"trained_dtype": "bfloat16"}, "is not known. Pass one of 'unchanged', a dtype such as torch.float32"),
         ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', of type str. Pass device"),
         ({"tuning": shardwise.Lora({"r": 4})}, "config: is a dict. Pass a peft.LoraConfig"),
     ],

@@ -268,8 +268,8 @@ def test_a_lora_on_fused_experts_is_merged(worlds, name):
     [
         ("hub", "the hub has no names for base and adapter together. Pass only=MergedAdapter()"),
         ("dora", "q_proj is adapted by a variant of LoRA"),
-        ("whole", "lm_head is in modules_to_save"),
-        ("embedding", "embed_tokens is adapted as Embedding"),
+        ("whole", "lm_head is in modules_to_save, which cannot be merged here. Save the adapter with shardwise."),
+        ("embedding", "embed_tokens is an adapted Embedding"),
     ],
 )
 def test_adapters_that_cannot_be_merged_are_refused(what, words):

@@ -271,6 +271,17 @@ def test_refused_requests_have_their_places(clients: dict[str, Any]) -> None:
     model.optim_step(ADAM).result(timeout=30)
 
 
+@pytest.mark.filterwarnings("ignore:DEPRECATED")
+def test_calls_that_are_not_served_are_named(clients: dict[str, Any]) -> None:
+    rest = clients["bo"].create_rest_client()
+    words = "this server does not serve it. See 'What is served' in docs/serve.md"
+    with pytest.raises(tinker.NotFoundError, match=f"GET /api/v1/training_runs: {words}"):
+        rest.list_training_runs().result()
+    path = "/api/v1/training_runs/a/checkpoints/weights/b/ttl"
+    with pytest.raises(tinker.APIStatusError, match=f"PUT {path}: {words}"):
+        rest.set_checkpoint_ttl_from_tinker_path("tinker://a/weights/b", 7200).result()
+
+
 def test_limits_of_a_key(clients: dict[str, Any]) -> None:
     with pytest.raises(tinker.RequestFailedError, match="your key allows 1 to 8"):
         clients["cy"].create_lora_training_client("base", rank=16).result()

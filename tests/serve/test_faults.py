@@ -342,7 +342,7 @@ def test_saves_under_one_name_that_are_sent_at_once(served: Served, users: dict[
         ]
     first, second, third = (ada.retrieve(promise) for promise in promises)
     assert first == third
-    assert second["error"] == "path 'one': is being saved already. Pass overwrite=True, or another name"
+    assert second["error"] == "path 'one': exists already. Pass overwrite=True, or another name"
     again = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=4, path="one"))
     assert again["error"] == "path 'one': exists already. Pass overwrite=True, or another name"
     # Only the bytes of a result are counted, so that it must not hold its request.
@@ -462,7 +462,7 @@ def test_no_sample_is_of_a_checkpoint_that_was_saved_later(served: Served, users
         )
 
     def forget() -> None:
-        state._forget_loaded(list(state._loaded))
+        state._forget_copies(list(state._copies))
 
     path = ada.retrieve(ada.post("save_weights_for_sampler", **save, seq_id=1))["path"]
     first = open_sampler()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from tests.support.local_ranks import LIMIT_S
 
@@ -25,16 +26,19 @@ from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.world import World
 from shardwise.serve import run
 from shardwise.serve import service as service_module
-from shardwise.serve.checkpoints import CheckpointStore
+from shardwise.serve.checkpoints import Checkpoint, CheckpointStore
 from shardwise.serve.engine import deal_rows
 from shardwise.serve.keys import LOCAL, UserKey, read_keys
 from shardwise.serve.messages import StatusError
 from shardwise.serve.operations import (
+    CopyModel,
     CreateModel,
     ForgetModels,
     Generate,
     OffloadModels,
     OptimStep,
+    Pass,
+    PassOutcome,
     Refusal,
     SampleAnswer,
     SaveModel,
@@ -143,6 +147,34 @@ def test_the_time_of_a_suspended_server_does_not_end_sessions(monkeypatch: pytes
     assert asyncio.run(wait()) == [True] * 14 + [False]
 
 
+def test_what_is_idle_is_moved_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models and copies, each once after its last use."""
+    now_s = [0.0]
+    monkeypatch.setattr("shardwise.serve.service.time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
+
+    async def wait() -> list[list[str]]:
+        service = Service(Settings("base", "base"), None)
+        model = await create(service)
+        with service.place(model, 1, b"copy") as request:
+            request.operation = CopyModel(request.request_id, model.model_id, "copy")
+        model.request_s = 0.0
+        await run_turn(service)
+        offloaded = []
+        for number in range(5):
+            now_s[0] += 40
+            if number == 2:
+                with service.admit(LOCAL, "samples") as request:
+                    request.operation = Generate(request.request_id, Sample("copy", (1,), max_tokens=1))
+                await run_turn(service)
+            await service.tidy()
+            turns = [await run_turn(service)] if service._has_work.is_set() else []
+            names = [each.names for turn in turns for each in turn.operations if isinstance(each, OffloadModels)]
+            offloaded.append(["copy" if name == "copy" else "model" for of in names for name in of])
+        return offloaded
+
+    assert asyncio.run(wait()) == [[], ["model", "copy"], [], [], ["copy"]]
+
+
 def test_requests_that_wait_are_limited_and_steps_are_counted() -> None:
     async def send() -> int:
         service = Service(Settings("base", "base"), None)
@@ -167,6 +199,64 @@ def test_requests_that_wait_are_limited_and_steps_are_counted() -> None:
         return model.next_seq_id
 
     assert asyncio.run(send()) == 36
+
+
+def test_saves_of_a_key_take_turns_with_steps_of_others(tmp_path: Path) -> None:
+    async def send() -> list[list[type]]:
+        service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
+        saving, stepping = [await create(service, UserKey(name=name, sha256=name * 64)) for name in "ab"]
+        for seq_id in (1, 2):
+            with service.place(saving, seq_id, b"save") as request:
+                checkpoint = Checkpoint(saving.model_id, "weights", str(seq_id))
+                request.operation = service.make_save(request.request_id, saving, checkpoint)
+            with service.place(stepping, seq_id, b"step") as request:
+                request.operation = OptimStep(request.request_id, stepping.model_id, {})
+        turns = [await run_turn(service) for _ in range(2)]
+        return [[type(each) for each in turn.operations] for turn in turns]
+
+    assert asyncio.run(send()) == [[OptimStep, SaveModel], [OptimStep, SaveModel]]
+
+
+def test_the_tokens_of_a_pass_that_waits_are_counted_once() -> None:
+    class Ids:
+        num_counts = 0
+
+        def __len__(self) -> int:
+            self.num_counts += 1
+            return 60
+
+    async def send() -> int:
+        service = Service(Settings("base", "base", max_tokens_per_turn=100), None)
+        model, ids = await create(service), Ids()
+        for seq_id in (1, 2, 3, 4):
+            rows = ({"input_ids": ids if seq_id == 4 else torch.ones(60)},)
+            with service.place(model, seq_id, b"pass") as request:
+                request.operation = Pass(request.request_id, model.model_id, rows)  # type: ignore[arg-type]
+        turns = [await run_turn(service) for _ in range(4)]
+        assert [len(turn.operations) for turn in turns] == [1] * 4
+        return ids.num_counts
+
+    assert asyncio.run(send()) == 1
+
+
+def test_the_loss_of_the_page_is_per_token_that_is_trained() -> None:
+    ones, targets = torch.ones(4), torch.tensor([3, 4, 5, -100])
+    rows = (
+        {"input_ids": ones, "targets": targets, "weights": torch.tensor([0.0, 0.0, 0.5, 1.0])},
+        {"input_ids": ones, "targets": targets[:, None].expand(4, 2), "weights": torch.tensor([[0.5, 0.5]] * 4)},
+        {"input_ids": ones, "targets": targets, "advantages": torch.tensor([0.0, -1.0, 0.0, 0.0])},
+        {"input_ids": ones, "targets": targets},
+    )
+
+    async def train() -> list[float]:
+        service = Service(Settings("base", "base"), None)
+        model = await create(service)
+        with service.place(model, 1, b"pass") as request:
+            request.operation = Pass(request.request_id, model.model_id, rows, backward=True)
+        await run_turn(service, outcome=PassOutcome(16.0, [ones] * 4))
+        return [*model.losses]
+
+    assert asyncio.run(train()) == [16.0 / (1 + 3 + 1 + 3)]
 
 
 def test_a_base_without_a_tokenizer(base: Path) -> None:

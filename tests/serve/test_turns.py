@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 from shardwise.serve.turns import Cost, Stage, TurnPlan, find_early_steps, next_turn
 
-_COSTS = st.builds(Cost, st.sampled_from(Stage), st.integers(0, 150)).map(
-    lambda cost: Cost(cost.stage, 0 if cost.stage is Stage.STEP else max(cost.tokens, cost.stage is Stage.PASS))
+_COSTS = st.one_of(
+    st.builds(Cost, st.just(Stage.PASS), st.integers(1, 150)),
+    st.just(Cost(Stage.STEP)),
+    st.builds(Cost, st.just(Stage.OTHER), st.integers(0, 150)),
+    st.just(Cost(Stage.OTHER, is_slow=True)),
 )
 _QUEUES = st.dictionaries(
     st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), st.lists(_COSTS, max_size=8), max_size=3)
@@ -33,15 +36,18 @@ def test_a_turn_keeps_to_order_and_budget(queues: Queues, budget: int, quantum: 
     tokens = [cost.tokens for costs in taken.values() for cost in costs if cost.tokens]
     assert sum(tokens) <= budget or len(tokens) == 1
     assert any(taken.values()) or not any(of for named in queues.values() for of in named.values())
+    for named in queues.values():
+        assert sum(cost.is_slow for name in named for cost in taken[name]) <= 1
 
 
 @given(_QUEUES, st.integers(1, 200), st.integers(1, 100))
 def test_what_costs_nothing_runs_at_once(queues: Queues, budget: int, quantum: int) -> None:
     plan = next_turn(queues, {}, (), budget=budget, quantum=quantum)
     for name, costs in taken_costs(queues, plan).items():
-        queue = next(named[name] for named in queues.values() if name in named)
-        rest = queue[len(costs) :]
-        if rest and not rest[0].tokens:
+        named = next(named for named in queues.values() if name in named)
+        rest = named[name][len(costs) :]
+        has_slow = any(cost.is_slow for other in named for cost in named[other][: plan.num_requests.get(other, 0)])
+        if rest and not rest[0].tokens and not (rest[0].is_slow and has_slow):
             assert costs[-1].stage > rest[0].stage or (costs[-1].stage is rest[0].stage is Stage.STEP)
 
 

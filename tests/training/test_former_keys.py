@@ -15,6 +15,8 @@ from shardwise.training.run_config import RunConfig, read_run_config
 
 def read(folder: Path, values: dict[str, Any], method: str = "sft", *, strict: bool = False) -> RunConfig:
     file = folder / "config.yaml"
+    if method == "grpo":
+        values = {"reward_funcs": ["accuracy_reward"], **values}
     file.write_text(yaml.safe_dump(values), "utf-8")
     return read_run_config([method, str(file)], strict=strict)
 
@@ -88,7 +90,7 @@ def test_a_key_that_is_translated(
     config = read(tmp_path, {"model_name_or_path": "m", **former}, method)
     expected = {"model_name_or_path": "m", **today}
     assert {key: config.values[key] for key in expected} == expected
-    assert config.values.keys() - expected.keys() <= {"cpo_alpha", "beta"}
+    assert config.values.keys() - expected.keys() <= {"cpo_alpha", "beta", "reward_funcs"}
     assert (note is None) == (config.notes == ())
     assert note is None or any(note in one for one in config.notes)
     if note is not None:

@@ -17,7 +17,7 @@ require_patched_names()
 
 from shardwise.integrations import ShardwiseTrainer, for_trainer  # noqa: E402
 from shardwise.training.run_config import read_run_config  # noqa: E402
-from shardwise.training.trl_objects import ResumableEarlyStopping, load_frozen, parse  # noqa: E402
+from shardwise.training.trl_objects import ResumableEarlyStopping, import_reward_functions, load_frozen, parse  # noqa: E402
 
 ROWS = [{"input_ids": torch.tensor([row + 1, 5, 6]), "labels": torch.tensor([row + 1, 5, 6])} for row in range(16)]
 
@@ -47,6 +47,16 @@ class StopAt(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if state.global_step == self.step:
             control.should_save = control.should_training_stop = True
+
+
+class PreemptAt(StopAt):
+    """Stops a trainer, to be resumed later."""
+
+    trainer: Any
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        super().on_step_end(args, state, control)
+        self.trainer.is_stop_requested = state.global_step == self.step
 
 
 def make_trainer(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Any:
@@ -118,6 +128,33 @@ def test_an_evaluation_after_its_save_counts_for_early_stopping_when_resumed(tmp
     assert resumed.global_step == 12
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_an_evaluation_that_a_stop_has_left_out_is_made_up(tmp_path: Path, strategy: str) -> None:
+    """The loss falls, and the greatest is said to be the best: the evaluation of the step of the stop."""
+    settings: dict[str, Any] = {"eval_strategy": strategy, "save_strategy": strategy, "save_total_limit": 1}
+    # A step is an epoch.
+    settings |= {"eval_steps": 1, "save_steps": 1, "logging_steps": 1, "per_device_train_batch_size": 16}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    # The rate falls after the second evaluation, and the training ends after the third. Each step draws noise.
+    settings |= {"lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate": 1e-2, "neftune_noise_alpha": 5.0}
+    settings |= {"lr_scheduler_kwargs": {"patience": 0, "mode": "max", "factor": 0.5}, "num_train_epochs": 4}
+    whole = train(tmp_path / "whole", ResumableEarlyStopping(2), **settings)
+    preempt = PreemptAt(1)
+    preempt.trainer = make_trainer(tmp_path / "stopped", ResumableEarlyStopping(2), preempt, **settings)
+    preempt.trainer.train()
+    assert not any("eval_loss" in entry for entry in preempt.trainer.state.log_history)
+    resumed = train(tmp_path / "stopped", ResumableEarlyStopping(2), resume=True, **settings)
+    assert resumed.global_step == whole.global_step == 3
+    assert resumed.best_global_step == whole.best_global_step == 1
+    assert resumed.best_model_checkpoint == str(tmp_path / "stopped" / "checkpoint-1")
+    assert steps_in(tmp_path / "stopped") == steps_in(tmp_path / "whole") == ["1"]
+    names = ("step", "loss", "eval_loss", "learning_rate")
+    told, expected = (
+        [[entry.get(name) for name in names] for entry in one.log_history] for one in (resumed, whole)
+    )
+    assert told == expected
+
+
 def score(completions: list[str], unit: float = 1.0, **_: Any) -> list[float]:
     return [sum(map(ord, text)) / unit for text in completions]
 
@@ -160,7 +197,8 @@ def test_sampled_answers_are_to_the_same_prompts_when_resumed(tmp_path: Path) ->
     """Two steps train on the answers to a prompt. A training ends between them, resumes, and begins again."""
     paths = [f"{__name__}.{name}" for name in REWARDS.values()]
     words = ["grpo", "--reward_funcs", *paths, "--model_name_or_path", "m", "--bf16", "false", "--beta", "0"]
-    rewards = load_frozen(parse(read_run_config(words)))["reward_funcs"]
+    arguments = parse(read_run_config(words))
+    rewards = load_frozen(arguments, import_reward_functions(arguments))["reward_funcs"]
 
     def train_sampled(folder: str, *callbacks: TrainerCallback, resumes: Sequence[bool] = (False,)) -> list[Any]:
         settings = {"max_steps": 5, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False}

@@ -86,6 +86,10 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("method: gkd", r"method: gkd is not supported: its trainer loads or copies another model"),
         ("method: distillation", r"teacher_model_name_or_path: is missing. Set it to the model to learn from"),
         (
+            "method: rloo",
+            r"reward_funcs: is missing. Name functions of trl.rewards, import paths, or reward models",
+        ),
+        (
             "method: grpo\nuse_vllm: true\nuse_peft: true\nlora_modules_to_save: [lm_head]",
             "lora_modules_to_save: cannot be merged for the engine",
         ),
@@ -240,8 +244,9 @@ def test_text_on_the_command_line_stays_text() -> None:
     for text, value in (("", None), ("null", None), ("false", False), ("out/a: b", "out/a: b")):
         assert read_run_config(["--resume_from_checkpoint", text]).values["resume_from_checkpoint"] == value
     assert not read_run_config(["--resume_from_checkpoint", "true"]).values  # as is the default here
+    rewarded = ["grpo", "--reward_funcs", "accuracy_reward"]
     for text, value in (("False", "none"), ("true", "group"), ("batch", "batch")):
-        assert read_run_config(["grpo", "--scale_rewards", text]).values["scale_rewards"] == value
+        assert read_run_config([*rewarded, "--scale_rewards", text]).values["scale_rewards"] == value
 
 
 def test_paths_below_the_home_folder_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +268,9 @@ HOSTILE = [
 
 
 def hostile_files() -> Iterator[dict[str, Any]]:
-    for method, key, value in itertools.product(("sft", "grpo"), get_keys("grpo"), HOSTILE):
-        yield {"method": method, key: value}
+    for key, value in itertools.product(get_keys("grpo"), HOSTILE):
+        yield {"method": "sft", key: value}
+        yield {"method": "grpo", "reward_funcs": ["accuracy_reward"], key: value}
     for key, value in itertools.product(dict.fromkeys(KEYS), HOSTILE):
         yield {"method": "cpo", "dataset_mixer": {"a": 1}, key: value}  # which takes the most translated keys
     for key, value in itertools.product(("method", "loss", "datasets", "optim", "lora_r", "env", 5), HOSTILE):
@@ -395,6 +401,31 @@ def test_a_training_on_the_cpu_beside_an_accelerator_is_refused(
     assert trl_objects.parse(read, planned_ranks=1).training.use_cpu
 
 
+def test_a_value_that_the_parser_of_trl_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    require_patched_names()
+    from shardwise.training import trl_objects
+
+    read = read_run_config(
+        ["--model_name_or_path=m", "--include_num_input_tokens_seen=non_padding", "--bf16=false"]
+    )
+    with pytest.raises(ConfigError, match=r"argument --include_num_input_tokens_seen.* got non_padding"):
+        trl_objects.parse(read)
+    assert not capsys.readouterr().err, "the usage"
+
+
+def test_keys_that_the_installed_libraries_lack_are_not_left_out(tmp_path: Path) -> None:
+    require_patched_names()
+    import transformers
+
+    from shardwise.training import trl_objects
+
+    read = read_run_config(["sft", config(tmp_path, "model_name_or_path: m\ndataset_name: d\noutput_dir: o\n")])
+    read = dataclasses.replace(read, values={**read.values, "newer": False, "bf16": False, "newest": {"a": 1}})
+    message = rf"newer, newest: transformers {re.escape(transformers.__version__)} and TRL .* do not have this"
+    with pytest.raises(ConfigError, match=message):
+        trl_objects.parse(read)
+
+
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_what_trl_switches_off_of_liger_stays_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -404,7 +435,7 @@ def test_what_trl_switches_off_of_liger_stays_off(
     from shardwise.training import trl_objects
 
     lines = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nactivation_checkpointing: false\nbf16: false\n"
-    lines += "use_liger_kernel: true\n"
+    lines += "use_liger_kernel: true\n" + "reward_funcs: [accuracy_reward]\n" * (method == "grpo")
     read = read_run_config([method, config(tmp_path, lines + "liger_kernel_config: {rope: false}\n")])
     arguments = trl_objects.parse(read)
     monkeypatch.setattr(trl_objects, "accelerator", lambda: torch.device("cuda"))

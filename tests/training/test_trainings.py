@@ -304,6 +304,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
     assert losses(2, values) == pytest.approx(losses(1, values), abs=1e-5)
 
 
+_SAMPLED = PREFERENCES["grpo"]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
     ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
@@ -315,9 +316,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataset_name": "nulls.jsonl"}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "dataset_streaming": True}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "assistant_only_loss": True}, "assistant_only_loss: the rows have no chats"),
+    ({**_SAMPLED, "dataset_name": "nulls.jsonl"}, "prompt: is no column of the dataset"),
+    # Before the model is loaded, whose padding token has no embedding.
     (
-        {"method": "grpo", "dataset_name": "nulls.jsonl", "max_length": None, "num_generations": 2},
-        "prompt: is no column of the dataset",
+        {**_SAMPLED, "model_name_or_path": "padded", "reward_funcs": ["rewards.lenght"]},
+        "reward_funcs: rewards.lenght cannot be imported, No module named 'rewards'. Check the path",
     ),
     ({"dataset_name": "long.jsonl", "max_length": 16}, "max_length: 16 leaves no row of train with a token"),
     ({"dataset_name": "words.jsonl"}, "uses '<9>'. The tokenizer gives it the id 268, and the model has embed"),
@@ -327,9 +330,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit cannot be created, You need to have `torchao"),
     (
-        {"method": "grpo", "use_vllm": True, "max_length": None, "num_generations": 2},
-        "use_vllm: vLLM is not installed",
+        {"lr_scheduler_type": "cosine_with_min_lr"},
+        "lr_scheduler_kwargs {} do not fit lr_scheduler_type cosine_with_min_lr, One of",
     ),
+    ({"lr_scheduler_kwargs": {"power": 2}}, "{'power': 2} do not fit lr_scheduler_type "),
+    ({**_SAMPLED, "use_vllm": True}, "use_vllm: vLLM is not installed"),
 ]
 
 
@@ -436,7 +441,7 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
 def test_a_signal_saves_without_an_evaluation_and_keeps_the_checkpoint(
     folder: Path, kind: dict[str, Any], stop: int
 ) -> None:
-    """The loss falls, so that the first evaluation is the best."""
+    """The loss falls, so that the first evaluation is the best. The one left out is made up by the resume."""
     output = folder / f"signaled-{kind['save_strategy']}"
     values = keys(folder, **kind, output_dir=str(output), max_steps=6, test_split_size=0.2)
     values |= {"eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
@@ -450,6 +455,8 @@ def test_a_signal_saves_without_an_evaluation_and_keeps_the_checkpoint(
     [(outcome, _), _] = run_world(2, train, values)
     assert (outcome.has_stopped, outcome.steps) == (False, 6)
     if "save_total_limit" in kind:
+        evaluated = [entry["step"] for entry in outcome.history if "eval_loss" in entry]
+        assert evaluated == [2, 4, 6], "that of the stop is made up"
         assert [place.name for place in output.glob("checkpoint-*")] == ["checkpoint-2"]
 
 

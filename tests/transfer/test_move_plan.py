@@ -126,6 +126,25 @@ def test_small_tensors_share_a_round_until_the_bucket_is_full():
     assert staged(rounds[0], 0) == staged(rounds[0], 1) == 64
 
 
+def test_rounds_for_all_ranks_do_not_depend_on_their_number():
+    """Each source stages its rows once, and not for each rank."""
+    counts = []
+    for size in (2, 8, 64):
+        boxes = [(Box((rank * 64 // size, 0), (64 // size, 16)),) for rank in range(size)]
+        shares = {name: shares_by_rank(boxes, 0, 4) for name in "ab"}
+        rounds = plan_rounds([[move(name, range(size), (64, 16), size) for name in "ab"]], shares, 1 << 10)
+        assert all(block.is_broadcast for blocks in rounds for block in blocks)
+        assert max(staged(blocks, rank) for blocks in rounds for rank in range(size)) <= 1 << 10
+        counts.append(len(rounds))
+    assert counts == [8, 8, 8]
+
+
+def test_what_is_for_all_ranks_has_rounds_of_its_own():
+    streams = [[move("a", (0, 1)), move("b", (1,)), move("c", (0, 1))]]
+    rounds = plan_rounds(streams, halves(*"abc"), 1 << 10)
+    assert [[block.key for block in blocks] for blocks in rounds] == [["a"], ["b"], ["c"]]
+
+
 def test_streams_go_side_by_side():
     """Two owners that get from each other: in every round both do."""
     shares = {name: shares_by_rank([(Box((0,), (40,)),), (Box((40,), (40,)),)], 0, 4) for name in "01"}

@@ -20,9 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau
 from typing_extensions import TypedDict
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, TrainingError
+from shardwise.core.formatting import in_bytes
 from shardwise.models.lora import adapted_layers, peft_private
 from shardwise.ranks.world import World
+from shardwise.transfer.memory import host_memory
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -192,8 +194,8 @@ class BankAdapter:
         self.flat = nn.Parameter(torch.zeros(count, dtype=torch.float32, device=device))
         self.gradient = torch.zeros(count, dtype=torch.float32, device=device if is_trained else "meta")
         self.flat.grad = self.gradient if is_trained else None
-        self._offloaded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors without memory on the device, and their values on the host."""
+        self._offloaded: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """Tensors without memory on the device, and their values on the host. None for zeros."""
         self.matrices = _views(self.flat.detach(), self.shapes)
         self.gradients = _views(self.gradient, self.shapes)
         self.weights_by_site: dict[str, LoraWeights] = {}
@@ -337,26 +339,46 @@ class BankAdapter:
         self.micro_batches, self.num_supervised_tokens = source.micro_batches, source.num_supervised_tokens
 
     def offload(self) -> None:
-        """Move matrices, gradient and the state of the optimizer to the host, pinned, until :meth:`bring_back`."""
+        """Move matrices, the gradient of an open window and the optimizer's state to the host, until they are used.
+
+        If memory does not suffice, everything stays on the device.
+
+        Raises:
+            TrainingError: the host has too little free memory.
+        """
         if self._offloaded or self.flat.device.type == "cpu":
             return
         state = self.optimizer.state.get(self.flat, {}).values()
-        tensors = [self.flat.detach(), self.gradient, *(each for each in state if isinstance(each, torch.Tensor))]
-        for tensor in tensors:
-            # Not those on the host, such as counts of steps, nor a gradient on meta.
-            if tensor.device == self.flat.device:
-                values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-                self._offloaded.append((tensor, values))
-                # Views of the tensor stay valid: they share its storage, which gets its size back.
-                tensor.untyped_storage().resize_(0)
+        tensors = [self.flat.detach(), *(each for each in state if isinstance(each, torch.Tensor))]
+        if self.micro_batches:
+            tensors.append(self.gradient)
+        # Not those on the host, such as counts of steps.
+        tensors = [tensor for tensor in tensors if tensor.device == self.flat.device]
+        # Every rank has the same values, and all ranks may be on this host.
+        needed, free = self.world.size * sum(tensor.nbytes for tensor in tensors), host_memory()
+        if free is not None and needed > free:
+            raise TrainingError(
+                f"adapter {self.name!r}: needs {in_bytes(needed)} of host memory (ranks: {self.world.size}), of "
+                f"which {in_bytes(free)} is free. It stays on the device. Delete adapters that are not used"
+            )
+        # Pageable: torch rounds pinned memory up to a power of two, and never returns it to the system.
+        self._offloaded = [(tensor, tensor.cpu()) for tensor in tensors]
+        if not self.micro_batches and self.is_trained:
+            self._offloaded.append((self.gradient, None))
+        for tensor, _ in self._offloaded:
+            # Views of the tensor stay valid: they share its storage, which gets its size back.
+            tensor.untyped_storage().resize_(0)
 
     def bring_back(self) -> None:
         """Move an offloaded adapter to the device again."""
         # The list is cleared at the end: if memory does not suffice for a tensor, the next call begins anew with
         # all of them.
         for tensor, values in self._offloaded:
-            tensor.untyped_storage().resize_(values.untyped_storage().nbytes())
-            tensor.copy_(values)
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            if values is None:
+                tensor.zero_()
+            else:
+                tensor.copy_(values)
         self._offloaded = []
 
 

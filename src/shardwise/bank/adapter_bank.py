@@ -386,11 +386,16 @@ class AdapterBank:
         self._register(adapter)
 
     def offload(self, name: str) -> None:
-        """Move an adapter's matrices, gradient and optimizer state to pinned host memory, until it is used again.
+        """Move an adapter's matrices, gradient and optimizer state to host memory, until it is used again.
 
-        On CPU ranks, nothing is moved. Collective: no.
+        Each rank has its own copy. On CPU ranks, nothing is moved. Collective: yes (a small exchange).
+
+        Raises:
+            ConfigError: there is no such adapter.
+            TrainingError: the host has too little free memory. The adapter stays on the device of that rank.
         """
-        batch.find_adapter(self._adapters, name).offload()
+        with self._world.collective("move an adapter to the host"):
+            batch.find_adapter(self._adapters, name).offload()
 
     def state_dict(self, name: str) -> dict[str, Any]:
         """Return a copy of an adapter's state: matrices by PEFT's names, open window, optimizer, schedule, counts.

@@ -217,6 +217,8 @@ def _match_bases(world: World, opened: OpenCheckpoint, collected: CollectedState
 
 # Values that are not tensors
 
+_GROUPS = ("optimizer", "param_groups")
+
 
 def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPath, Any]:
     paths = [REDUCED, ("rng", "rank_0"), ("schedulers",), ("scaler",)]
@@ -224,6 +226,12 @@ def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPat
     for path in opened.objects:
         if path in paths or (path[0] == "optimizer" and path[1] != "reduced"):
             values[path] = _read_value(reader, opened, path)
+    # By number of the group. Earlier checkpoints have one value with all groups in it.
+    groups: dict[int, dict[str, Any]] = {}
+    for path in [path for path in values if path[:2] == _GROUPS and len(path) == 4]:
+        groups.setdefault(int(path[2]), {})[path[3]] = values.pop(path)
+    if groups:
+        values[_GROUPS] = [groups[number] for number in sorted(groups)]
     return values
 
 
@@ -291,8 +299,7 @@ def _optimizer_state(
     # Step counts decide how the state matches, so their values are needed now.
     for path, value in {**state, **read_numbers(executor, tensors)}.items():
         values.setdefault(path[2], {})[path[3]] = value
-    groups = common["optimizer", "param_groups"]
-    return read({"state": values, "param_groups": groups}, optimizers.first_names, optimizers.shapes)
+    return read({"state": values, "param_groups": common[_GROUPS]}, optimizers.first_names, optimizers.shapes)
 
 
 def _restore_optimizers(

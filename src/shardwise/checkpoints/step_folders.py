@@ -268,7 +268,8 @@ class OpenCheckpoint:
     def components(self) -> set[str]:
         """Names of the components in addition to the model."""
         components = {path[0] for path in [*self.objects, *self.shapes]} - {"model", "optimizer"}
-        return components | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
+        has_groups = any(path[:2] == ("optimizer", "param_groups") for path in self.objects)
+        return components | ({"optimizers"} if has_groups else set())
 
 
 def resolve(root: Path, requested: int | None) -> tuple[int, tuple[int, ...]]:
@@ -362,6 +363,8 @@ def _is_tensor_path(path: KeyPath) -> bool:
 
 def _is_value_path(path: KeyPath) -> bool:
     match path:
+        case ("optimizer", "param_groups", number, _):
+            return number.isdecimal()
         case ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
             return True
         case ("optimizer", "reduced", _) | ("schedulers",) | ("scaler",) | ("rng", _) | ("data", _):

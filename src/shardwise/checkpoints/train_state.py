@@ -35,7 +35,7 @@ from shardwise.models.four_bit.layers import get_packings
 from shardwise.models.selection import AdapterOnly, Selection, names_outside
 from shardwise.state.base_identity import BaseSamples, select_base
 from shardwise.state.digests import compute_digest
-from shardwise.transfer.distributed_chunks import Views
+from shardwise.transfer.distributed_chunks import StatePath, Views, flat_key
 from shardwise.transfer.replicas import Replicas
 
 
@@ -63,7 +63,7 @@ class TrainState:
     """State of a training run, except for the random generators, which are saved and restored with it.
 
     Attributes:
-        model: sharded or not, in the same state on every rank.
+        model: sharded or not, in the same state on every rank. Several models are one ``nn.ModuleDict`` of them.
         optimizers: one, or several in the same order on every rank.
         schedulers: one or several. The first rank's are saved.
         data: object with the state of the data position. If the state is equal on all ranks, any number of ranks
@@ -82,7 +82,9 @@ class TrainState:
     def __post_init__(self) -> None:
         optimizers: object = self.optimizers
         if not isinstance(self.model, nn.Module):
-            raise ConfigError(f"model is a {type(self.model).__name__}. Pass a module of torch")
+            raise ConfigError(
+                f"model is a {type(self.model).__name__}. Pass a module of torch, several in a torch.nn.ModuleDict"
+            )
         if not isinstance(optimizers, (Optimizer, Sequence)) or not all(
             isinstance(item, Optimizer) for item in self.all_optimizers
         ):
@@ -297,14 +299,14 @@ class StateContents:
 
     collected: CollectedState
     user: dict[str, Any]
-    common: dict[KeyPath, Any] = field(default_factory=dict)
-    local: dict[KeyPath, Any] = field(default_factory=dict)
+    common: dict[StatePath, Any] = field(default_factory=dict)
+    local: dict[StatePath, Any] = field(default_factory=dict)
     base: BaseSamples | None = None
     replicas: Replicas = field(default_factory=lambda: Replicas({}))
     chunks: Views = field(default_factory=dict)
     summary: StateSummary = field(default_factory=StateSummary)
 
-    def stored(self, data: str, rank: int) -> dict[KeyPath, bytes]:
+    def stored(self, data: str, rank: int) -> dict[StatePath, bytes]:
         """Return the values that this rank stores. A data position equal on all ranks is stored by the first."""
         # The first rank stores its own position whether or not all are equal. Others store theirs if they differ.
         values = {**({} if rank else self.common), **self.local}
@@ -329,7 +331,10 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
                 contents.common["optimizer", "state", key.parameter, key.entry] = value
     if collected.bounds:
         groups = build_param_groups(collected.bounds)
-        contents.common["optimizer", "param_groups"] = groups
+        # Each setting under a key of its own, which torch requests: ``optimizer.param_groups.0.lr``.
+        for number, group in enumerate(groups):
+            for name, value in group.items():
+                contents.common["optimizer", "param_groups", number, name] = value
         settings = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
         summary.settings = compute_digest(settings)
         summary.rates = [float(group["lr"]) for group in groups if "lr" in group]
@@ -357,9 +362,9 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         contents.local["data", f"rank_{rank}"] = position
     # Other ranks' common values are not written: pickling them would cost time on each rank.
     contents.common = (
-        {} if rank else {path: to_pickle(value, dcp_key(path)) for path, value in contents.common.items()}
+        {} if rank else {path: to_pickle(value, flat_key(path)) for path, value in contents.common.items()}
     )
-    contents.local = {path: to_pickle(value, dcp_key(path)) for path, value in contents.local.items()}
+    contents.local = {path: to_pickle(value, flat_key(path)) for path, value in contents.local.items()}
     return contents
 
 

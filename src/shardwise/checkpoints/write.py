@@ -15,13 +15,20 @@ from shardwise.checkpoints import step_folders
 from shardwise.checkpoints.header import HEADER, BlockSums, CheckpointHeader, with_checksums
 from shardwise.core.errors import StorageError
 from shardwise.core.save_reports import CheckpointReport
-from shardwise.files.join_entries import METADATA, KeyPath
+from shardwise.files.join_entries import METADATA
 from shardwise.files.local_writer import open_writer
 from shardwise.ranks.world import World
 from shardwise.saving.commit import publish
 from shardwise.saving.commit_plan import pending_name
 from shardwise.saving.locked_folder import LockedFolder, Saving, lock_on_first_rank
-from shardwise.transfer.distributed_chunks import ChunkWriter, TensorsPlan, Views, build_metadata, data_file
+from shardwise.transfer.distributed_chunks import (
+    ChunkWriter,
+    StatePath,
+    TensorsPlan,
+    Views,
+    build_metadata,
+    data_file,
+)
 from shardwise.transfer.fingerprints import digest
 
 _log = logging.getLogger(__name__)
@@ -50,7 +57,7 @@ class Job:
     keep: int | None
     plan: TensorsPlan
     chunks: Views
-    values: Mapping[KeyPath, bytes]
+    values: Mapping[StatePath, bytes]
     header: CheckpointHeader
     budget_bytes: int
     report: CheckpointReport
@@ -133,7 +140,7 @@ def _content_nbytes(job: Job, rank: int) -> int:
     return job.plan.nbytes(rank) + sum(map(len, job.values.values()))
 
 
-def _begin(job: Job, sizes: Sequence[Mapping[KeyPath, int]]) -> bytes:
+def _begin(job: Job, sizes: Sequence[Mapping[StatePath, int]]) -> bytes:
     """Remove remains of earlier saves, and check that the step is a new one. Return the content of ``.metadata``.
 
     ``sizes`` are those in bytes of each rank's values that are not tensors.

@@ -16,7 +16,7 @@ import click
 
 from shardwise.cli.launch import print_report, run_ranks, to_json
 from shardwise.cli.progress import importing, signs_of_life
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, require_version
 from shardwise.core.phases import phase
 from shardwise.files.urls import HubOptions, is_local, local_path
 
@@ -98,14 +98,20 @@ def train_command(
     sys.exit(_exit_code(outcomes[0]))
 
 
+_OLDEST = {"transformers": "5.19", "peft": "0.20", "trl": "1.16"}
+"""Versions that a training needs. Those of PEFT and TRL are in ``pyproject.toml``, too."""
+
+
 def _read_config(arguments: Sequence[str], *, strict: bool = False) -> RunConfig:
     """Read a configuration without importing torch, and print what was translated or left out.
 
     Raises:
-        ShardwiseError: the configuration is invalid, or its local model does not exist.
+        ShardwiseError: the configuration is invalid, its local model does not exist, or a library is too old.
     """
     if find_spec("trl") is None:  # does not import it
         raise ConfigError("trl: is not installed. Run pip install 'shardwise[train]'")
+    for library, oldest in _OLDEST.items():
+        require_version(library, oldest)
     from shardwise.training.adapters_config import read_adapters
     from shardwise.training.run_config import read_run_config
 

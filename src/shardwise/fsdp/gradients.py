@@ -61,12 +61,16 @@ def _copies(parameter: nn.Parameter, ranks: int) -> float:
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's gradient, placed like its parameter. Partial ones (tensor parallelism) are reduced."""
+    """Return this rank's gradient, placed like its parameter.
+
+    Under tensor parallelism it may be partial, and that of an embedding that is split by rows is whole.
+    """
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
-        assert isinstance(parameter, DTensor)
-        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     assert gradient is not None
+    if isinstance(gradient, DTensor):
+        assert isinstance(parameter, DTensor)
+        if gradient.placements != parameter.placements:
+            gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     return local_tensor(gradient)
 
 
@@ -176,15 +180,25 @@ def is_averaged(parameter: nn.Parameter) -> bool:
     return _find_hook(parameter) is not None
 
 
-def require_synchronized(model: nn.Module, ranks: int) -> None:
-    """Reject trained parameters whose gradients are not reduced over all ranks.
+def count_data_parallel_ranks(model: nn.Module) -> int:
+    """Return the number of ranks over which FSDP2 averages gradients: less than all under tensor parallelism.
 
-    They must be DTensors on all ranks, averaged by :func:`average_replicated_gradients`, or in torch's
-    DistributedDataParallel. Collective: no. The result is the same on every rank if the models are.
+    Of several groups the largest counts. Those of experts (expert parallelism) take rows of other ranks, too.
+    """
+    name = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info"
+    return max((private(name, group).mesh.size() for group in iter_fsdp_param_groups(model)), default=1)
+
+
+def require_synchronized(model: nn.Module, ranks: int) -> None:
+    """Reject a model whose gradients are not reduced over all ranks that get rows of their own.
+
+    Trained parameters must be sharded by FSDP2 over all ranks, averaged by :func:`average_replicated_gradients`, or
+    in torch's DistributedDataParallel. Ranks of a tensor parallel group need the same rows, for frozen ones, too.
+    Collective: no. The result is the same on every rank if the models are.
 
     Args:
         model: sharded or in DistributedDataParallel.
-        ranks: number of ranks that train together.
+        ranks: number of ranks that get rows of their own.
 
     Raises:
         ConfigError: the message has the parameters.
@@ -196,26 +210,29 @@ def require_synchronized(model: nn.Module, ranks: int) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             in_ddp.update(module.parameters())
+    data_parallel = count_data_parallel_ranks(model)
     alone: list[str] = []
-    on_smaller_mesh: list[str] = []
+    on_fewer: list[str] = []
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not parameter.numel() or parameter in in_ddp:
+        if not parameter.numel() or parameter in in_ddp:
             continue
-        if not isinstance(parameter, DTensor):
-            if not is_averaged(parameter):
-                alone.append(canonical_name(name))
-        elif parameter.device_mesh.size() < ranks:
-            on_smaller_mesh.append(canonical_name(name))
+        if isinstance(parameter, DTensor):
+            size = parameter.device_mesh.size()  # more than FSDP2's under tensor parallelism
+            if data_parallel < min(size, ranks) or (parameter.requires_grad and size < ranks):
+                on_fewer.append(canonical_name(name))
+        elif parameter.requires_grad and not is_averaged(parameter):
+            alone.append(canonical_name(name))
     if alone:
         raise ConfigError(
             f"{abbreviate(alone)}: trained, but neither sharded nor averaged over the {ranks} ranks, so each rank "
             "would train its own. Add them before the model is sharded, call shardwise.fsdp.gradients."
             "average_replicated_gradients(model, mesh) after adding them, or freeze them"
         )
-    if on_smaller_mesh:
+    if on_fewer:
         raise ConfigError(
-            f"{abbreviate(on_smaller_mesh)}: trained on a mesh that has not all of the {ranks} ranks. Shard the "
-            "model on a mesh of all ranks, with an axis for replicas"
+            f"{abbreviate(on_fewer)}: FSDP2 averages over fewer than the {ranks} ranks that get rows of their own. "
+            "Shard the model on a mesh of all ranks, with an axis for replicas. Ranks of a tensor parallel group "
+            "need the same rows: write the loop yourself, or with accelerate's ParallelismConfig(tp_size=...)"
         )
 
 

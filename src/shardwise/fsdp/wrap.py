@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,8 @@ from shardwise.fsdp.policies import (
 )
 from shardwise.fsdp.torch_private import accelerator, accelerator_module, has_collectives, select_accelerator
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
@@ -56,7 +59,7 @@ class Sharding:
             process group. Without a process group the model is not sharded.
         wrap: a policy, a class of modules or several, a policy of FSDP1 (or a partial of one), or a function of a
             module. See :func:`~shardwise.fsdp.wrap.as_policy`.
-        mp_policy: FSDP2's mixed precision.
+        mp_policy: FSDP2's mixed precision. Without a process group it has no effect.
         offload_policy: FSDP2's offload.
         reshard_after_forward: FSDP2's option for the blocks. The root group stays gathered until the backward pass.
             Without one (an evaluation) it stays so, and ``model.parameters()`` are then not the shards: call
@@ -265,6 +268,19 @@ def wrap(
         register_fsdp_forward_method(model, "generate")
     mark_sharded(model, mesh)
     return tuple(canonical_name(name) for group in grouping.blocks for name in group.modules)
+
+
+def warn_of_unused_dtypes(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Warn if a model that stays unsharded does not compute in the dtypes of this policy."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    wanted = {policy.param_dtype, policy.output_dtype} - {None}
+    if wanted and len(wanted | dtypes) > 1:
+        _log.warning(
+            "mp_policy has no effect without a process group: the model computes in the dtypes of its parameters "
+            "(%s), or in those of torch.autocast. Use the latter, or call torch.distributed.init_process_group() "
+            "before, also on one rank",
+            ", ".join(sorted(map(str, dtypes))),
+        )
 
 
 def _save_gathered(

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.train_state import TrainState, describe_selection, generator_states, restore_generators
@@ -145,6 +145,8 @@ class ShardwiseTrainer(_Trainer):
         """Header of the checkpoint that a training run resumes from."""
         self._position: tuple[int, float] | None = None
         """Passes, and optimizer steps of the pass, after which a training run resumes in a stream."""
+        self._is_evaluated = True
+        """Whether the checkpoint that a training run resumes from has been evaluated. True without one."""
         # Other models than the trained one, which compute no gradients.
         frozen = [getattr(self, "ref_model", None)]
         if (teacher := getattr(self, "teacher_model", None)) is not None:
@@ -169,17 +171,17 @@ class ShardwiseTrainer(_Trainer):
         if self.args.dataloader_pin_memory:  # otherwise each batch waits for all earlier work of the device
             settings: Any = self.args.accelerator_config
             settings.non_blocking = True
-        config, is_split = self.args.parallelism_config, self._cp_size > 1
-        # accelerate takes cp_size only with a plugin of FSDP2, by which the Trainer would shard the model again.
-        with mock.patch.object(self.args, "parallelism_config", None if is_split else config):
+        # accelerate takes cp_size only with a plugin of FSDP2, by which the Trainer would shard the model again. On
+        # CPUs it takes no other size either, and they change nothing: each rank has rows of its own.
+        with mock.patch.object(self.args, "parallelism_config", None):
             super().create_accelerator_and_postprocess()
         if accelerate_compat.is_context_parallel(self.accelerator):
             raise ConfigError(
                 "accelerate's configuration has cp_size. Pass TrainingArguments(parallelism_config="
                 "ParallelismConfig(cp_size=...)) instead, which splits whole sequences"
             )
-        if is_split:
-            accelerate_compat.split_sequences(self.accelerator, config, self._trained)
+        if self._cp_size > 1:
+            accelerate_compat.split_sequences(self.accelerator, self.args.parallelism_config, self._trained)
         size = dist.get_world_size() if dist.is_initialized() else 1
         accelerate_compat.require_ranks(self.args.world_size, size)
         if self.is_fsdp_enabled:
@@ -265,10 +267,12 @@ class ShardwiseTrainer(_Trainer):
             with world.broadcast("find the checkpoint to resume") as exchange:
                 if world.rank == 0:
                     folder, has_leftovers = trainer_checkpoints.resume_source(run, requested)
-                    resumed = (None, None, None) if folder is None else trainer_checkpoints.read_checkpoint(folder)
+                    resumed: Any = (None, None, None, True)
+                    if folder is not None:
+                        resumed = trainer_checkpoints.read_checkpoint(folder)
                     exchange.local = (folder, has_leftovers, resumed)
             # None without a checkpoint: what an earlier call of train() resumed from must not apply to this one.
-            source, has_incomplete, (header, self._events.best, self._position) = exchange.result
+            source, has_incomplete, (header, self._events.best, self._position, is_evaluated) = exchange.result
             if source is not None:
                 with world.collective("compare with the run"):
                     self._require_resumable(header, source)
@@ -279,6 +283,7 @@ class ShardwiseTrainer(_Trainer):
                     if world.rank == 0:
                         trainer_checkpoints.remove_incomplete_checkpoints(run)
         self._saved_step, self._on_other_base, self.is_stop_requested = None, on_other_base, False
+        self._is_evaluated = is_evaluated
         # Not entered: it lasts as long as the training.
         step_world = World.current(call="the Trainer's steps")
         # translate_collective_errors needs ranks that have met over the control channel.
@@ -567,6 +572,11 @@ class ShardwiseTrainer(_Trainer):
         Of a stream, whose length it does not know, the Trainer takes all steps as the first pass. The pass is that
         in which the checkpoint was saved, and the earlier ones are left out.
         """
+        if not self._is_evaluated:  # before the first step, and before early stopping is looked at
+            self._is_evaluated = True
+            self._evaluate_resumed(
+                keywords["resume_from_checkpoint"], keywords["trial"], keywords["ignore_keys_for_eval"]
+            )
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # passes over a stream have no end
             return
@@ -593,6 +603,28 @@ class ShardwiseTrainer(_Trainer):
         if self.is_stop_requested:  # a scheduler may kill this process before an evaluation ends
             self.control.should_evaluate = False
         super()._maybe_log_save_evaluate(*positional, **keywords)
+
+    def _evaluate_resumed(self, checkpoint: str, trial: Any, ignored_keys: list[str] | None) -> None:
+        """Evaluate the checkpoint that is resumed, if that is due, as a stop has left it out. Collective: yes.
+
+        Nothing is recorded in the checkpoint: the schedule that is saved there has not seen the evaluation.
+        """
+        due = TrainerControl()
+        flow: Any = DefaultFlowCallback()
+        flow.on_step_end(self.args, self.state, due)
+        if float(self.state.epoch or 0).is_integer():
+            flow.on_epoch_end(self.args, self.state, due)
+        if not due.should_evaluate:
+            return
+        # The evaluation draws random numbers after the save and before the next step, as without a stop.
+        if self._generators is not None:
+            restore_generators(self._generators, "random numbers")
+        metrics = self._evaluate(trial, ignored_keys)
+        if self._generators is not None:
+            self._generators = generator_states()
+        self._determine_best_metric(metrics=metrics, trial=trial)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = checkpoint
 
     def _determine_best_metric(self, *positional: Any, **keywords: Any) -> bool:
         """Determine it like the Trainer. With ``save_strategy="best"`` a save that a callback requested stays."""

@@ -92,10 +92,11 @@ def step_in(run: Path, folder: str | None) -> int | None:
     return int(match[1])
 
 
-def read_checkpoint(source: Path) -> tuple[TrainerHeader, str | None, tuple[int, float]]:
+def read_checkpoint(source: Path) -> tuple[TrainerHeader, str | None, tuple[int, float], bool]:
     """Read the header of a complete checkpoint, the best one so far of its run, and its position in a stream.
 
-    The position is the number of passes before, and of optimizer steps in this pass.
+    The position is the number of passes before, and of optimizer steps in this pass. The last value is whether the
+    checkpoint has been evaluated.
 
     Raises:
         ConfigError, FormatError, StorageError: as :func:`read_complete_header`, or the Trainer's state in
@@ -108,7 +109,11 @@ def read_checkpoint(source: Path) -> tuple[TrainerHeader, str | None, tuple[int,
     # Of a stream, whose length it does not know, the Trainer counts max_steps as one pass. With max_steps=40 the
     # epoch 2.25 is the position (2, 10.0): two passes, and ten steps of the third.
     steps = (folder.epoch - epoch) * max_steps if type(max_steps) is int else 0
-    return header, _find_best(folder), (epoch, steps)
+    log = folder.state.get("log_history")
+    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
+    names = [name for entry in entries if entry.get("step") == header.step for name in entry]
+    is_evaluated = any(name.startswith("eval_") for name in names)
+    return header, _find_best(folder), (epoch, steps), is_evaluated
 
 
 def _find_best(folder: TrainerFolder) -> str | None:

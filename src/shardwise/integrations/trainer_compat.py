@@ -61,7 +61,9 @@ def require_names() -> None:
     require_private("transformers:Trainer", "_sync_replicated_trainable_parameters get_batch_samples compute_loss")
     require_private("transformers:Trainer", "get_total_train_batch_size _run_epoch _get_dataloader")
     require_private("transformers:Trainer", "_push_from_checkpoint _finish_current_push _finalize_training")
-    require_private("transformers:Trainer", "_determine_best_metric _get_train_sampler _maybe_log_save_evaluate")
+    require_private(
+        "transformers:Trainer", "_determine_best_metric _evaluate _get_train_sampler _maybe_log_save_evaluate"
+    )
     require_private("transformers:Trainer", "create_accelerator_and_postprocess")
 
 

@@ -219,7 +219,8 @@ def _get_pretrained(model: nn.Module) -> PreTrainedModel:
 
 
 def _require_sharded(call: str, model: PreTrainedModel, world: World) -> None:
-    if world.size > 1 and not any(isinstance(module, FSDPModule) for module in model.modules()):
+    is_split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if world.size > 1 and not is_split and not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             f"{call}({type(model).__name__}): is not sharded, and {world.size} ranks train it together. Load it "
             "with shardwise.from_pretrained(...) after torch.distributed.init_process_group(), or call "
@@ -308,8 +309,13 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None:
         require_rows_or_sequences(parallelism)
+        if parallelism.total_size not in (1, world.size):
+            raise ConfigError(
+                f"parallelism_config is for {parallelism.total_size} ranks, and there are {world.size}. Pass "
+                "dp_replicate_size, dp_shard_size and cp_size whose product is the number of ranks"
+            )
     if parallelism is not None and parallelism.cp_size > 1:
-        _require_splittable(kind, model, args, kwargs, world)
+        _require_splittable(kind, model, args, kwargs)
     if kwargs.get("peft_config") is not None:
         raise ConfigError(
             f"{kind.__name__}(peft_config=...): an adapter that is added after sharding would not be sharded, and "
@@ -386,18 +392,12 @@ def require_rows_or_sequences(config: Any) -> None:
         )
 
 
-def _require_splittable(kind: type, model: nn.Module, args: Any, kwargs: Mapping[str, Any], world: World) -> None:
+def _require_splittable(kind: type, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Check that a Trainer can train with sequences that ranks share.
 
     Raises:
-        ConfigError: a loss or a metric would be computed of a part of a sequence, or ranks are missing.
+        ConfigError: a loss or a metric would be computed of a part of a sequence.
     """
-    config = args.parallelism_config
-    if config.total_size != world.size:
-        raise ConfigError(
-            f"parallelism_config is for {config.total_size} ranks, and there are {world.size}. Pass "
-            "dp_replicate_size, dp_shard_size and cp_size whose product is the number of ranks"
-        )
     require_sdpa(model)
     # Each of these computes from the logits or labels of a sequence, of which a rank has a part. batch_rebalance
     # gives each rank other rows, also those that share sequences.
@@ -412,9 +412,9 @@ def _require_splittable(kind: type, model: nn.Module, args: Any, kwargs: Mapping
     }
     if named := [name for name, is_unfit in unfit.items() if is_unfit]:
         raise ConfigError(
-            f"{kind.__name__}(cp_size={config.cp_size}) with {named[0]}: it would compute from this rank's part of "
-            "each sequence, or from rows of this rank alone. Leave it out, or write the loop with accelerate "
-            "(docs/meshes.md)"
+            f"{kind.__name__}(cp_size={args.parallelism_config.cp_size}) with {named[0]}: it would compute from "
+            "this rank's part of each sequence, or from rows of this rank alone. Leave it out, or write the loop "
+            "with accelerate (docs/meshes.md)"
         )
 
 

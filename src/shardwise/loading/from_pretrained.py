@@ -118,6 +118,8 @@ def build_and_load(
                 wrap.prepare_blocks(tuned.base, sharding)
                 if sharding.mesh is not None:
                     wrap.wrap(tuned.base, sharding, tuned.kept_whole)
+                else:
+                    wrap.warn_of_unused_dtypes(tuned.base, sharding.mp_policy)
         if keywords.get("load_weights", True):
             with clock.phase("plan"), world.collective("plan the load"):
                 prepared = prepare_tuned(world, opened.source, tuned, keywords, already_read_bytes)

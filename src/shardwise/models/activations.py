@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.core.layout import Activations, TensorKind
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.fsdp.torch_private import dispatch_mode_class, fake_mode, storage_key, tree_leaves, tree_map_only
+from shardwise.models.four_bit.config import scratch_bytes
 
 aten = torch.ops.aten
 
@@ -116,6 +117,8 @@ class _LiveBytes(dispatch_mode_class()):  # type: ignore[misc]
         # Autograd sums two gradients of a tensor in place, except under a mode.
         if func is not aten.add.Tensor or torch.is_grad_enabled():
             self.peak = max(self.peak, self.live)
+        if func is torch.ops.shardwise.dequantize_four_bits.default:
+            self.peak = max(self.peak, self.live + scratch_bytes(args[0]))
         return result
 
     def take_peak(self) -> int:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.formatting import canonical_name
 from shardwise.core.layout import LoraFactors, ModelLayout
 from shardwise.fsdp.named_tensors import TensorRef, map_saved_names
-from shardwise.fsdp.torch_private import get_parameters
+from shardwise.fsdp.torch_private import get_parameters, original_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def _to_canonical_keys(names: Mapping[str, str]) -> dict[str, str]:
 def _peft_state_dict(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict  # optional, and slow to import
 
-    with warnings.catch_warnings():
+    # On a model under tensor parallelism PEFT gathers all tensors of the state, as it does not know stand-ins.
+    with warnings.catch_warnings(), mock.patch.object(model, "_tp_size", None, create=True):
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
         # PEFT 0.20 also looks for the config of a base without a name.
         warnings.filterwarnings("ignore", message="Could not find a config file in  - will assume")
@@ -138,6 +140,10 @@ class Adapted:
         return ModelLayout(tuple(tensors))
 
 
+MERGE_FILES = "Save the adapter with shardwise.save_adapter, and merge the files with shardwise.merge_adapter"
+"""Remedy for an adapter that a sharded or a 4-bit model cannot merge."""
+
+
 def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
     """Return the base of a PEFT model, and the matrices of its LoRA. ``names`` are those of the model's tensors.
 
@@ -162,11 +168,13 @@ def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
     # Only pairs of matrices are merged, and only into weights that nothing else uses.
     for name, module in modules.items():
         if isinstance(module, AuxiliaryTrainingWrapper):
-            raise ConfigError(f"{name} is in modules_to_save, which cannot be merged. Use PEFT's merge_and_unload")
+            raise ConfigError(f"{name} is in modules_to_save, which cannot be merged here. {MERGE_FILES}")
         if isinstance(module, BaseTunerLayer):
             layers[name] = module
             if why := _merge_obstacle(module, adapter, Linear, ParamWrapper):
-                raise ConfigError(f"{name} {why}, which cannot be merged here. Merge the adapter with PEFT first")
+                raise ConfigError(
+                    f"{name} {why}, which cannot be merged here. {MERGE_FILES} (lora_bias: with PEFT)"
+                )
             weight = getattr(module.get_base_layer(), _adapted_parameter(module))
             tied = [other for other in owners[id(weight)] if modules[other] is not module.get_base_layer()]
             if tied and adapter in layers[name].lora_A:
@@ -214,7 +222,7 @@ def _merge_obstacle(layer: Any, adapter: str, linear: Any, of_parameter: Any) ->
     base = layer.get_base_layer()
     is_linear = isinstance(layer, linear) or (hasattr(layer, "lora_A") and is_in_four_bits(base))
     if not isinstance(layer, of_parameter) and not (is_linear and isinstance(base, nn.Linear)):
-        return f"is adapted as {type(layer).__name__} of {type(layer.get_base_layer()).__name__}"
+        return f"is an adapted {original_class(base).__name__}"
     if layer.merged:
         return f"has {', '.join(layer.merged_adapters)} merged in already"
     if adapter in getattr(layer, "lora_variant", {}) or layer.use_dora.get(adapter):

@@ -86,7 +86,9 @@ def check_options(hints: Mapping[str, Any], given: Mapping[str, Any], inside: st
         if choices and (isinstance(value, str) or not kinds):
             classes: list[str] = []
             for kind in kinds:
-                if kind is not types.NoneType:
+                if kind is torch.dtype:
+                    classes.append("a dtype such as torch.float32")
+                elif kind is not types.NoneType:
                     names = f"names=({value!r:.80},)" if "names" in get_hints(kind) else "..."
                     classes.append(f"{kind.__name__}({names})")
             known = [*map(repr, choices), *classes]

@@ -6,7 +6,8 @@ prefix of each queue, chosen by a pure function (``turns``), and has three parts
 
 1. passes of all models, and log probabilities of prompts: one ``forward_backward`` of the bank;
 2. optimizer steps of all models, at most one of each: one ``optim_step``;
-3. whatever else, one after the other: new models, saves, snapshots; at last samples, in one ``generate``.
+3. whatever else, one after the other: new models, loads and saves, of each key one; snapshots; at last samples, in
+   one ``generate``.
 
 [Note: Threads] On the first rank an event loop in a thread of its own has the connections and all state of the
 service (``service``): sessions, models, queues, futures. It needs no locks. The main thread of each rank runs turns

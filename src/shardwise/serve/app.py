@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -113,7 +114,7 @@ class App:
         routes = [Route(path, self._with_key(call), methods=[method]) for method, path, call in calls]
         for path in ("/healthz", "/api/v1/healthz"):
             routes.append(Route(path, self._health, methods=["GET"]))
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, exception_handlers={404: _refuse_path, 405: _refuse_path})
 
     def _with_key(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
         """Return the handler of a call: finds the user of the key, answers errors, and writes the log."""
@@ -597,6 +598,13 @@ def _require_client(text: str) -> None:
         is_served = False
     if not is_served:
         raise StatusError(426, f"tinker {text[:40]}: is not served. Run pip install 'tinker{messages.CLIENTS}'")
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    call = f"{request.method} {request.url.path}"
+    text = f"{call}: this server does not serve it. See 'What is served' in docs/serve.md"
+    return JSONAnswer({"error": text}, status_code=error.status_code, headers=error.headers)
 
 
 def _answer_error(error: Exception) -> Response:

@@ -34,8 +34,10 @@ from shardwise.serve.operations import (
 LORA_ALPHA: Final = 32
 """Of all models: the protocol has no key for it."""
 
+_FORGOTTEN: Final = "is gone (a model has the max_snapshots of your key that were used last)"
+
 _GONE: Final = Refusal(
-    "the model or snapshot is gone, or its last step failed. Load a checkpoint, or save it again"
+    f"the model or snapshot {_FORGOTTEN}, or its last step failed. Load a checkpoint, or save it again"
 )
 """A call of the bank with one model that it does not take would be refused as a whole."""
 
@@ -245,7 +247,7 @@ class Engine:
             try:
                 if name is not None and name not in self._bank.names:
                     if each.folder is None:
-                        raise ConfigError("the model or snapshot to sample from is gone. Save it again")
+                        raise ConfigError(f"the model or snapshot to sample from {_FORGOTTEN}. Save it again")
                     self._load_copy(name, each.folder, each.save_id)
                 loaded.append(each)
             except RankLostError:

@@ -27,7 +27,7 @@ class UserKey(pydantic.BaseModel):
         max_sessions: sessions. Each client has one.
         max_models: models.
         max_rank: rank of a LoRA.
-        max_snapshots: copies of a model in memory to sample from. Older ones are forgotten.
+        max_snapshots: copies of a model in memory to sample from. The one used longest ago is forgotten.
         max_requests: requests that wait. Of each model as many again may wait for an earlier one.
         max_tokens: tokens of these requests, likewise.
         max_result_bytes: bytes of results that are kept. Older ones are forgotten.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
-from shardwise.bank.rows import RowTensors
+from shardwise.bank.rows import IGNORED, RowTensors
 from shardwise.bank.sampling import Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pass:
     """Rows of a model, with a loss, or to be scored. ``model`` is an adapter's name, or None for the base.
 
@@ -28,6 +29,22 @@ class Pass:
     config: Mapping[str, float] = field(default_factory=dict)
     backward: bool = False
     is_refused: bool = False
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Counted once, and not in each turn for which the pass waits."""
+        return sum(len(row["input_ids"]) for row in self.rows)
+
+    def count_trained(self) -> int:
+        """Return the number of positions that are trained: with a target whose weight and advantage are not 0."""
+        total = 0
+        for row in self.rows:
+            is_trained = row["targets"] != IGNORED  # (tokens,) or (tokens, K)
+            for name in ("weights", "advantages"):
+                if name in row:
+                    is_trained = is_trained & (row[name] != 0)
+            total += int(is_trained.view(len(is_trained), -1).any(1).sum())
+        return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ _KEPT_S: Final = 600.0
 """Seconds for which a result is kept after it was retrieved."""
 
 _IDLE_S: Final = 60.0
-"""Seconds without a request after which a model is offloaded."""
+"""Seconds without a request after which a model or a copy is offloaded."""
 
 _MAX_FUSE_WAIT_S: Final = 0.1
 
@@ -153,12 +153,14 @@ class QueuedRequest:
     @property
     def cost(self) -> Cost:
         match self.operation:
-            case Pass(rows=rows):
-                return Cost(Stage.PASS, sum(len(row["input_ids"]) for row in rows))
+            case Pass(num_tokens=num_tokens):
+                return Cost(Stage.PASS, num_tokens)
             case OptimStep():
                 return Cost(Stage.STEP)
             case Generate(sample=sample):
                 return Cost(Stage.OTHER, len(sample.prompt) + sample.max_tokens * sample.n)
+            case SaveModel() | LoadModel() | CreateModel():
+                return Cost(Stage.OTHER, is_slow=True)
         return Cost(Stage.OTHER)
 
 
@@ -179,8 +181,7 @@ class Model:
         early: requests that wait for an earlier one, by seq_id.
         early_tokens: of these requests.
         seen: digest and future of each request, by seq_id, so that a repeated one is answered again.
-        snapshots: copies to sample from, the oldest first.
-        losses: loss per token of the last passes.
+        losses: loss per trained token of the last passes.
         num_steps: steps that were taken.
     """
 
@@ -194,13 +195,11 @@ class Model:
     early: dict[int, QueuedRequest] = field(default_factory=dict)
     early_tokens: int = 0
     seen: dict[int, tuple[str, str]] = field(default_factory=dict)
-    snapshots: list[str] = field(default_factory=list)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=200))
     request_s: float = field(default_factory=time.monotonic)
     stepped_turn: int = -10
     num_steps: int = 0
     is_ready: bool = False
-    is_offloaded: bool = False
 
     @property
     def key(self) -> UserKey:
@@ -288,8 +287,11 @@ class Service:
         self._sampling: set[asyncio.Task[None]] = set()
         self._sampling_end_s = math.inf
         """When samples of vLLM that still run are refused, because the server stops."""
-        self._loaded: dict[str, tuple[UserKey, float]] = {}
-        """Checkpoints that were loaded to sample from, the one used last at the end: the user and the time."""
+        self._offloaded: set[str] = set()
+        """Models and copies that were not used since they were moved to host memory."""
+        self._copies: dict[str, tuple[Model | UserKey, float]] = {}
+        """What is in memory to sample from, the one used last at the end: the owner and the time of the use. A
+        snapshot is owned by its model, a checkpoint that was loaded by its user."""
         self._expired_s = 0.0
         """When checkpoints whose time is over were deleted last."""
         self._tidied_s = time.monotonic()
@@ -300,10 +302,17 @@ class Service:
         self.require_open()
         num_sessions = sum(session.key is key for session in self.sessions.values())
         if num_sessions >= key.max_sessions:
-            raise StatusError(429, f"max_sessions: you have {num_sessions} sessions. Finish one")
+            raise StatusError(429, f"max_sessions: you have {num_sessions} sessions. {self._describe_removal()}")
         session = Session(new_id(), key, time.monotonic())
         self.sessions[session.session_id] = session
         return session
+
+    def _describe_removal(self) -> str:
+        """What a user can do above a limit: the client has no call that removes one model."""
+        return (
+            'Call close("success") of a ServiceClient, which removes its models, or wait: those of a client that '
+            f"is gone are removed after {self.settings.session_timeout_s:g} seconds"
+        )
 
     def get_session(self, key: UserKey, session_id: str) -> Session:
         return self._find(self.sessions, key, "session", session_id)
@@ -345,11 +354,13 @@ class Service:
         self._gone.append(model.model_id)
         if name:
             self._put_save(model, name, _OWN, new_id())  # which removes it
-        names = () if name else (model.model_id,)
-        self._put_own(ForgetModels(new_id(), (*names, *model.snapshots)))
+        else:
+            self._put_own(ForgetModels(new_id(), (model.model_id,)))
+        self._forget_copies([copy for copy, (owner, _) in self._copies.items() if owner is model])
 
     def _drop_model(self, model: Model, text: str) -> None:
         del self.models[model.model_id]
+        self._offloaded.discard(model.model_id)
         for request in [*self._queues.get(model.key.name, {}).pop(model.model_id, ()), *model.early.values()]:
             if request.key is not _OWN:  # its save at a stop is not needed
                 self._finish(request, Refusal(text))
@@ -392,7 +403,7 @@ class Service:
             yield request
             num_models = sum(model.key is session.key for model in self.models.values())
             if num_models >= session.key.max_models:
-                raise StatusError(429, f"max_models: you have {num_models} models. Unload one")
+                raise StatusError(429, f"max_models: you have {num_models} models. {self._describe_removal()}")
         if request.result is None:
             self.models[model_id] = Model(model_id, session, request.request_id, rank, parts, user_metadata)
 
@@ -467,6 +478,7 @@ class Service:
             task.add_done_callback(self._sampling.discard)
         else:
             self._enqueue(key, queue, request)
+        self._note_use(request.operation)
         self._note_arrival(key, request)
 
     @contextmanager
@@ -622,13 +634,9 @@ class Service:
             self.store.record(operation.folder, request.checkpoint)
         if isinstance(operation, CopyModel):
             if (model := self.models.get(operation.model)) is None:  # it was removed while the turn ran
-                old = [operation.new]
+                self._put_own(ForgetModels(new_id(), (operation.new,)))
             else:
-                model.snapshots.append(operation.new)
-                old = model.snapshots[: -model.key.max_snapshots]
-                del model.snapshots[: len(old)]
-            if old:
-                self._put_own(ForgetModels(new_id(), tuple(old)))
+                self._keep_copy(operation.new, model, model.key.max_snapshots)
         if request.sampler is not None:
             return {**answer, "sampling_session_id": self.open_sampler(request.sampler)}
         return answer
@@ -679,20 +687,14 @@ class Service:
         return self._make_turn(requests), requests
 
     def _refuse_existing(self, requests: Sequence[QueuedRequest]) -> None:
-        """Refuse saves under names that are taken. Saves that were sent before, also of this turn, take names."""
-        saved: set[str] = set()
+        """Refuse saves under names that are taken. A key has one save in a turn, so no two have one name."""
         for request in requests:
             save, checkpoint = request.operation, request.checkpoint
-            if not isinstance(save, SaveModel) or checkpoint is None or self.store is None:
+            if not isinstance(save, SaveModel) or checkpoint is None or self.store is None or request.may_replace:
                 continue
-            is_being_saved = save.folder in saved
-            saved.add(save.folder)
-            if request.may_replace:
-                continue
-            fault = "is being saved" if is_being_saved else "exists"
-            refusal = Refusal(f"path {checkpoint.name!r}: {fault} already. Pass overwrite=True, or another name")
+            refusal = Refusal(f"path {checkpoint.name!r}: exists already. Pass overwrite=True, or another name")
             try:
-                if not (is_being_saved or self.store.find(request.key.folder, checkpoint.path)):
+                if self.store.find(request.key.folder, checkpoint.path) is None:
                     continue
             except OSError as error:
                 refusal = Refusal(describe_fault(error), is_users=False)
@@ -752,11 +754,11 @@ class Service:
             if request.key is not _OWN:
                 counters.tokens[request.key.name] += request.cost.tokens
             if model is not None:
-                model.is_offloaded = False  # its values may be back on the device
+                self._offloaded.discard(model.model_id)  # its values may be back on the device
             if model is not None and isinstance(operation, Pass) and operation.backward:
                 trained.add(model.model_id)
                 if isinstance(outcome, PassOutcome):
-                    model.losses.append(outcome.loss / max(request.cost.tokens, 1))
+                    model.losses.append(outcome.loss / max(operation.count_trained(), 1))
             elif model is not None and isinstance(operation, OptimStep):
                 model.stepped_turn = counters.turns
                 if isinstance(outcome, dict) and not outcome["skipped:max"]:
@@ -767,7 +769,8 @@ class Service:
                 elif not model.is_ready:
                     self._drop_model(model, "the model was not created")
             elif isinstance(operation, Generate) and operation.folder is not None:
-                self._note_loaded(request.key, operation.sample.adapter)
+                self._keep_copy(str(operation.sample.adapter), request.key, request.key.max_snapshots)
+            self._note_use(operation)  # again: it may have waited for long
             self._finish(request, outcome)
         if trained:
             counters.adapters.append(len(trained))
@@ -779,19 +782,26 @@ class Service:
             self._delete_expired(self.store)
             self._save_unsaved()
 
-    def _note_loaded(self, key: UserKey, name: str | None) -> None:
-        """Note the use of a checkpoint that was loaded to sample from. A user has the last ``max_snapshots``."""
-        assert name is not None
-        self._loaded.pop(name, None)
-        self._loaded[name] = key, time.monotonic()
-        names = [loaded for loaded, (owner, _) in self._loaded.items() if owner is key]
-        self._forget_loaded(names[: -key.max_snapshots])
+    def _keep_copy(self, name: str, owner: Model | UserKey, most: int) -> None:
+        """Note a new or used copy. The owner has the ``most`` that were used last; others are forgotten."""
+        self._copies.pop(name, None)
+        self._copies[name] = owner, time.monotonic()
+        names = [each for each, (other, _) in self._copies.items() if other is owner]
+        self._forget_copies(names[:-most])
 
-    def _forget_loaded(self, names: Sequence[str]) -> None:
+    def _note_use(self, operation: TurnOperation | None) -> None:
+        """Note the use of a copy, if the operation is a sample or score of one."""
+        name = operation.sample.adapter if isinstance(operation, Generate) else getattr(operation, "model", None)
+        if name in self._copies:
+            self._copies[name] = self._copies.pop(name)[0], time.monotonic()
+            self._offloaded.discard(name)
+
+    def _forget_copies(self, names: Sequence[str]) -> None:
         if names:
             self._put_own(ForgetModels(new_id(), tuple(names)))
         for name in names:
-            del self._loaded[name]
+            del self._copies[name]
+            self._offloaded.discard(name)
 
     def _delete_expired(self, store: CheckpointStore) -> None:
         try:
@@ -811,18 +821,21 @@ class Service:
         for session in list(self.sessions.values()):
             if now_s - session.heartbeat_s > self.settings.session_timeout_s:
                 self.close_session(session, "expired")
-        idle = [
-            model
-            for model in self.models.values()
-            if model.is_ready and not model.is_offloaded and now_s - model.request_s > _IDLE_S
-        ]
-        for model in idle:
-            # Set before the turn that offloads: a turn with a request of the model clears it again.
-            model.is_offloaded = True
+        used = [(model.model_id, model.request_s) for model in self.models.values() if model.is_ready]
+        used += [(name, used_s) for name, (_, used_s) in self._copies.items()]
+        idle = [name for name, used_s in used if now_s - used_s > _IDLE_S and name not in self._offloaded]
         if idle:
-            self._put_own(OffloadModels(new_id(), tuple(model.model_id for model in idle)))
+            # Before the turn that offloads: a turn with a request of the model clears it again.
+            self._offloaded.update(idle)
+            self._put_own(OffloadModels(new_id(), tuple(idle)))
         timeout_s = self.settings.session_timeout_s
-        self._forget_loaded([name for name, (_, used_s) in self._loaded.items() if now_s - used_s > timeout_s])
+        self._forget_copies(
+            [
+                name
+                for name, (owner, used_s) in self._copies.items()
+                if isinstance(owner, UserKey) and now_s - used_s > timeout_s
+            ]
+        )
         self._tidy_results(now_s)
 
     def _tidy_results(self, now_s: float) -> None:

@@ -87,7 +87,11 @@ def write_page(service: Service, key: UserKey) -> str:
         + "<h2>Users</h2>"
         + _table(["User", "Tokens", "Failures"], user_rows)
         + "<h2>Models</h2>"
-        + _table(["User", "Model", "Rank", "Parts", "Steps", "Loss per token, last 200 calls"], model_rows, curves)
+        + _table(
+            ["User", "Model", "Rank", "Parts", "Steps", "Loss per trained token, last 200 calls"],
+            model_rows,
+            curves,
+        )
         + "</html>"
     )
 

@@ -4,7 +4,8 @@
 with requests gets a quantum of credit in each turn, and more while the turn has space left. A request runs once its
 key has the credit. Each turn begins with the key that began one longest ago. A request whose key has the credit and
 begins a turn runs, since it finds all of the budget. So with A active keys a request of t tokens at the head of its
-queue waits for at most ceil(t / quantum) * A turns.
+queue waits for at most ceil(t / quantum) * A turns. Saves, loads and creations take long, and have no tokens: a key
+has one of them in a turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,14 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What is known of a request: the part of a turn in which it runs, and its tokens (0 if none is computed)."""
+    """What is known of a request: the part of a turn in which it runs, and its tokens (0 if none is computed).
+
+    ``is_slow`` is a save, a load or a creation.
+    """
 
     stage: Stage
     tokens: int = 0
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ def next_turn(
     left = {key: credits.get(key, 0) + quantum for key in keys}
     taken: dict[str, int] = {}
     stages: dict[str, Stage] = {}
+    keys_with_slow: set[str] = set()
     used = 0
     # Each round deals requests to keys with credit. Another follows, with a quantum more for each key, as long as a
     # request fits into the budget and only lacks credit.
@@ -97,6 +103,8 @@ def next_turn(
                     if place == len(requests) or requests[place].stage < stages.get(name, Stage.PASS):
                         continue
                     cost = requests[place]
+                    if cost.is_slow and key in keys_with_slow:
+                        continue
                     # With used == 0, one request above the budget runs, and no other with tokens.
                     if cost.tokens and used and used + cost.tokens > budget:
                         continue
@@ -105,6 +113,8 @@ def next_turn(
                         continue
                     left[key] -= cost.tokens
                     used += cost.tokens
+                    if cost.is_slow:
+                        keys_with_slow.add(key)
                     taken[name] = place + 1
                     # The steps of a turn are one call, with one step of each model.
                     stages[name] = Stage.OTHER if cost.stage is Stage.STEP else cost.stage

@@ -195,7 +195,11 @@ def wrap_without_values(
             torch_private.copy_attributes(parameter, item.tensor)
             item.install(parameter)
     wrap.prepare_blocks(model, sharding)
-    groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()
+    groups: tuple[str, ...] = ()
+    if sharding.mesh is not None:
+        groups = wrap.wrap(model, sharding)
+    else:
+        wrap.warn_of_unused_dtypes(model, sharding.mp_policy)
     # fully_shard makes new parameters without the Python attributes of the old ones.
     for item in collect_tensors(model):
         vars(item.tensor).update(attributes.get(item.fqn, {}))

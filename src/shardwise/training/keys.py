@@ -17,7 +17,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Final, TypeAlias, get_args
 
-from shardwise.training.arguments import METHODS, AdapterMethod, ShardwiseArguments, TrainMethod
+from shardwise.training.arguments import METHODS, REWARDED, AdapterMethod, ShardwiseArguments, TrainMethod
 
 Spec: TypeAlias = Mapping[str, Any]
 """Types and choices of a key, or of the elements of its list."""
@@ -202,6 +202,8 @@ def find_conflicts(values: Mapping[str, Any], own: ShardwiseArguments) -> Iterat
         yield "liger_kernel_config: fused_linear_cross_entropy replaces the head, as TRL does itself. Remove it"
     if own.method == "distillation" and not values.get("teacher_model_name_or_path"):
         yield "teacher_model_name_or_path: is missing. Set it to the model to learn from"
+    if own.method in REWARDED and not (values.get("reward_funcs") or values.get("reward_model_name_or_path")):
+        yield "reward_funcs: is missing. Name functions of trl.rewards, import paths, or reward models"
     is_full = not (use_peft or own.trainable_layers or own.trainable_modules or own.extra_modules)
     # FSDP2 takes one dtype for the trained parameters of a group.
     if values.get("cast_lm_head_to_fp32") and is_full and values.get("dtype", "float32") != "float32":

@@ -62,10 +62,11 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
     with open_inputs(config, local_rank) as inputs:
         arguments, data, processor = inputs.arguments[SINGLE], inputs.data[SINGLE], inputs.processor
         output, record, request = inputs.output, inputs.record, inputs.request
+        functions = trl_objects.import_reward_functions(arguments)  # before any model, so that errors come early
         model = trl_objects.load_model(arguments)
         require_pad_token(model, processor)
         # Reference, teacher and reward models, each sharded as well.
-        frozen = trl_objects.load_frozen(arguments)
+        frozen = trl_objects.load_frozen(arguments, functions)
         honor_timeout(config, arguments)  # again, for the process groups of the models' meshes, which are new
         trainer = trl_objects.make_trainer(arguments, model, frozen, processor, data, local_rank)
         callback = RunCallback(request, record, trainer)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 import transformers
@@ -129,7 +129,8 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
             default it is that of this process.
 
     Raises:
-        ConfigError: TRL or transformers rejects a value, or the optimizer cannot be created.
+        ConfigError: TRL or transformers rejects a value or lacks a key, or the optimizer or its schedule cannot be
+            created.
     """
     config_class = trl_class(config.method, "Config")
     if planned_ranks is not None:  # a property, by which TRL checks batches
@@ -141,10 +142,16 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         values["use_cpu"] = True
     values.setdefault("log_level_replica", "error")  # the first rank shows warnings
     values.setdefault("logging_nan_inf_filter", False)  # which would log 0.0 for a loss that is NaN
-    parser.set_defaults_with_config(**values)
+    parser.error = _raise_usage_error
+    left_over = parser.set_defaults_with_config(**values)  # --KEY VALUE --KEY VALUE ...
+    if absent := [text.removeprefix("--") for text in left_over[::2]]:
+        raise ConfigError(
+            f"{config.source}: {', '.join(absent)}: transformers {transformers.__version__} and TRL "
+            f"{trl.__version__} do not have this. Update them, or set what they have instead"
+        )
     try:
         script, training, model, mixture, *_ = parser.parse_args_into_dataclasses(args=[])
-    except (ValueError, TypeError, ImportError, SystemExit) as error:
+    except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"{config.source}: is rejected by TRL. {error}") from error
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path: is missing. Set it to a folder, a name on the hub or a URL")
@@ -153,6 +160,7 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         transformers.Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"optim: {training.optim.value} cannot be created, {error}. Set another") from error
+    _require_schedule(config.source, training)
     for tracker in training.report_to if planned_ranks is None else ():
         try:
             for callback_class in get_reporting_integration_callbacks([tracker]):
@@ -171,6 +179,30 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
         )
     has_dtype = config.values.get("dtype") is not None
     return TrlArguments(script, training, model, mixture, config.own, has_dtype)
+
+
+def _raise_usage_error(message: str) -> NoReturn:
+    """Raise what argparse would print after its usage before it exits."""
+    raise ValueError(message)
+
+
+def _require_schedule(source: str, training: Any) -> None:
+    """Create the learning-rate schedule once, of an optimizer without a model.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    kind, settings = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    try:
+        with warnings.catch_warnings():  # they come again when the training begins
+            warnings.simplefilter("ignore")
+            transformers.get_scheduler(kind, optimizer, 1, 10, scheduler_specific_kwargs=settings)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{source}: lr_scheduler_kwargs {settings or {}} do not fit lr_scheduler_type {kind.value}, {error}. "
+            "Correct them"
+        ) from error
 
 
 def load_model(arguments: TrlArguments) -> PreTrainedModel:
@@ -207,14 +239,18 @@ def _without_secrets(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
+def load_frozen(arguments: TrlArguments, functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
     """Load the reference, teacher and reward models of a method, sharded and frozen. Collective: yes.
 
     Return them and the reward functions as arguments of the trainer, which would load each whole on every rank. The
     reference of a LoRA is the model without it.
 
+    Args:
+        arguments: of the training.
+        functions: those of ``import_reward_functions``.
+
     Raises:
-        ConfigError: a reward function cannot be imported, or a key of the teacher has no counterpart.
+        ConfigError: a key of the teacher has no counterpart.
         ShardwiseError: as for :func:`~shardwise.loading.from_pretrained.from_pretrained`.
     """
     method, training = arguments.own.method, arguments.training
@@ -231,26 +267,34 @@ def load_frozen(arguments: TrlArguments) -> dict[str, Any]:
         options |= settings  # type: ignore[typeddict-item]
         frozen["teacher_model"] = _load_frozen(training.teacher_model_name_or_path, options)
     if method in REWARDED:
-        frozen["reward_funcs"] = _load_rewards(arguments)
+        frozen["reward_funcs"] = _load_rewards(arguments, functions)
     return frozen
 
 
-def _load_rewards(arguments: TrlArguments) -> list[Any]:
-    """Return reward functions of names in ``trl.rewards`` and of import paths, and sharded reward models."""
-    script = arguments.script
-    names: list[str] = [*filter(None, [script.reward_model_name_or_path]), *(script.reward_funcs or ())]
-    if not names:
-        raise ConfigError("reward_funcs: is missing. Name functions of trl.rewards, import paths, or reward models")
-    # Import paths and names in trl.rewards have no slash. What has one is a folder, or a repository on the hub.
-    models = {name for name in names if "/" in name or Path(name).is_dir()} | {script.reward_model_name_or_path}
+def import_reward_functions(arguments: TrlArguments) -> dict[str, Callable[..., Any]]:
+    """Return reward functions by their names in ``trl.rewards`` or their import paths. Collective: yes.
+
+    Raises:
+        ConfigError: one cannot be imported, or makes reward functions. The same on every rank.
+    """
+    if arguments.own.method not in REWARDED:
+        return {}
+    names: list[str] = arguments.script.reward_funcs or []
     with World.current(call="train") as world, world.collective("import reward functions"):
         sys.path.insert(0, os.getcwd())  # as TRL's own command does
-        rewards = {name: _import_reward_function(name) for name in names if name not in models}
-    # After the functions, so that an import error is found before these models are loaded.
+        # What has a slash is a reward model: a folder, or a repository on the hub.
+        return {name: _import_reward_function(name) for name in names if not ("/" in name or Path(name).is_dir())}
+
+
+def _load_rewards(arguments: TrlArguments, functions: Mapping[str, Callable[..., Any]]) -> list[Any]:
+    """Return the reward functions, and the sharded reward models, in the order of their names."""
+    script = arguments.script
+    names: list[str] = [*filter(None, [script.reward_model_name_or_path]), *(script.reward_funcs or ())]
     options = _frozen_options(arguments, None) | {"model_class": transformers.AutoModelForSequenceClassification}
     options["config_overrides"] = {"num_labels": 1}
+    rewards: dict[str, Any] = dict(functions)
     for name in names:
-        if name in models:
+        if name not in rewards:
             rewards[name] = _load_frozen(name, options)
     return [rewards[name] for name in names]
 

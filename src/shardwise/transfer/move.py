@@ -2,9 +2,10 @@
 
 [Note: Rounds] All ranks execute the same rounds (``move_plan``). A rank packs the data that it sends, all ranks
 synchronize (see [Note: No rank waits in a collective] in ``ranks/control_channel.py``), and one all-to-all moves
-the bytes. Packing and unpacking, which can fail on one rank alone, precede a synchronization, so a failed rank
-never misses a collective that others have entered. The all-to-all of a round overlaps with the caller's work on the
-previous round.
+the bytes. Of a round for all ranks, each sender broadcasts its part, which it has staged once: in an all-to-all it
+would be staged for each rank, and rounds would be the smaller, the more ranks there are. Packing and unpacking,
+which can fail on one rank alone, precede a synchronization, so a failed rank never misses a collective that others
+have entered. The collectives of a round overlap with the caller's work on the previous round.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ class _LocalRound:
     """One rank's part of a round.
 
     Attributes:
-        sent: bytes that it sends to each rank, by rank.
-        received: bytes that it receives from each rank, by rank.
+        sent: bytes that it sends to each rank, by rank. 0 in a broadcast.
+        received: bytes that it receives from each rank, by rank. In a broadcast its own are among them.
         keeps: blocks whose pieces it copies from its own shares.
-        sends: blocks and pieces, and their byte offset in the data for each target, by rank of the target.
+        sends: blocks and pieces, and their byte offset in the data for each target, by rank of the target. In a
+            broadcast the only target is the rank itself.
         receives: blocks and pieces, their source, and their byte offset in the data from that source.
+        is_broadcast: each rank broadcasts its part.
     """
 
     sent: list[int]
@@ -70,10 +73,11 @@ class _LocalRound:
     keeps: list[tuple[Block, tuple[Piece, ...]]] = field(default_factory=list)
     sends: list[tuple[Block, tuple[Piece, ...], dict[int, int]]] = field(default_factory=list)
     receives: list[tuple[Block, tuple[Piece, ...], int, int]] = field(default_factory=list)
+    is_broadcast: bool = False
 
     @classmethod
     def from_blocks(cls, blocks: Round, rank: int, size: int) -> _LocalRound:
-        local = cls([0] * size, [0] * size)
+        local = cls([0] * size, [0] * size, is_broadcast=blocks[0].is_broadcast)
         # Sender and receiver walk over the same blocks in the same order, so their offsets agree without messages.
         for block in blocks:
             for source, pieces in block.pieces_by_rank:
@@ -81,6 +85,10 @@ class _LocalRound:
                 if source == rank:
                     if rank in block.targets:
                         local.keeps.append((block, pieces))
+                    if block.is_broadcast:
+                        local.sends.append((block, pieces, {rank: local.received[rank]}))
+                        local.received[rank] += nbytes
+                        continue
                     others = [target for target in block.targets if target != rank]
                     local.sends.append((block, pieces, {target: local.sent[target] for target in others}))
                     for target in others:
@@ -89,6 +97,11 @@ class _LocalRound:
                     local.receives.append((block, pieces, source, local.received[source]))
                     local.received[source] += nbytes
         return local
+
+    def get_received_offset(self, source: int, start: int) -> int:
+        """Return the byte offset in staging memory of byte ``start`` of what a rank sends to this one."""
+        # As all_to_all_single lays them out: the input in front, the output behind it, each ordered by rank.
+        return sum(self.sent) + sum(self.received[:source]) + start
 
 
 @dataclass
@@ -118,7 +131,7 @@ class ShardExchange:
     received: dict[tuple[str, Box], torch.Tensor] = field(default_factory=dict)
     failure: Exception | None = None
     _staging: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
-    _work: dist.Work | None = None
+    _works: list[dist.Work] = field(default_factory=list)
 
     def run(self) -> Generator[Round]:
         """Yield each round when all of it has arrived. See [Note: Rounds].
@@ -139,19 +152,19 @@ class ShardExchange:
         try:
             for number, leaving in enumerate([*local, None]):
                 # All that can fail on one rank alone is in this block. At its end all ranks know whether it did, so
-                # either all of them start the next all-to-all or none does.
+                # either all of them start the next collectives or none does.
                 with self.world.collective("copy into staging memory"):
                     self._step(arriving, leaving)
                 # The condition is of the whole round, not of this rank's part: all ranks enter or none does.
                 if leaving is not None and any(_is_sent(block) for block in self.rounds[number]):
                     self._send(leaving)
-                # After the start of the next all-to-all, so that it runs while the caller uses this round.
+                # After the start of the next collectives, so that they run while the caller uses this round.
                 if arriving is not None:
                     yield self.rounds[number - 1]
                 arriving = leaving
         finally:
-            # An all-to-all in progress uses the staging memory, which is freed next. Its error, if any, is reported
-            # by the next synchronization.
+            # Collectives in progress use the staging memory, which is freed next. The next synchronization reports
+            # their errors, if any.
             with contextlib.suppress(Exception):
                 self._wait()
 
@@ -160,15 +173,13 @@ class ShardExchange:
         """Unpack the round that has arrived and pack the next, without communication."""
         # Staging memory of a round, in bytes: what is sent, by target, then what is received, by source.
         if arriving is not None:
-            # Local copies first, while the all-to-all may still be running.
+            # Local copies first, while the collectives may still be running.
             for block, pieces in arriving.keeps:
                 self._put(block, pieces, self._source_values(block, pieces))
                 self.traffic.kept_bytes += _nbytes(block, pieces)
             self._wait()
             for block, pieces, source, start in arriving.receives:
-                # As all_to_all_single lays them out: the input in front, the output behind it, each ordered by
-                # rank.
-                offset = sum(arriving.sent) + sum(arriving.received[:source]) + start
+                offset = arriving.get_received_offset(source, start)
                 self._put(block, pieces, self._staging_views(block, pieces, offset))
                 self.traffic.received_bytes += _nbytes(block, pieces)
         # Only now: both rounds use the same staging memory, and the arriving one has been unpacked.
@@ -180,13 +191,16 @@ class ShardExchange:
                 device = object_device(self.world.group) if self.device.type == "cpu" else self.device
                 self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=device)
             for block, pieces, starts in leaving.sends:
-                offsets = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
+                if leaving.is_broadcast:
+                    offsets = [leaving.get_received_offset(rank, start) for rank, start in starts.items()]
+                else:
+                    offsets = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
                 by_target = [self._staging_views(block, pieces, offset) for offset in offsets]
                 # Piece by piece, so that a source that computes its values does so once for all targets.
                 for values, *copies in zip(self._source_values(block, pieces), *by_target, strict=True):
                     for copy in copies:
                         self.staging.copy(values, copy)
-                self.traffic.sent_bytes += _nbytes(block, pieces) * len(offsets)
+                self.traffic.sent_bytes += _nbytes(block, pieces) * len({*block.targets} - {self.world.rank})
 
     def _source_values(self, block: Block, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
         for piece in pieces:
@@ -214,23 +228,27 @@ class ShardExchange:
             flat = flat[piece.target.numel :]
 
     def _send(self, local: _LocalRound) -> None:
-        """Start the all-to-all of a round that all ranks have packed. Its errors are raised by :meth:`_wait`."""
+        """Start the collectives of a round that all ranks have packed. Their errors are raised by :meth:`_wait`."""
         sent = sum(local.sent)
+        received = self._staging[sent : sent + sum(local.received)]
+        group = self.world.group
         try:
-            self._work = dist.all_to_all_single(
-                self._staging[sent : sent + sum(local.received)],
-                self._staging[:sent],
-                output_split_sizes=local.received,
-                input_split_sizes=local.sent,
-                group=self.world.group,
-                async_op=True,
-            )
+            if local.is_broadcast:
+                # In the order of ranks, of which all know how much each sends.
+                for source, part in enumerate(received.split(local.received)):
+                    if len(part):
+                        self._works.append(dist.broadcast(part, group=group, group_src=source, async_op=True))
+            else:
+                work = dist.all_to_all_single(
+                    received, self._staging[:sent], local.received, local.sent, group=group, async_op=True
+                )
+                self._works.append(work)
         except Exception as error:  # all ranks learn of it at the next synchronization
             self.failure = error
 
     def _wait(self) -> None:
-        work, self._work = self._work, None  # one that has failed may never end: it is waited for once
-        if work is not None:
+        works, self._works = self._works, []  # one that has failed may never end: it is waited for once
+        for work in works:
             self.world.wait_for(work)
         self.raise_failure()
 

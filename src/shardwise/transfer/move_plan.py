@@ -212,6 +212,7 @@ class Block:
         itemsize: bytes of an element.
         leaves: names of the tensors that the pieces are parts of.
         pieces_by_rank: the pieces that each source sends, with its rank. Together they make up the box.
+        is_broadcast: all ranks receive it, so a source stages its pieces once. Otherwise it does for each target.
     """
 
     key: str
@@ -220,6 +221,7 @@ class Block:
     itemsize: int
     leaves: tuple[str, ...]
     pieces_by_rank: tuple[tuple[int, tuple[Piece, ...]], ...]
+    is_broadcast: bool
 
     def staged_bytes(self, pieces: Sequence[Piece]) -> int:
         """Return the bytes of one copy of a rank's pieces in staging memory."""
@@ -228,6 +230,9 @@ class Block:
 
     def count_staged_bytes(self) -> Counter[int]:
         """Return the bytes of staging memory of each rank, for the pieces that it sends and receives."""
+        if self.is_broadcast:
+            total = sum(self.staged_bytes(pieces) for _, pieces in self.pieces_by_rank)
+            return Counter(dict.fromkeys(self.targets, total))
         counts: Counter[int] = Counter()
         for source, pieces in self.pieces_by_rank:
             nbytes = self.staged_bytes(pieces)
@@ -248,7 +253,7 @@ class Block:
 
 
 Round: TypeAlias = tuple[Block, ...]
-"""Blocks that are handed over at once."""
+"""Blocks that are handed over at once. All of them, or none, are broadcast."""
 
 
 def plan_rounds(
@@ -276,7 +281,7 @@ def plan_rounds(
             is_full = any(staged[rank] + nbytes > bucket_bytes for rank, nbytes in more_staged.items())
             is_full = is_full or any(local[rank] + nbytes > bucket_bytes for rank, nbytes in more_local.items())
             # A block that is too large by itself gets a round of its own.
-            if rounds[-1] and is_full:
+            if rounds[-1] and (is_full or rounds[-1][-1].is_broadcast != block.is_broadcast):
                 rounds.append([])
                 staged.clear()
                 local.clear()
@@ -299,15 +304,18 @@ class _Cutter:
             # By identity: equal shares of many tensors are one object (shares_in_turn).
             form = bare, tuple(id(self._shares[leaf]) for leaf in leaves)
             for whole, ranks in find_holders(move.target_boxes).items():
-                # A rank that sends the block to all others stages it once for each. At least two: one that sends
-                # and receives stages both.
-                max_numel = bucket_bytes // (move.itemsize * max(2, len(ranks)))
+                is_broadcast = len(ranks) == len(move.target_boxes) > 1
+                # A rank that sends the block to several others stages it once for each. At least two: one that
+                # sends and receives stages both.
+                copies = 1 if is_broadcast else max(2, len(ranks))
+                max_numel = bucket_bytes // (move.itemsize * copies)
                 # Equal layers have equal forms. Only their first one computes pieces, the others differ in the
                 # key.
                 for box in cut(whole, max(1, max_numel)):
                     if (form, box) not in self._cache:
                         self._cache[form, box] = self._find_pieces(move.expression, leaves, box)
-                    yield Block(move.key, box, tuple(ranks), move.itemsize, leaves, self._cache[form, box])
+                    pieces = self._cache[form, box]
+                    yield Block(move.key, box, tuple(ranks), move.itemsize, leaves, pieces, is_broadcast)
 
     def _find_pieces(
         self, expression: Expression, leaves: Sequence[str], box: Box

@@ -243,14 +243,44 @@ def dequantize_four_bits(
         flat, factors = packed.reshape(-1, 1), scales.reshape(-1)
         result: torch.Tensor = dequantize(flat, factors, block_size, form, shape, dtype)
         return result
-    # For example bytes (out, 64) with scales (out, 2) are codes (out, 64, 2), which are weights (out, 2, 64) in
-    # blocks, times scales (out, 2, 1), as a matrix (out, 128). The first of two elements is in the upper four bits
-    # of a byte in bitsandbytes, and in the lower ones in MXFP4.
-    table = _table(kind.codebook, packed.device)
-    upper, lower = packed >> 4, packed & 15
-    halves = torch.stack([lower, upper] if isinstance(kind, Code) else [upper, lower], dim=-1)
-    weights = table[halves.int()].view(*packed.shape[:-1], -1, block_size)
-    return weights.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
+    return look_up(packed, scales, block_size, kind, dtype)
+
+
+def look_up(
+    packed: torch.Tensor, scales: torch.Tensor, block_size: int, kind: FourBitForm, dtype: torch.dtype
+) -> torch.Tensor:
+    """Dequantize on any device. Memory: the matrix, and :func:`scratch_bytes`."""
+    pairs = _pairs(kind, packed.device)
+    weights = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
+    # Blocks do not cross rows, so a matrix is its blocks one after the other: codes (blocks * block_size / 2),
+    # scales (blocks, 1), weights (blocks, block_size).
+    codes = packed.reshape(-1).split(_PART_BYTES)
+    factors = scales.reshape(-1, 1).split(2 * _PART_BYTES // block_size)
+    targets = weights.view(-1, block_size).split(2 * _PART_BYTES // block_size)
+    for code, factor, target in zip(codes, factors, targets, strict=True):
+        # Without a name, which would keep the weights of a part until the next one has its own.
+        target.copy_(pairs.index_select(0, code.int()).view(torch.float32).view(-1, block_size).mul_(factor))
+    return weights
+
+
+_PART_BYTES: Final = 1 << 22
+"""Packed bytes that are dequantized at once. A multiple of every block."""
+
+
+def scratch_bytes(packed: torch.Tensor) -> int:
+    """Return the memory beside its result that dequantizing takes: an index and two float32 weights for a byte."""
+    return (4 + 8) * min(packed.numel(), _PART_BYTES)
+
+
+@cache
+def _pairs(kind: FourBitForm, device: torch.device) -> torch.Tensor:
+    """Return the two float32 weights of each byte, viewed as one int64 (256,), on a device. As :func:`_table`."""
+    book = kind.codebook
+    # The first of two elements is in the upper four bits of a byte in bitsandbytes, and in the lower ones in MXFP4.
+    pairs = [(book[byte >> 4], book[byte & 15]) for byte in range(256)]
+    if isinstance(kind, Code):
+        pairs = [(second, first) for first, second in pairs]
+    return torch.tensor(pairs, dtype=torch.float32, device=device).view(torch.int64).view(256)
 
 
 @torch.library.custom_op("shardwise::unnest_scales", mutates_args=())

@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.errors import ConfigError, find_private, private, require_private
 from shardwise.core.untrusted import Pattern
 from shardwise.files.peft_adapter import ADAPTER_CONFIG, CHANGES_THE_BASE, SAVE_AS_LORA, read_peft_version
-from shardwise.fsdp.gradients import require_synchronized
+from shardwise.fsdp.gradients import count_data_parallel_ranks, require_synchronized
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
 from shardwise.models import pretrained
 from shardwise.models.four_bit.layers import is_in_four_bits, patch_shapes
+from shardwise.models.selection import MERGE_FILES
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -271,7 +272,7 @@ def _unload(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
     if group is not None:
         raise ConfigError(
-            f"{group}: is an FSDP2 group of a layer and its adapter, and cannot be unloaded. {_INSTEAD}"
+            f"{group}: is an FSDP2 group of a layer and its adapter, and cannot be unloaded. {MERGE_FILES}"
         )
     return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
 
@@ -285,13 +286,13 @@ def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
     for name, layer in layers(tuner):
         base = layer.get_base_layer()
         if _is_packed(layer):
-            raise ConfigError(f"{name}: is in four bits, and cannot be merged into in place. {_INSTEAD}")
+            raise ConfigError(f"{name}: is in four bits, and cannot be merged into in place. {MERGE_FILES}")
         if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
             continue
         matrices_of_layer = [getattr(*factor) for adapter in layer.r for factor in matrices(layer, adapter)]
         if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in matrices_of_layer):
             raise ConfigError(
-                f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {_INSTEAD}"
+                f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {MERGE_FILES}"
             )
 
 
@@ -306,12 +307,7 @@ def _require_synchronized(adapter: str, model: Any, _: object) -> None:
     """
     if not torch.is_grad_enabled() or model.active_adapters == [adapter]:
         return
-    mesh = next((each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None)
-    if mesh is not None:
-        require_synchronized(model, mesh.size())
-
-
-_INSTEAD = "Save the adapter with shardwise.save_adapter, and merge the files with shardwise.merge_adapter"
+    require_synchronized(model, count_data_parallel_ranks(model))
 
 
 def _require_names() -> None:
