@@ -182,7 +182,7 @@ def saves_by_the_device_alone(folder: str, out: str) -> list[str]:
 def moves_of_ranks_without_bytes(backend: str) -> int:
     """Collectives on devices in a round to which these ranks contribute nothing, as if a third one sent it."""
     group = dist.new_group(backend=backend)
-    block = Block("", Box((0,), (0,)), targets=(1,), itemsize=1, leaves=(), pieces_by_rank=((0, ()),))
+    block = Block("", Box((0,), (0,)), (1,), 1, leaves=(), pieces_by_rank=((0, ()),), is_broadcast=False)
     with simulated.counting() as counts, World.current(group, call="move") as world:
         device, dtypes = torch.device("npu"), {"": torch.uint8}
         assert len(list(ShardExchange(world, [(block,)], mock.Mock(), None, dtypes, device).run())) == 1

@@ -185,7 +185,7 @@ class ShardExchange:
         # Only now: both rounds use the same staging memory, and the arriving one has been unpacked.
         if leaving is not None:
             # Before the first round, also on a rank that neither sends nor receives: its empty tensors' device
-            # selects the backend of the all-to-all, which must be that of the other ranks.
+            # selects the backend of the collectives, which must be that of the other ranks.
             if arriving is None and self.world.size > 1:
                 # A group may move no tensors of the host: dist.init_process_group() without a backend.
                 device = object_device(self.world.group) if self.device.type == "cpu" else self.device
