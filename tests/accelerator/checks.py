@@ -24,11 +24,15 @@ from transformers import LlamaForCausalLM
 import shardwise
 from shardwise.checkpoints import write
 from shardwise.core.errors import ShardingError
+from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import local_tensor as _local
 from shardwise.loading import load
 from shardwise.ranks.processes import try_collectives
+from shardwise.ranks.world import World
 from shardwise.saving import save
 from shardwise.transfer.distributed_chunks import ChunkStaging
+from shardwise.transfer.move import ShardExchange
+from shardwise.transfer.move_plan import Block
 from shardwise.transfer.staging import DeviceStaging, HostStaging
 
 LOADS: dict[str, dict[str, Any]] = {
@@ -173,6 +177,17 @@ def saves_by_the_device_alone(folder: str, out: str) -> list[str]:
     streamed = dict(shardwise.iter_hf_tensors(whole, options=options.StreamOptions(process_group=group)))
     dist.destroy_process_group(group)
     return unlike(saved, adapter) + unlike(streamed, {key: whole.state_dict()[key] for key in streamed})
+
+
+def moves_of_ranks_without_bytes(backend: str) -> int:
+    """Collectives on devices in a round to which these ranks contribute nothing, as if a third one sent it."""
+    group = dist.new_group(backend=backend)
+    block = Block("", Box((0,), (0,)), (1,), 1, leaves=(), pieces_by_rank=((0, ()),), is_broadcast=False)
+    with simulated.counting() as counts, World.current(group, call="move") as world:
+        device, dtypes = torch.device("npu"), {"": torch.uint8}
+        assert len(list(ShardExchange(world, [(block,)], mock.Mock(), None, dtypes, device).run())) == 1
+    dist.destroy_process_group(group)
+    return counts["collectives"]
 
 
 def trained(folder: str, **keywords: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
@@ -377,6 +392,12 @@ def copies_through_pageable_memory(folder: str, fp8: str, out: str) -> list[str]
         ):
             budget = options.SaveOptions(budget_bytes=BUDGET_BYTES)
             shardwise.save(model, f"{out}/saved {has_owners}", options=budget)
+    with counted("save in another dtype"):
+        budget = options.SaveOptions(budget_bytes=BUDGET_BYTES)
+        shardwise.save(model, f"{out}/cast", dtype="bfloat16", options=budget)
+    with counted("stream to the host"):
+        to_host = options.StreamOptions(BUDGET_BYTES, torch.device("cpu"))
+        assert {tensor.device.type for _, tensor in shardwise.iter_hf_tensors(model, options=to_host)} == {"cpu"}
     for form in ("full", "sharded", "local"):
         with counted(f"{form} files of accelerate"):
             budget = options.StateOptions(budget_bytes=BUDGET_BYTES)

@@ -88,6 +88,11 @@ def test_saves_and_streams_by_a_group_that_moves_no_tensors_of_the_host(two_rank
     require_same(two_ranks, checks.saves_by_the_device_alone, llama, str(tmp_path))
 
 
+@pytest.mark.parametrize("backend", ["cpu:gloo,npu:hccl", "hccl"])
+def test_ranks_that_neither_send_nor_receive_are_in_the_others_collective(two_ranks, backend):
+    assert two_ranks.run(checks.moves_of_ranks_without_bytes, backend) == [1, 1]
+
+
 def test_steps_and_states(two_ranks, llama):
     require_same(two_ranks, checks.steps, llama)
 

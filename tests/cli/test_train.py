@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -198,6 +199,17 @@ def test_one_rank_is_this_process_if_there_is_no_accelerator(monkeypatch) -> Non
     for device, expected in ((None, [3]), (torch.device("cuda"), "1 spawned")):
         monkeypatch.setattr("shardwise.fsdp.torch_private.accelerator", lambda device=device: device)
         assert run_ranks(1, sum, (1, 2), libraries=None) == expected
+
+
+def test_ranks_may_open_all_files_that_the_system_allows(monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("shardwise.fsdp.torch_private.accelerator", lambda: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        assert run_ranks(1, resource.getrlimit, resource.RLIMIT_NOFILE, libraries=None) == [(hard, hard)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

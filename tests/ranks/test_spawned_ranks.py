@@ -17,11 +17,13 @@ import torch.distributed as dist
 from tests.ranks import faults
 from tests.support.fork_server import start_server
 from torch.distributed import TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.spawn import start_processes
 
 from shardwise.core.errors import RankLostError, ShardingError, StorageError
 from shardwise.fsdp import wrap
 from shardwise.fsdp.torch_private import select_accelerator
+from shardwise.fsdp.wrap import Sharding
 from shardwise.ranks import processes
 from shardwise.ranks.processes import (
     RankEndedError,
@@ -107,10 +109,17 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path):
 @pytest.fixture
 def machine_with(monkeypatch):
     """``machine_with("xpu", 4)``: torch has four of these. What ranks take is told."""
-    taken = []
-    module = SimpleNamespace(set_device=taken.append, is_initialized=lambda: bool(taken))
+    taken: list[int] = []
+    module = SimpleNamespace(
+        set_device=taken.append,
+        is_initialized=lambda: bool(taken),
+        current_device=lambda: taken[-1],
+        memory_reserved=lambda _: reserved_bytes[0],
+    )
+    reserved_bytes = [0]
 
-    def pretend(kind: str, count: int) -> list[int]:
+    def pretend(kind: str, count: int, nbytes: int = 0) -> list[int]:
+        reserved_bytes[0], module.device_count = nbytes, lambda: count
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
@@ -164,6 +173,24 @@ def test_a_mesh_of_a_process_group_takes_the_device_of_a_launchers_rank(machine_
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
         wrap.default_mesh(dist.group.WORLD)
         assert taken == [0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_leaves_the_first_device_if_it_was_only_asked_something(machine_with, monkeypatch):
+    """Importing bitsandbytes initializes CUDA."""
+    monkeypatch.setattr(wrap, "has_collectives", lambda *_: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for mesh in (None, DeviceMesh.from_group(dist.group.WORLD, "cuda")):
+            for current, nbytes, selected in [(0, 0, [3]), (0, 1, []), (2, 0, [])]:
+                taken = machine_with("cuda", 4, nbytes)
+                taken[:] = [current]
+                wrap.with_mesh(Sharding(mesh=mesh), dist.group.WORLD)
+                assert taken[1:] == selected
+            machine_with("cuda", 1)[:] = [0]
+            wrap.with_mesh(Sharding(mesh=mesh), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 

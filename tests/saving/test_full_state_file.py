@@ -1,5 +1,8 @@
 """One file of whole tensors: what cannot be told apart in it is refused."""
 
+import io
+from unittest import mock
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from shardwise.core.errors import ShardingError
 from shardwise.ranks.world import World
 from shardwise.saving.commit import commit_written
 from shardwise.saving.rename_journal import lock_and_clean_up
-from shardwise.saving.torch_saves import write_whole_file
+from shardwise.saving.torch_saves import load_value, write_whole_file
 
 
 def write(folder, tensors, objects):
@@ -35,3 +38,10 @@ def test_one_tensor_under_several_names_is_written_once(tmp_path):
     assert found["c"] == 3
     assert torch.equal(found["a"], tied)
     assert found["a"].data_ptr() == found["b"].data_ptr()
+
+
+def test_a_value_that_was_saved_from_another_device_is_read_into_host_memory():
+    buffer = io.BytesIO()
+    with mock.patch("torch.serialization.location_tag", return_value="cuda:5"):
+        torch.save({"epochs": torch.ones(2)}, buffer)
+    assert load_value(buffer.getvalue(), "state")["epochs"].tolist() == [1, 1]

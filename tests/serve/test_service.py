@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import resource
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from tests.support.local_ranks import LIMIT_S
 
 from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.sampling import Sample, SampleOutput
-from shardwise.cli.serve import serve_command, serve_on_rank
+from shardwise.cli.serve import serve_command
 from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.core.phases import current_phases
 from shardwise.ranks.stop_signals import StopRequest
@@ -262,21 +261,6 @@ def test_the_loss_of_the_page_is_per_token_that_is_trained() -> None:
 
 def test_a_base_without_a_tokenizer(base: Path) -> None:
     assert _load_tokenizer(str(base)) is None
-
-
-def test_a_server_may_open_all_files_that_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = []
-    monkeypatch.setattr("shardwise.ranks.processes.keep_freed_blocks", lambda _: None)
-    monkeypatch.setattr(
-        "shardwise.serve.run.serve", lambda _: limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
-    )
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
-    try:
-        serve_on_rank(ServeOptions("base", Settings("base", "base")))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert limits == [(hard, hard)]
 
 
 def test_turns_do_not_wait_as_long_as_one_without_a_pass() -> None:

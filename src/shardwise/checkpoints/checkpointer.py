@@ -296,7 +296,8 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._plan, self._staging = None, ChunkStaging()  # a save afterwards plans anew
+            self._plan = None  # it has views of the tensors; a save afterwards plans anew
+            self._staging.release()
 
     def __enter__(self) -> Self:
         return self

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,13 +61,18 @@ def run_ranks(nproc_per_node: int, function: RankFunction, *args: Any, libraries
     """Call ``function(*args)`` on every rank of the launcher, or on new ranks. One rank on the CPU is this process.
 
     A first stop signal is passed on to new ranks. Return the values by rank, in all processes of a launcher. Say
-    that these ``libraries`` are imported, or nothing if they have been.
+    that these ``libraries`` are imported, or nothing if they have been. Ranks may open as many files as the hard
+    limit of this process allows.
 
     Raises:
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
     launch = read_launch(os.environ, nproc_per_node)
+    # New ranks inherit it: each has a socket for every other rank, and files of data workers or of clients.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with nullcontext() if libraries is None else importing(libraries):
         from shardwise.fsdp.torch_private import accelerator
         from shardwise.ranks.processes import run_launched, run_spawned

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,10 +88,6 @@ def serve_on_rank(options: ServeOptions) -> None:
     from shardwise.ranks.processes import keep_freed_blocks
     from shardwise.serve.run import serve
 
-    # A file for each connection of a client, and for each sample by vLLM.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # First, because it applies to blocks that are allocated afterwards.
     keep_freed_blocks(os.environ)
     serve(options)

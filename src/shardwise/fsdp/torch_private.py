@@ -100,6 +100,16 @@ def free_memory(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0]) + int(cached)
 
 
+def release_pinned_memory() -> None:
+    """Give pinned memory that is not in use, which torch keeps for later tensors, back to the system.
+
+    torch 2.11 has no call for it. The one of later releases may crash for extensions, which keep it elsewhere.
+    """
+    kind = accelerator()
+    if kind is not None and kind.type != "npu" and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
 def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
     """Synchronize the streams of this thread, so that other threads can read these tensors."""
     for device in {tensor.device for tensor in tensors}:

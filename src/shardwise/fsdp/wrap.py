@@ -163,13 +163,19 @@ def default_mesh(group: dist.ProcessGroup | None = None, replicas: int = 1) -> D
 
 
 def _select_launched_device(kind: str) -> None:
-    """Select the device of a launcher's rank, unless this process has used one.
+    """Select the device of a launcher's rank, unless this process has selected or used one.
 
-    torch does so in ``init_device_mesh`` alone, and not for a rank that is shown one device.
+    torch does so in ``init_device_mesh`` alone, not for a rank that is shown one device, and not once CUDA is
+    initialized. A question does that (bitsandbytes asks for capabilities when it is imported), and leaves all
+    ranks of a machine at device 0.
     """
     environment = os.environ  # noqa: TID251 - as torch does
     rank = environment.get("LOCAL_RANK")
-    if rank is not None and kind != "cpu" and not accelerator_module(torch.device(kind)).is_initialized():
+    if rank is None or kind == "cpu":
+        return
+    module = accelerator_module(torch.device(kind))
+    is_other = module.is_initialized() and module.current_device() == 0 < int(rank) < module.device_count()
+    if not module.is_initialized() or (is_other and module.memory_reserved(0) == 0):
         select_accelerator(environment, int(rank), 1)
 
 
@@ -187,7 +193,11 @@ def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
     Raises:
         ConfigError: there cannot be so many replicas.
     """
-    mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group, sharding.replicas)
+    mesh = sharding.mesh
+    if mesh is None:
+        mesh = default_mesh(group, sharding.replicas)
+    else:
+        _select_launched_device(mesh.device_type)
     return replace(sharding, mesh=mesh, replicas=1)
 
 

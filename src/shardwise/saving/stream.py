@@ -26,6 +26,7 @@ from shardwise.transfer.memory import get_model_device
 from shardwise.transfer.move import ShardExchange, box_view
 from shardwise.transfer.move_plan import Move, Round, full_on_ranks, plan_rounds
 from shardwise.transfer.replicas import ShardSender, agree_on_shares
+from shardwise.transfer.staging import upload_buffer
 
 _SMALLEST_BUCKET_BYTES = 4096
 
@@ -74,12 +75,13 @@ def _gather_full(
         moves.append(Move(key, item.expression, dtypes[key].itemsize, target_boxes))
     with world.collective("plan the rounds"):
         rounds = plan_rounds([moves], sender.shares, bucket_bytes)
-    # The yielded tensors may be on another device.
-    staging_device = get_model_device(refs, refs[0].local.device if refs else None)
+        # The yielded tensors may be on another device.
+        staging_device = get_model_device(refs, refs[0].local.device if refs else None)
+        staging = upload_buffer(staging_device, bucket_bytes)
     shapes = {key: item.shape for key, item in outputs.items()}
     received = _ReceivedTensors(shapes, dtypes, device or staging_device)
-    arrivals = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device).run()
-    with contextlib.closing(arrivals):
+    exchange = ShardExchange(world, rounds, sender.share, received.get_memory, dtypes, staging_device, staging)
+    with contextlib.closing(exchange.run()) as arrivals:
         yield from received.completed_by(arrivals)
 
 

@@ -210,13 +210,13 @@ def _is_nest(value: object) -> bool:
 
 
 def load_value(content: bytes, what: str) -> Any:
-    """Return a value that ``torch.save`` wrote.
+    """Return a value that ``torch.save`` wrote. Its tensors are in host memory, wherever they were saved from.
 
     Raises:
         FormatError: it holds more than data.
     """
     try:
-        return torch.load(io.BytesIO(content), weights_only=True)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises errors of many kinds for a damaged or malign file
         raise FormatError(f"{what}: cannot be read as plain data: {first_line(error)}") from error
 

@@ -143,7 +143,11 @@ class ShardWriter:
                 start = segment.copy.target.offset * tensor.element_size()
                 buffers.append(storage_bytes(tensor)[start : start + segment.bytes.nbytes])
             else:
-                as_stored(staging.buffer, segment, used).copy_(strided_view(tensor, segment.copy.target))
+                staged, values = as_stored(staging.buffer, segment, used), strided_view(tensor, segment.copy.target)
+                if values.device.type != "cpu":
+                    # Not by copy_: torch casts what it copies to the host there, in pageable memory.
+                    values = values.to(staged.dtype)
+                staged.copy_(values)
                 buffers.append(as_memoryview(staging.buffer)[used : used + segment.bytes.nbytes])
                 used += align(segment.bytes.nbytes)
         return buffers

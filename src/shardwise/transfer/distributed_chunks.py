@@ -27,7 +27,7 @@ from shardwise.files.local_reader import LocalReader
 from shardwise.files.storage import StorageWriter
 from shardwise.files.torch_files import KnownArchives, read_torch_tensor
 from shardwise.fsdp.named_tensors import local_boxes, raw_bytes, strided_view
-from shardwise.fsdp.torch_private import copy_all, make_storage_info, save_without_data
+from shardwise.fsdp.torch_private import copy_all, make_storage_info, release_pinned_memory, save_without_data
 from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_in_turn
 from shardwise.transfer.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
@@ -293,11 +293,18 @@ class ChunkStaging:
             torch.get_device_module(device).synchronize(device)
         return self._copies
 
+    def release(self) -> None:
+        """Free the memory, unless copies are in use."""
+        is_pinned = any(slab.is_pinned() for slab in self._slabs)
+        self._slabs, self._views, self._copies = [], {}, {}
+        if is_pinned:
+            release_pinned_memory()
+
     def _allocate(self, views: Views, *, is_pinned: bool) -> Views:
         sizes, places = pack_slabs([_align(view.nbytes) for view in views.values()])
         has_other_kind = any(slab.is_pinned() != is_pinned for slab in self._slabs)
         if has_other_kind or [slab.nbytes for slab in self._slabs] != sizes:
-            self._slabs, self._copies = [], {}  # freed before more is allocated
+            self.release()  # before more is allocated
             self._slabs = [
                 torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for size in sizes
             ]

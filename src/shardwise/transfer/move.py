@@ -184,7 +184,9 @@ class ShardExchange:
                 self.traffic.received_bytes += _nbytes(block, pieces)
         # Only now: both rounds use the same staging memory, and the arriving one has been unpacked.
         if leaving is not None:
-            if self._staging.numel() < self.traffic.staging_bytes:
+            # Before the first round, also on a rank that neither sends nor receives: its empty tensors' device
+            # selects the backend of the collectives, which must be that of the other ranks.
+            if arriving is None and self.world.size > 1:
                 # A group may move no tensors of the host: dist.init_process_group() without a backend.
                 device = object_device(self.world.group) if self.device.type == "cpu" else self.device
                 self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=device)

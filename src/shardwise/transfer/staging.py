@@ -200,7 +200,10 @@ _UPLOAD_BYTES: Final = 2 << 20
 
 
 def upload_buffer(device: torch.device, budget_bytes: int) -> StagingBuffer:
-    """Return a buffer for copies to a device, in the order of its current stream. Memory: at most 2 MiB."""
+    """Return a buffer for copies to a device or from it, in the order of its current stream.
+
+    Memory: at most 2 MiB, from the first such copy on.
+    """
     if device.type == "cpu":
         return HostStaging(0)
     staging = plan_staging(min(budget_bytes, _UPLOAD_BYTES), 1, on_device=True)

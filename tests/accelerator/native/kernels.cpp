@@ -129,7 +129,9 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   }
   bool waits = false;
   if (is_up || is_down) {
-    const bool pinned = is_pinned((is_up ? source : target).const_data_ptr());
+    // CUDA casts on the host what the host waits for, in pageable memory of its own.
+    const bool casts_on_host = !non_blocking && source.scalar_type() != target.scalar_type();
+    const bool pinned = !casts_on_host && is_pinned((is_up ? source : target).const_data_ptr());
     ++(is_up ? (pinned ? counters.pinned_to_device : counters.pageable_to_device)
              : (pinned ? counters.pinned_to_host : counters.pageable_to_host));
     // CUDA takes pageable memory into memory of its own before it returns, and brings it down synchronously.
