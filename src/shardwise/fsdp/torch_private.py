@@ -101,12 +101,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def release_pinned_memory() -> None:
-    """Give pinned memory that is not in use, which torch keeps for later tensors, back to the system.
+    """Give pinned memory of CUDA that is not in use, which torch keeps for later tensors, back to the system.
 
-    torch 2.11 has no call for it. The one of later releases may crash for extensions, which keep it elsewhere.
+    torch 2.11 has no call for it.
     """
     kind = accelerator()
-    if kind is not None and kind.type != "npu" and hasattr(torch.accelerator, "empty_host_cache"):
+    if kind is not None and kind.type == "cuda" and hasattr(torch.accelerator, "empty_host_cache"):
         torch.accelerator.empty_host_cache()
 
 
