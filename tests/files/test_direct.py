@@ -41,7 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(local_writer, "MIN_DIRECT_BYTES", 2 * BLOCK)
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(BLOCK))
-    descriptor = direct_io.open_direct(str(probe))
+    with probe.open("rb+") as opened:
+        descriptor = direct_io.open_direct(opened.fileno())
     probe.unlink()
     if descriptor is None:
         pytest.skip("no O_DIRECT here")
@@ -145,13 +146,23 @@ def test_a_policy_that_is_not_direct_never_goes_around(folder: Path, calls: list
 def test_where_a_file_cannot_be_opened_so_it_is_written_as_ever(
     folder: Path, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[bool, int, int]]
 ) -> None:
-    monkeypatch.setattr(local_writer, "open_direct", lambda path: None)
+    monkeypatch.setattr(local_writer, "open_direct", lambda descriptor: None)
     content = os.urandom(20 * BLOCK)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
         put(writer, "a", content)
         put(writer, "b", content)
     assert (folder / "a").read_bytes() == (folder / "b").read_bytes() == content
     assert not any(call[0] for call in calls)
+
+
+def test_a_file_that_another_save_has_replaced_is_not_written(folder: Path) -> None:
+    with LocalWriter(folder, policy=DISK_WRITES) as writer:
+        writer.create("a", 20 * BLOCK)
+        (folder / "a").unlink()
+        (folder / "a").write_bytes(b"another")
+        writer.write("a", 0, [memoryview(bytes(20 * BLOCK))])
+        writer.sync("a")
+    assert (folder / "a").read_bytes() == b"another"
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])

@@ -242,8 +242,10 @@ class OpenCheckpoint:
         ranges: list[tuple[str, int, int]] = []
         for file, nbytes in sorted(self.header.files.items()):
             ranges += ((file, start, stop) for start, stop in gaps(runs[file], content_nbytes(nbytes)))
-        # In turn, so that ranks have about equally many: rank 1 of four has ranges 1, 5, 9, ...
-        for file, start, stop in ranges[rank::world_size]:
+        # Adjacent ones, so that a rank opens few files, and reads the checksums of few: ranks 0 and 1 of two have
+        # ranges 0 to 4 and 5 to 9 of ten.
+        first, last = (len(ranges) * each // world_size for each in (rank, rank + 1))
+        for file, start, stop in ranges[first:last]:
             reader.require(file, start, stop)
 
     def _describe(self, file: str, start: int, stop: int) -> str:

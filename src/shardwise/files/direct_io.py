@@ -43,12 +43,13 @@ FILE_SYSTEMS: Final = frozenset({"ext4", "xfs"})
 """File systems on which O_DIRECT behaves as described. (Others copy anyway, compress, or are on a network.)"""
 
 
-def open_direct(path: str) -> int | None:
-    """Return a descriptor that writes around the page cache, or None if the file system does not support it."""
+def open_direct(descriptor: int) -> int | None:
+    """Return a second descriptor of a file, which writes around the page cache, or None if there cannot be one."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+        # Not by its name, which may be that of another save's file by now. /proc leads to the file itself.
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
-        if error.errno == errno.EINVAL:
+        if error.errno in (errno.EINVAL, errno.ENOENT):  # the file system has no such writes, or there is no /proc
             return None
         raise
 

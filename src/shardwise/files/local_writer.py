@@ -305,7 +305,7 @@ class LocalWriter(storage.StorageWriter):
         """Write full blocks around the page cache, if the file system supports it, and keep the ends back."""
         with self._lock, self._failures(file, "opening it for writing"):
             if opened.direct is None:
-                opened.direct = open_direct(self._path(file))
+                opened.direct = open_direct(opened.descriptor)
                 self._is_direct = opened.direct is not None
             buffer = self._buffers.pop() if self._buffers else new_buffer()
         for position, chunk in assemble(buffers, start, buffer):

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -66,6 +67,7 @@ class _LocalRound:
             broadcast the only target is the rank itself.
         receives: blocks and pieces, their source, and their byte offset in the data from that source.
         is_broadcast: each rank broadcasts its part.
+        received_starts: byte offset in staging memory of what comes from each rank, by rank.
     """
 
     sent: list[int]
@@ -74,6 +76,7 @@ class _LocalRound:
     sends: list[tuple[Block, tuple[Piece, ...], dict[int, int]]] = field(default_factory=list)
     receives: list[tuple[Block, tuple[Piece, ...], int, int]] = field(default_factory=list)
     is_broadcast: bool = False
+    received_starts: list[int] = field(default_factory=list)
 
     @classmethod
     def from_blocks(cls, blocks: Round, rank: int, size: int) -> _LocalRound:
@@ -96,12 +99,9 @@ class _LocalRound:
                 elif rank in block.targets:
                     local.receives.append((block, pieces, source, local.received[source]))
                     local.received[source] += nbytes
-        return local
-
-    def get_received_offset(self, source: int, start: int) -> int:
-        """Return the byte offset in staging memory of byte ``start`` of what a rank sends to this one."""
         # As all_to_all_single lays them out: the input in front, the output behind it, each ordered by rank.
-        return sum(self.sent) + sum(self.received[:source]) + start
+        local.received_starts = list(accumulate(local.received, initial=sum(local.sent)))
+        return local
 
 
 @dataclass
@@ -179,7 +179,7 @@ class ShardExchange:
                 self.traffic.kept_bytes += _nbytes(block, pieces)
             self._wait()
             for block, pieces, source, start in arriving.receives:
-                offset = arriving.get_received_offset(source, start)
+                offset = arriving.received_starts[source] + start
                 self._put(block, pieces, self._staging_views(block, pieces, offset))
                 self.traffic.received_bytes += _nbytes(block, pieces)
         # Only now: both rounds use the same staging memory, and the arriving one has been unpacked.
@@ -192,7 +192,7 @@ class ShardExchange:
                 self._staging = torch.empty(self.traffic.staging_bytes, dtype=torch.uint8, device=device)
             for block, pieces, starts in leaving.sends:
                 if leaving.is_broadcast:
-                    offsets = [leaving.get_received_offset(rank, start) for rank, start in starts.items()]
+                    offsets = [leaving.received_starts[rank] + start for rank, start in starts.items()]
                 else:
                     offsets = [sum(leaving.sent[:target]) + start for target, start in starts.items()]
                 by_target = [self._staging_views(block, pieces, offset) for offset in offsets]
