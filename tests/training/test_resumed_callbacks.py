@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
@@ -153,6 +154,28 @@ def test_an_evaluation_that_a_stop_has_left_out_is_made_up(tmp_path: Path, strat
         [[entry.get(name) for name in names] for entry in one.log_history] for one in (resumed, whole)
     )
     assert told == expected
+
+
+def test_an_evaluation_that_a_stop_at_the_end_has_left_out_is_made_up(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+    preempt = PreemptAt(8)
+    preempt.trainer = make_trainer(tmp_path, preempt, **settings, save_total_limit=1)
+    preempt.trainer.train()
+    resumed = train(tmp_path, resume=True, **settings, save_total_limit=1)
+    assert [entry["step"] for entry in resumed.log_history if "eval_loss" in entry] == [4, 8]
+    assert (resumed.best_global_step, steps_in(tmp_path)) == (8, ["8"])
+
+
+def test_what_was_evaluated_without_a_word_in_the_log_is_not_evaluated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = mock.Mock(return_value={"eval_loss": 1.0})
+    monkeypatch.setattr(OwnTrainer, "evaluate", evaluate)
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
+    train(tmp_path, max_steps=2, **settings)
+    train(tmp_path, resume=True, max_steps=3, **settings)
+    assert evaluate.call_count == 1, "at step 2"
 
 
 def score(completions: list[str], unit: float = 1.0, **_: Any) -> list[float]:

@@ -41,6 +41,7 @@ class TrainerHeader:
             versions.
         rows: number of rows and seed of the data, such as "96 rows with seed 42". None in headers of earlier
             versions.
+        is_stop: saved by a stop, which leaves an evaluation out. False in headers of earlier versions.
     """
 
     step: int
@@ -49,6 +50,7 @@ class TrainerHeader:
     world_size: int
     order: str | None = None
     rows: str | None = None
+    is_stop: bool = False
 
     def to_bytes(self) -> bytes:
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
@@ -75,12 +77,13 @@ class TrainerHeader:
         if values.pop("version", None) != _VERSION:
             raise FormatError(f"{what}: is of another version of shardwise. Pass another checkpoint")
         texts = {name: values.pop(name, None) for name in ("order", "rows")}
+        is_stop = values.pop("is_stop", False) is True
         # By type(), because True is an int for isinstance().
         types = [(name, type(value)) for name, value in sorted(values.items())]
         is_negative = any(value < 0 for value in values.values() if type(value) is int)
         if types != _FIELDS or is_negative or not all(isinstance(text, str | None) for text in texts.values()):
             raise FormatError(f"{what}: is not the header of a checkpoint. Pass another checkpoint")
-        return cls(**values, **texts)
+        return cls(**values, **texts, is_stop=is_stop)
 
 
 _FIELDS = [("holds", str), ("rows_per_step", int), ("step", int), ("world_size", int)]

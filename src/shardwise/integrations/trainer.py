@@ -145,8 +145,8 @@ class ShardwiseTrainer(_Trainer):
         """Header of the checkpoint that a training run resumes from."""
         self._position: tuple[int, float] | None = None
         """Passes, and optimizer steps of the pass, after which a training run resumes in a stream."""
-        self._is_evaluated = True
-        """Whether the checkpoint that a training run resumes from has been evaluated. True without one."""
+        self._unevaluated: str | None = None
+        """The checkpoint that a training run resumes from, if a stop may have left out its evaluation."""
         # Other models than the trained one, which compute no gradients.
         frozen = [getattr(self, "ref_model", None)]
         if (teacher := getattr(self, "teacher_model", None)) is not None:
@@ -283,7 +283,7 @@ class ShardwiseTrainer(_Trainer):
                     if world.rank == 0:
                         trainer_checkpoints.remove_incomplete_checkpoints(run)
         self._saved_step, self._on_other_base, self.is_stop_requested = None, on_other_base, False
-        self._is_evaluated = is_evaluated
+        self._unevaluated = None if is_evaluated else str(source)
         # Not entered: it lasts as long as the training.
         step_world = World.current(call="the Trainer's steps")
         # translate_collective_errors needs ranks that have met over the control channel.
@@ -487,7 +487,13 @@ class ShardwiseTrainer(_Trainer):
             holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
             rows = self.get_total_train_batch_size(self.args)
             header = TrainerHeader(
-                step, holds, rows, world.size, order=self._describe_order(rows), rows=self._describe_rows()
+                step,
+                holds,
+                rows,
+                world.size,
+                order=self._describe_order(rows),
+                rows=self._describe_rows(),
+                is_stop=self.is_stop_requested,
             )
             with world.broadcast("complete the save"):
                 if world.rank == 0:
@@ -572,11 +578,8 @@ class ShardwiseTrainer(_Trainer):
         Of a stream, whose length it does not know, the Trainer takes all steps as the first pass. The pass is that
         in which the checkpoint was saved, and the earlier ones are left out.
         """
-        if not self._is_evaluated:  # before the first step, and before early stopping is looked at
-            self._is_evaluated = True
-            self._evaluate_resumed(
-                keywords["resume_from_checkpoint"], keywords["trial"], keywords["ignore_keys_for_eval"]
-            )
+        # Before the first step, and before early stopping is looked at.
+        self._evaluate_resumed(keywords["trial"], keywords["ignore_keys_for_eval"])
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # passes over a stream have no end
             return
@@ -604,11 +607,14 @@ class ShardwiseTrainer(_Trainer):
             self.control.should_evaluate = False
         super()._maybe_log_save_evaluate(*positional, **keywords)
 
-    def _evaluate_resumed(self, checkpoint: str, trial: Any, ignored_keys: list[str] | None) -> None:
-        """Evaluate the checkpoint that is resumed, if that is due, as a stop has left it out. Collective: yes.
+    def _evaluate_resumed(self, trial: Any, ignored_keys: list[str] | None = None) -> None:
+        """Evaluate the checkpoint that is resumed, once, if a stop has left that out. Collective: yes.
 
         Nothing is recorded in the checkpoint: the schedule that is saved there has not seen the evaluation.
         """
+        checkpoint, self._unevaluated = self._unevaluated, None
+        if checkpoint is None:
+            return
         due = TrainerControl()
         flow: Any = DefaultFlowCallback()
         flow.on_step_end(self.args, self.state, due)
@@ -632,6 +638,8 @@ class ShardwiseTrainer(_Trainer):
         return bool(is_best or self.control.should_save)
 
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
+        if not self.is_stop_requested:  # if all epochs were trained by then, none is run
+            self._evaluate_resumed(trial)
         limit, run = self.args.save_total_limit, Path(self._get_output_dir(trial=trial))
         # With a limit of 1 the Trainer would remove all checkpoints but the best, their files in any order.
         with mock.patch.object(self.args, "save_total_limit", None):

@@ -95,8 +95,8 @@ def step_in(run: Path, folder: str | None) -> int | None:
 def read_checkpoint(source: Path) -> tuple[TrainerHeader, str | None, tuple[int, float], bool]:
     """Read the header of a complete checkpoint, the best one so far of its run, and its position in a stream.
 
-    The position is the number of passes before, and of optimizer steps in this pass. The last value is whether the
-    checkpoint has been evaluated.
+    The position is the number of passes before, and of optimizer steps in this pass. The last value is False if a
+    stop has saved the checkpoint, and the log has no evaluation of its step.
 
     Raises:
         ConfigError, FormatError, StorageError: as :func:`read_complete_header`, or the Trainer's state in
@@ -112,7 +112,7 @@ def read_checkpoint(source: Path) -> tuple[TrainerHeader, str | None, tuple[int,
     log = folder.state.get("log_history")
     entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
     names = [name for entry in entries if entry.get("step") == header.step for name in entry]
-    is_evaluated = any(name.startswith("eval_") for name in names)
+    is_evaluated = not header.is_stop or any(name.startswith("eval_") for name in names)
     return header, _find_best(folder), (epoch, steps), is_evaluated
 
 
