@@ -310,7 +310,7 @@ def unbuilt(base: type, run: Path, **attributes: Any) -> Any:
     args |= attributes.pop("args", {})
     vars(trainer).update(args=SimpleNamespace(**args), state=SimpleNamespace(**state), **attributes)
     vars(trainer)["_get_output_dir"] = lambda **_: str(run)
-    trainer.is_stop_requested = False
+    trainer.is_stop_requested, trainer._unevaluated = False, None
     return trainer
 
 
