@@ -199,9 +199,10 @@ def _require_schedule(source: str, training: Any) -> None:
             warnings.simplefilter("ignore")
             transformers.get_scheduler(kind, optimizer, 1, 10, scheduler_specific_kwargs=settings)
     except (ValueError, TypeError) as error:
+        has_text = any(isinstance(value, str) for value in (settings or {}).values())
         raise ConfigError(
             f"{source}: lr_scheduler_kwargs {settings or {}} do not fit lr_scheduler_type {kind.value}, {error}. "
-            "Correct them"
+            f"Correct them{' (YAML reads 1e-6 as text, and 1.0e-6 as a number)' if has_text else ''}"
         ) from error
 
 
