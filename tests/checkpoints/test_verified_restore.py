@@ -13,12 +13,15 @@ from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
 from tests.loading.on_ranks import attempt
 from tests.small_checkpoints import small_qwen3
+from torch import nn
 
 import shardwise
-from shardwise import Checkpointer
+from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints.step_folders import open_folder
 from shardwise.checkpoints.trainer_folders import MODEL_ALONE, TrainerHeader
 from shardwise.cli import main
+from shardwise.files.distributed import open_state
+from shardwise.files.local_reader import LocalReader
 
 
 def latest(run):
@@ -60,6 +63,38 @@ def test_no_flipped_bit_is_restored(run, tmp_path):
     training = Training(seed=1)
     assert Checkpointer(tmp_path / "run").restore(training.state).checked_bytes > 0
     assert differences(training.taken(), before) != []
+
+
+def test_one_archive_of_each_form_is_read_and_all_are_compared(tmp_path, monkeypatch):
+    """Opening reads as often for eight equal tensors as for two. Damage around any of them changes nothing."""
+    states = []
+    for count in (2, 8):
+        torch.manual_seed(count)
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(count)])
+        states.append(TrainState(model, torch.optim.SGD(model.parameters())))
+        Checkpointer(tmp_path / str(count)).save(1, states[-1])
+    read = []
+    original = LocalReader.read_vectored
+    monkeypatch.setattr(LocalReader, "read_vectored", lambda *args: read.append(args[1:3]) or original(*args))
+    reads = []
+    for count in (2, 8):
+        read.clear()
+        opened = open_folder(tmp_path / str(count) / "step-1")
+        reads.append(sum(file.endswith(".distcp") for file, _ in read))
+        with LocalReader(opened.folder) as reader:
+            assert open_state(reader) == opened.index
+    assert reads[0] == reads[1]
+    saved = [weight.detach().clone() for weight in model.parameters()]
+    nn.utils.vector_to_parameters(torch.zeros(8 * 256 * 256), model.parameters())
+    for entry in list(opened.index.entries.values())[::3]:
+        for position in (entry.start - 1, entry.stop + 20):  # padding before the elements, a name after them
+            on_ranks.flip(opened.folder / entry.file, position)
+            with pytest.raises(shardwise.FormatError):
+                Checkpointer(tmp_path / "8").restore(states[1])
+            on_ranks.flip(opened.folder / entry.file, position)
+    assert not any(weight.any() for weight in model.parameters())
+    Checkpointer(tmp_path / "8").restore(states[1])
+    assert all(map(torch.equal, model.parameters(), saved))
 
 
 WAYS = [(2, "flat"), (3, "flat"), (4, "hsdp"), (2, "columns")]

@@ -3,18 +3,20 @@
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.files.building import file_of, file_with, index_of, refusal_of, tensor
 from tests.support.http_store import HttpStore, Status
-from tests.support.memory_storage import MemoryReader
+from tests.support.memory_storage import MEMORY, MemoryReader
 
 from shardwise.core.errors import CheckpointError, FormatError, StorageError
 from shardwise.core.tensors import DType
 from shardwise.files import join_entries, objects
-from shardwise.files.checkpoint_index import CheckpointIndex
+from shardwise.files.checkpoint_index import CheckpointIndex, each
 from shardwise.files.objects import RemoteReader
 from shardwise.files.open_checkpoint import open_checkpoint
 
@@ -179,6 +181,22 @@ def test_the_reader_that_is_passed_stays_open() -> None:
     reader = MemoryReader({"model.safetensors": A})
     open_checkpoint(reader)
     assert reader.size("model.safetensors") == len(A)
+
+
+def test_a_remote_storage_is_asked_for_items_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads' pool holds a future for each item that it has: of millions of chunks, not for all at once."""
+    portions: list[int] = []
+    original = ThreadPoolExecutor.map
+
+    def recorded(pool: ThreadPoolExecutor, function: Callable[[int], int], items: Iterable[int]) -> Iterator[int]:
+        portions.append(len(listed := list(items)))
+        return original(pool, function, listed)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "map", recorded)
+    reader = MemoryReader({}, policy=replace(MEMORY, concurrency=2, is_remote=True))
+    assert each(reader, abs, range(10_000)) == list(range(10_000))
+    assert sum(portions) == 10_000
+    assert max(portions) < 5_000
 
 
 # Nothing there

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 from shardwise.core.errors import ConfigError, FormatError, StorageError
@@ -463,12 +464,20 @@ def add_prefix(composition: T, prefix: str) -> T:
     return cast(T, prefixed)
 
 
+_ITEMS_AT_ONCE: Final = 4096
+
+
 def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Return the results for all items, computed by several threads for a remote storage."""
     if not reader.policy.is_remote:
         return [function(item) for item in items]
+    results: list[R] = []
+    remaining = iter(items)
     with ThreadPoolExecutor(reader.policy.concurrency) as pool:
-        return list(pool.map(function, items))
+        # In portions, because the pool keeps a future for every item that it is given.
+        while portion := list(islice(remaining, _ITEMS_AT_ONCE)):
+            results += pool.map(function, portion)
+    return results
 
 
 def contents(reader: StorageReader, entries: Sequence[TensorEntry]) -> dict[str, bytes]:

@@ -23,7 +23,7 @@ from shardwise.files.checkpoint_index import (
     FormatFaults,
     IndexSoFar,
 )
-from shardwise.files.join_entries import MAX_DEPTH, METADATA, Chunk, FoundTensor, KeyPath, WrapperChoice
+from shardwise.files.join_entries import MAX_DEPTH, METADATA, Chunk, FoundTensor, KeyPath, StoredView, WrapperChoice
 from shardwise.files.pickles import Record, are_sizes, read_pickle
 from shardwise.files.storage import StorageReader, read_limited
 from shardwise.files.torch_files import KnownArchives, read_torch_file, read_torch_tensor
@@ -82,8 +82,10 @@ def _add_chosen(
     choice: WrapperChoice,
     index: IndexSoFar,
     faults: FormatFaults,
+    *,
+    is_sealed: bool = False,
 ) -> None:
-    """Add the chosen tensors. Reads the zip directory of every chunk.
+    """Add the chosen tensors. Reads the zip directory of every chunk, or see :func:`open_state` on ``is_sealed``.
 
     Raises:
         FormatError: the metadata and the files contradict each other, or a chunk holds objects that are not data.
@@ -96,7 +98,7 @@ def _add_chosen(
     # Chunks of one form have equal pickles, and in shardwise's own checkpoints equal archives but for the elements.
     known: dict[tuple[DType, tuple[int, ...]], KnownArchives] = defaultdict(KnownArchives)
 
-    def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> Chunk:
+    def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> StoredView:
         tensor, box, place = item
         name = f"{shown(tensor.key)} at {box.offsets} in {shown(place.file)}"
         form = known[tensor.dtype, box.sizes]
@@ -106,15 +108,26 @@ def _add_chosen(
                 f"{name}: it holds {view.dtype.label} {view.shape}, where the metadata has "
                 f"{tensor.dtype.label} {box.sizes}. The folder mixes two saves, or is damaged. Write it again"
             )
-        return Chunk(box.offsets, view)
+        return view
 
     # All chunks of all tensors at once, because a remote storage reads them concurrently. File by file, because a
     # reader keeps some files open, and the chunks of one tensor are in the files of all ranks.
     jobs = [(tensor, box, place) for tensor in chosen.values() for box, place in tensor.chunks]
     order = sorted(range(len(jobs)), key=lambda number: (jobs[number][2].file, jobs[number][2].bytes))
-    in_order = checkpoint_index.each(reader, read, [jobs[number] for number in order])
-    chunk_of_job = dict(zip(order, in_order, strict=True))
-    chunks = (chunk_of_job[number] for number in range(len(jobs)))  # in the order of the jobs
+    # In a sealed file, which one rank wrote, archives of one form differ in their elements only: one is read.
+    forms: list[object] = list(range(len(jobs)))
+    if is_sealed:
+        forms = [(place.file, tensor.dtype, box.sizes, place.bytes.nbytes) for tensor, box, place in jobs]
+    firsts: dict[object, int] = {}
+    for number in order:
+        firsts.setdefault(forms[number], number)
+    read_views = checkpoint_index.each(reader, read, [jobs[number] for number in firsts.values()])
+    views = dict(zip(firsts, read_views, strict=True))
+    starts = {form: jobs[number][2].bytes.start for form, number in firsts.items()}
+    chunks = (  # in the order of the jobs
+        Chunk(box.offsets, views[form].shifted(place.file, place.bytes.start - starts[form]))
+        for form, (_, box, place) in zip(forms, jobs, strict=True)
+    )
     tensors: list[FoundTensor] = []
     for path, tensor in chosen.items():
         chunks_of_tensor = tuple(next(chunks) for _ in tensor.chunks)
@@ -352,12 +365,21 @@ FORMAT: Final[CheckpointFormat] = _DistributedFolders()
 
 
 def open_state(
-    reader: StorageReader, file: str | None = None, metadata: DistributedMetadata | None = None
+    reader: StorageReader,
+    file: str | None = None,
+    metadata: DistributedMetadata | None = None,
+    *,
+    is_sealed: bool = False,
 ) -> CheckpointIndex:
     """Return all tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
 
     Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read unless passed. Raises as
     :func:`~shardwise.files.open_checkpoint.open_checkpoint`.
+
+    ``is_sealed`` is for a folder that shardwise wrote, whose ``.metadata`` has been compared with a digest, and
+    whose files the caller compares with checksums, those bytes too that are between tensors, before a value
+    counts. Then one chunk of each dtype, shape and size is read in each file, and tells where the elements of all
+    others begin.
     """
     faults, index, everything = FormatFaults(reader.root), IndexSoFar(), WrapperChoice()
     if file is not None:
@@ -366,7 +388,7 @@ def open_state(
         join_entries.add_tensors(saved.tensors, everything, index, faults)
     else:
         metadata = read_metadata(reader) if metadata is None else metadata
-        _add_chosen(reader, metadata, everything, index, faults)
+        _add_chosen(reader, metadata, everything, index, faults, is_sealed=is_sealed)
         # Files of values that are not tensors have to be removed and compared with the others.
         for place in metadata.objects.values():
             index.files.setdefault(place.file, reader.size(place.file))

@@ -269,6 +269,11 @@ class StoredView:
         nbytes = self.strided.numel * self.dtype.itemsize
         return nbytes == self.range.nbytes and (self.strided.is_contiguous or not nbytes)
 
+    def shifted(self, file: str, nbytes: int) -> StoredView:
+        """Return the same view of the range that begins ``nbytes`` later, in ``file``."""
+        moved = ByteRange(self.range.start + nbytes, self.range.stop + nbytes)
+        return StoredView(file, moved, self.dtype, self.strided)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

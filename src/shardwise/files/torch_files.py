@@ -13,7 +13,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, NoReturn
 
@@ -281,8 +281,7 @@ def read_torch_tensor(
         if place.nbytes == location.nbytes and all(
             window.read_range(start, start + len(content)) == content for start, content in recorded
         ):
-            start = location.start + view.range.start - place.start
-            return replace(view, file=file, range=ByteRange(start, start + view.range.nbytes))
+            return view.shifted(file, location.start - place.start)
         window.recorded.clear()
     archive = TorchArchive(window, what, known.pickles)
     tensor = archive.value
