@@ -113,8 +113,17 @@ def shares_in_turn(tensors: Iterable[tuple[tuple[Boxes, ...], int]]) -> Iterator
     The holders of a small box send it in turn. ``tensors`` are the boxes by rank and the bytes of an element.
     """
     count_turns, share = cache(_count_turns), cache(shares_by_rank)
-    for number, (boxes, itemsize) in enumerate(tensors):
-        yield share(boxes, number % count_turns(boxes, itemsize), itemsize)
+    # By identity first: models have many tensors with one layout, and a hash of it visits the boxes of all ranks.
+    turns: dict[tuple[int, int], int] = {}  # by id of the boxes, bytes of an element
+    shares: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}  # also by turn
+    for number, (boxes, itemsize) in enumerate(list(tensors)):  # a list, which keeps the boxes and so their ids
+        layout = id(boxes), itemsize
+        if layout not in turns:
+            turns[layout] = count_turns(boxes, itemsize)
+        turn = number % turns[layout]
+        if (*layout, turn) not in shares:
+            shares[*layout, turn] = share(boxes, turn, itemsize)
+        yield shares[*layout, turn]
 
 
 def _count_turns(boxes: Sequence[Boxes], itemsize: int) -> int:
