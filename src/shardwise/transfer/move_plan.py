@@ -95,6 +95,20 @@ def covers(shape: Sequence[int], boxes: Sequence[Boxes]) -> bool:
     return sum(box.numel for box in find_holders(boxes)) == numel(shape)
 
 
+def find_incomplete(tensors: Iterable[tuple[str, tuple[int, ...], tuple[Boxes, ...]]]) -> list[str]:
+    """Return the names of the tensors, given with shapes and boxes by rank, of which no rank has some elements."""
+    # By identity: models have many tensors with one layout.
+    covered: dict[tuple[tuple[int, ...], int], bool] = {}  # by shape, id of the boxes
+    incomplete: list[str] = []
+    for name, shape, boxes in list(tensors):  # a list, which keeps the boxes and so their ids
+        layout = shape, id(boxes)
+        if layout not in covered:
+            covered[layout] = covers(shape, boxes)
+        if not covered[layout]:
+            incomplete.append(name)
+    return incomplete
+
+
 def shares_by_rank(boxes: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
     """Return each rank's share of a tensor from the boxes that the ranks hold.
 
