@@ -101,6 +101,20 @@ def test_equal_tensors_have_one_object_for_each_turn(shards, replicas, rows, exp
     assert shares == [shares_by_rank(sharded(shards, replicas, rows), turn, 2) for turn in range(100)]
 
 
+def test_the_boxes_of_all_ranks_are_hashed_once_for_each_turn():
+    hashes = []
+
+    class Layout(tuple):
+        def __hash__(self):
+            hashes.append(self)
+            return super().__hash__()
+
+    layout = Layout(sharded(4, 2))
+    shares = list(shares_in_turn((layout, 2) for _ in range(100)))
+    assert shares == [shares_by_rank(layout, turn, 2) for turn in range(100)]
+    assert len(hashes) == 3  # the number of turns, and two turns
+
+
 def test_the_pieces_of_equal_tensors_are_searched_once(monkeypatch):
     searches = []
     search = giving._Cutter._find_pieces

@@ -3,13 +3,14 @@
 import pytest
 
 from shardwise.core.errors import RankMismatchError
+from shardwise.core.tensors import Box
 from shardwise.transfer.matching import (
     NO_SOURCES,
     resolve_differences,
     select_dtypes,
     select_sources,
 )
-from shardwise.transfer.tensor_metadata import TensorMetadata, require_same_tensors
+from shardwise.transfer.tensor_metadata import TensorMetadata, collect_all_boxes, require_same_tensors
 
 
 def chosen(live):
@@ -74,3 +75,17 @@ def test_the_order_of_tensors_counts():
     one, other = TensorMetadata((2, 3), "", other_names=("a",)), TensorMetadata((2, 3), "", other_names=("b",))
     with pytest.raises(RankMismatchError, match="order of the tensors on rank 1"):
         require_same_tensors([{"a": one, "b": other}, {"b": other, "a": one}])
+
+
+def test_tensors_of_one_layout_are_compared_and_hashed_once(monkeypatch):
+    compared, hashed = [], []
+    compare, hash_box = TensorMetadata.__eq__, Box.__hash__
+    monkeypatch.setattr(TensorMetadata, "__eq__", lambda *pair: compared.append(pair) or compare(*pair))
+    monkeypatch.setattr(Box, "__hash__", lambda box: hashed.append(box) or hash_box(box))
+    boxes = [(Box((4 * rank, 0), (4, 2)),) for rank in range(2)]
+    tensors = [TensorMetadata((8, 2), "bfloat16", local) for local in boxes]
+    collected = collect_all_boxes([{f"layers.{number}": tensor for number in range(100)} for tensor in tensors])
+    assert set(map(id, collected.values())) == {id(collected["layers.0"])}
+    assert collected["layers.99"] == tuple(boxes)
+    assert len(compared) == 1
+    assert len(hashed) <= 4  # of two boxes, to find the layout and to check that it is complete

@@ -95,6 +95,20 @@ def covers(shape: Sequence[int], boxes: Sequence[Boxes]) -> bool:
     return sum(box.numel for box in find_holders(boxes)) == numel(shape)
 
 
+def find_incomplete(tensors: Iterable[tuple[str, tuple[int, ...], tuple[Boxes, ...]]]) -> list[str]:
+    """Return the names of the tensors, given with shapes and boxes by rank, of which no rank has some elements."""
+    # By identity: models have many tensors with one layout.
+    covered: dict[tuple[tuple[int, ...], int], bool] = {}  # by shape, id of the boxes
+    incomplete: list[str] = []
+    for name, shape, boxes in list(tensors):  # a list, which keeps the boxes and so their ids
+        layout = shape, id(boxes)
+        if layout not in covered:
+            covered[layout] = covers(shape, boxes)
+        if not covered[layout]:
+            incomplete.append(name)
+    return incomplete
+
+
 def shares_by_rank(boxes: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Boxes, ...]:
     """Return each rank's share of a tensor from the boxes that the ranks hold.
 
@@ -113,8 +127,17 @@ def shares_in_turn(tensors: Iterable[tuple[tuple[Boxes, ...], int]]) -> Iterator
     The holders of a small box send it in turn. ``tensors`` are the boxes by rank and the bytes of an element.
     """
     count_turns, share = cache(_count_turns), cache(shares_by_rank)
-    for number, (boxes, itemsize) in enumerate(tensors):
-        yield share(boxes, number % count_turns(boxes, itemsize), itemsize)
+    # By identity first: models have many tensors with one layout, and a hash of it visits the boxes of all ranks.
+    turns: dict[tuple[int, int], int] = {}  # by id of the boxes, bytes of an element
+    shares: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}  # also by turn
+    for number, (boxes, itemsize) in enumerate(list(tensors)):  # a list, which keeps the boxes and so their ids
+        layout = id(boxes), itemsize
+        if layout not in turns:
+            turns[layout] = count_turns(boxes, itemsize)
+        turn = number % turns[layout]
+        if (*layout, turn) not in shares:
+            shares[*layout, turn] = share(boxes, turn, itemsize)
+        yield shares[*layout, turn]
 
 
 def _count_turns(boxes: Sequence[Boxes], itemsize: int) -> int:

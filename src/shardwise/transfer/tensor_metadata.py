@@ -86,7 +86,7 @@ def require_same_tensors(
     """
     first, *others = metadata
     for rank, other in enumerate(others, start=1):
-        if list(other.items()) == list(first.items()):
+        if _are_equal(first, other):
             continue
         here, there = f"rank {global_ranks[rank]}", f"rank {global_ranks[0]}"
         lines: list[str] = []
@@ -104,6 +104,15 @@ def require_same_tensors(
         )
 
 
+def _are_equal(one: Mapping[str, TensorMetadata], other: Mapping[str, TensorMetadata]) -> bool:
+    """Return whether two ranks have the same tensors in the same order."""
+    if list(one) != list(other):
+        return False
+    # By identity: equal tensors of a rank are one object (metadata_by_name), and models have many.
+    pairs = {(id(a), id(b)): (a, b) for a, b in zip(one.values(), other.values(), strict=True)}
+    return all(a == b for a, b in pairs.values())
+
+
 def collect_boxes(
     metadata: Sequence[Mapping[str, TensorMetadata]], global_ranks: Sequence[int] = ALL_RANKS
 ) -> dict[str, tuple[Boxes, ...]]:
@@ -115,10 +124,14 @@ def collect_boxes(
     require_same_tensors(metadata, global_ranks)
     # Interned: find_shared_boxes and others use the identity of a layout as their cache key.
     layouts: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
+    known: dict[tuple[int, ...], tuple[Boxes, ...]] = {}  # by ids of the ranks' metadata, which are hashed faster
     boxes: dict[str, tuple[Boxes, ...]] = {}
-    for name in metadata[0]:
-        by_rank = tuple(tuple(box for box in local[name].boxes if box.numel) for local in metadata)
-        boxes[name] = layouts.setdefault(by_rank, by_rank)
+    for name, *items in zip(metadata[0], *(local.values() for local in metadata), strict=True):
+        ids = tuple(map(id, items))
+        if ids not in known:
+            by_rank = tuple(tuple(box for box in item.boxes if box.numel) for item in items)
+            known[ids] = layouts.setdefault(by_rank, by_rank)
+        boxes[name] = known[ids]
     return boxes
 
 
@@ -132,8 +145,8 @@ def collect_all_boxes(
         ShardingError: the ranks together do not have each element of a tensor.
     """
     boxes = collect_boxes(metadata, global_ranks)
-    covers = cache(move_plan.covers)
-    if incomplete := [name for name, item in metadata[0].items() if not covers(item.shape, boxes[name])]:
+    tensors = ((name, item.shape, boxes[name]) for name, item in metadata[0].items())
+    if incomplete := move_plan.find_incomplete(tensors):
         raise ShardingError(
             f"the ranks together do not have each element of {few_names(incomplete)}. Pass a process_group with "
             "all ranks of the tensors' meshes"
