@@ -15,10 +15,13 @@ from torch import nn
 import shardwise
 from shardwise.core.errors import RankMismatchError, ShardingError, StorageError
 from shardwise.core.reports import Available, RankEstimate
-from shardwise.core.tensors import Box
+from shardwise.core.tensors import Box, DType
 from shardwise.loading.agreement import compare_plans
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
+from shardwise.state import state_values
+from shardwise.state.state_values import ProvidedValues, describe_tensors
+from shardwise.transfer.matching import SourceTensor
 from shardwise.transfer.tensor_metadata import TensorMetadata, describing_tensors
 
 CALM = Timeouts(heartbeat_interval_s=60, heartbeat_timeout_s=600, join_timeout_s=600)
@@ -141,6 +144,29 @@ def test_a_layout_of_many_tensors_is_sent_to_each_rank_once(size):
         assert boxes["layers.899.weight"] == expected
         assert len({id(by_rank) for by_rank in boxes.values()}) == 1
     assert ranks.store.largest_bytes < 10_000 + 20 * size
+
+
+@pytest.mark.parametrize("size", [64, MANY])
+def test_a_given_state_of_many_tensors_is_described_to_each_rank_once(size, monkeypatch):
+    monkeypatch.setattr(state_values, "describe_tensors", dict)
+
+    def call(rank: int) -> dict[str, Any]:
+        tensor = SourceTensor((8 * size, 128), DType.BF16, (Box((8 * rank, 0), (8, 128)),))
+        with World.current(timeouts=CALM) as world:
+            return ProvidedValues({f"layers.{number}.weight": tensor for number in range(900)}).describe(world)
+
+    with counted_ranks(size) as ranks:
+        results = ranks.each(call)
+    for provided in results:
+        assert len(provided) == 900
+        assert [tensor.boxes[0].offsets[0] for tensor in provided["layers.899.weight"]] == [*range(0, 8 * size, 8)]
+        assert len({id(by_rank) for by_rank in provided.values()}) == 1
+    assert ranks.store.largest_bytes < 10_000 + 20 * size
+
+
+def test_equal_tensors_of_a_given_state_have_one_description():
+    described = describe_tensors({"a": torch.zeros(2), "b": torch.ones(2)})
+    assert described["a"] is described["b"]
 
 
 @pytest.mark.parametrize("size", [64, MANY])

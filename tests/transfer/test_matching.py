@@ -5,7 +5,7 @@ import pytest
 from shardwise.core.consents import Consent, Ignore
 from shardwise.core.errors import KeyMismatchError, RankMismatchError
 from shardwise.core.tensors import Box, DType
-from shardwise.transfer.matching import SourceTensor, StateSlot, match, match_groups
+from shardwise.transfer.matching import SourceTensor, StateSlot, collect_sources, match, match_groups
 
 WHOLE = SourceTensor((4, 2), DType.F32, (Box.whole((4, 2)),))
 
@@ -17,22 +17,25 @@ def place(*names, shape=(4, 2), dtype=DType.F32):
 
 
 def test_a_tensor_is_found_under_any_of_its_names():
-    (taken,) = match([place("a", "b")], [{"b": WHOLE}, {}], STRICT).tensors
+    (taken,) = match([place("a", "b")], collect_sources([{"b": WHOLE}, {}]), STRICT).tensors
     assert (taken.name, taken.slot.names[0]) == ("b", "a")
     assert taken.source_boxes == ((Box.whole((4, 2)),), ())
 
 
 def test_ranks_of_a_subgroup_are_shown_as_global_ranks():
-    with pytest.raises(RankMismatchError, match="ranks 4 and 6 provide different states:\n  a is not on rank 6"):
-        match([], [{"a": WHOLE}, {"b": WHOLE}], STRICT, (4, 6))
+    with pytest.raises(
+        RankMismatchError,
+        match="ranks 4 and 6 provide different states:\n  a is not on rank 6\n  b is not on rank 4",
+    ):
+        match([], collect_sources([{"a": WHOLE}, {"b": WHOLE}]), STRICT, (4, 6))
     with pytest.raises(KeyMismatchError, match="on rank 6, expected"):
-        match([place("a", shape=(3, 2))], [{}, {"a": WHOLE}], STRICT, (4, 6))
+        match([place("a", shape=(3, 2))], collect_sources([{}, {"a": WHOLE}]), STRICT, (4, 6))
 
 
 def test_all_faults_are_in_one_error():
     places = [place("a"), place("b"), place("c", shape=(3, 2)), place("d", dtype=DType.I32)]
     with pytest.raises(KeyMismatchError) as caught:
-        match(places, [{"a": WHOLE, "c": WHOLE, "d": WHOLE, "e": WHOLE}], STRICT)
+        match(places, collect_sources([{"a": WHOLE, "c": WHOLE, "d": WHOLE, "e": WHOLE}]), STRICT)
     *lines, ways = str(caught.value).splitlines()
     assert lines == [
         "the state does not fit:",
@@ -47,7 +50,7 @@ def test_all_faults_are_in_one_error():
 def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
     other = SourceTensor((2, 2), DType.F32, (Box.whole((2, 2)),))
     with pytest.raises(KeyMismatchError, match=r"b: \(2, 2\)"):
-        match([place("a", "b")], [{"a": WHOLE, "b": other}], STRICT)
+        match([place("a", "b")], collect_sources([{"a": WHOLE, "b": other}]), STRICT)
 
 
 # Groups

@@ -42,7 +42,7 @@ from shardwise.saving.torch_saves import load_value
 from shardwise.state.base_identity import BaseMatch, compare_bases
 from shardwise.state.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.state.state_values import StateOptions, read_numbers, read_tensors
-from shardwise.transfer.matching import SourceTensor
+from shardwise.transfer.matching import SourceTensor, SourceTensors
 from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.read import ReadExecutor
 from shardwise.transfer.replicas import require_alike_models
@@ -164,12 +164,11 @@ def _plan(
         optimizers = OptimizerTargets.from_optimizers(collected.model_tensors, collected.bounds)
         with world.collective("read the optimizer state"):
             parsed = _optimizer_state(opened, executor, optimizers, common)
-        stored: dict[str, SourceTensor] = {}
+        # Every rank can read all of it, which is described as if one rank had it.
+        described: dict[str, SourceTensors] = {}
         for name, tensor in parsed.tensors.items():
             shape = tuple(tensor.shape)
-            stored[name] = SourceTensor(shape, from_torch_or_other(tensor.dtype), (Box.whole(shape),))
-        # Every rank can read all of it, which is described as if the first one had it.
-        described = [stored] + [{}] * (world.size - 1)
+            described[name] = (SourceTensor(shape, from_torch_or_other(tensor.dtype), (Box.whole(shape),)),)
         fitting = match_optimizer_state(world, optimizers, parsed, described, consent)
     return RestorePlan(collected, common, local, base, matched, fitting)
 

@@ -29,7 +29,7 @@ from shardwise.models.selection import Selection, names_outside
 from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.state import state_values
-from shardwise.transfer.matching import OnFault, StateSlot, match
+from shardwise.transfer.matching import OnFault, StateSlot, find_providers, match
 from shardwise.transfer.memory import materialize, staging_device
 from shardwise.transfer.move import Traffic, gather
 from shardwise.transfer.move_plan import StateForm
@@ -170,7 +170,7 @@ def set_model_values(
         mismatched=matched.mismatched,
         cast=matched.cast,
         on_meta=tuple(item.fqn for item in refs if item.tensor.is_meta),
-        provided_by=tuple(rank for rank, tensors in enumerate(provided) if tensors),
+        provided_by=tuple(find_providers(provided)),
         recomputed=recomputed,
     )
 

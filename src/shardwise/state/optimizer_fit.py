@@ -117,20 +117,19 @@ def _match(
     targets: OptimizerTargets,
     agreed: ParsedState,
     groups: matching.GroupMatch,
-    provided_by_rank: Sequence[Mapping[str, matching.SourceTensor]],
+    provided: Mapping[str, matching.SourceTensors],
     consent: Consent,
     global_ranks: Sequence[int],
 ) -> matching.Match:
     """Match tensors. Numbers need no match: only the present state must not get lost."""
     # Parameters that one side lacks are reported with the groups. Their entries are not reported again.
     unexpected, missing = set(groups.unexpected), {*groups.missing, *_stateless(agreed)}
-    expected: list[dict[str, matching.SourceTensor]] = []
-    for provided in provided_by_rank:
-        expected.append({name: item for name, item in provided.items() if agreed.keys[name][0] not in unexpected})
+    expected = {name: item for name, item in provided.items() if agreed.keys[name][0] not in unexpected}
     # Slots for what the state has, whether or not the optimizers have it yet. Every rank that provides the state
     # has the same names (_agree_on_state), so the first one tells them.
     slots: list[matching.StateSlot] = []
-    for name, item in next((provided for provided in expected if provided), {}).items():
+    for name, tensors in expected.items():
+        item = next(tensor for tensor in tensors if tensor)
         slots.append(matching.StateSlot((name,), *_shape_and_dtype(targets, name, agreed.keys[name][0], item)))
     # Slots without a counterpart, so that the match reports state of the optimizers that the given state lacks.
     for name, key in targets.keys.items():
@@ -229,10 +228,10 @@ def match_optimizer_state(
     world: World,
     targets: OptimizerTargets,
     state: ParsedState,
-    provided_by_rank: Sequence[Mapping[str, matching.SourceTensor]],
+    provided: Mapping[str, matching.SourceTensors],
     consent: Consent,
 ) -> OptimizerMatch:
-    """Match entries of a state, described by ``provided_by_rank``, with entries of the optimizers.
+    """Match entries of a state, described by ``provided``, with entries of the optimizers.
 
     Collective: yes.
 
@@ -248,5 +247,5 @@ def match_optimizer_state(
         # Also parameters with state in no group, which are unexpected.
         stateful = list(dict.fromkeys(parameter for parameter, _ in agreed.keys.values()))
         groups = matching.match_groups(targets.groups, agreed.groups, stateful, consent)
-        matched = _match(targets, agreed, groups, provided_by_rank, consent, world.global_ranks)
+        matched = _match(targets, agreed, groups, provided, consent, world.global_ranks)
         return OptimizerMatch(agreed, provided_by, groups, matched)

@@ -5,7 +5,7 @@ Either kind is resharded into tensors of a model or an optimizer.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -106,10 +106,11 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.SourceTen
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"{name} in the state is a {type(value).__name__}. Pass tensors only")
     require_values(tensors, "the given state")
+    describe = cache(matching.SourceTensor)  # one object for equal tensors, which a message has once
     provided: dict[str, matching.SourceTensor] = {}
     for name, tensor in tensors.items():
         dtype = torch_private.from_torch_or_other(tensor.dtype)
-        provided[name] = matching.SourceTensor(tuple(tensor.shape), dtype, tensor_metadata.get_boxes(tensor, name))
+        provided[name] = describe(tuple(tensor.shape), dtype, tensor_metadata.get_boxes(tensor, name))
     return provided
 
 
@@ -132,11 +133,14 @@ class ProvidedValues:
 
     tensors: Mapping[str, Any]
 
-    def describe(self, world: World) -> list[dict[str, matching.SourceTensor]]:
-        """Return the description of the state on each rank. Collective: yes. Raises as :func:`describe_tensors`."""
-        with world.all_gather("describe tensors") as exchange:
+    def describe(self, world: World) -> dict[str, matching.SourceTensors]:
+        """Return the description of the state on all ranks. Collective: yes. Raises as :func:`describe_tensors`.
+
+        The first rank collects it, so that each rank gets a layout once, not the descriptions of all ranks.
+        """
+        with world.all_reduce("describe tensors", matching.collect_sources) as exchange:
             exchange.local = describe_tensors(self.tensors)
-        result: list[dict[str, matching.SourceTensor]] = exchange.result
+        result: dict[str, matching.SourceTensors] = exchange.result
         return result
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
@@ -230,16 +234,16 @@ class StoredValues:
     budget_bytes: int
     read_bytes: int = 0
 
-    def describe(self, world: World) -> list[dict[str, matching.SourceTensor]]:
+    def describe(self, world: World) -> dict[str, matching.SourceTensors]:
         """Return a description of all tensors, as if one rank held them whole. Collective: yes.
 
         The ranks' files are compared, see [Note: One checkpoint] in ``loading/one_checkpoint.py``.
         """
         require_one_checkpoint(world, self.reader, self.index)
-        provided: dict[str, matching.SourceTensor] = {}
+        provided: dict[str, matching.SourceTensors] = {}
         for name, item in self.expressions.items():
-            provided[name] = matching.SourceTensor(item.shape, item.dtype, (Box.whole(item.shape),))
-        return [provided]
+            provided[name] = (matching.SourceTensor(item.shape, item.dtype, (Box.whole(item.shape),)),)
+        return provided
 
     def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
         """Raise when names of one tensor have different values in the files. Collective: yes.

@@ -18,7 +18,7 @@ from shardwise.core.consents import Consent, OnUnexpected, allows, describe_faul
 from shardwise.core.errors import KeyMismatchError, RankMismatchError
 from shardwise.core.formatting import ALL_RANKS, abbreviate, format_ranks
 from shardwise.core.tensors import Box, DType, follows
-from shardwise.transfer.move_plan import covers
+from shardwise.transfer.move_plan import Boxes, find_incomplete
 
 OnFault: TypeAlias = OnUnexpected
 
@@ -33,6 +33,29 @@ class SourceTensor:
 
     def __str__(self) -> str:
         return f"{self.shape} {self.dtype.label}"
+
+
+SourceTensors: TypeAlias = tuple[SourceTensor | None, ...]
+"""A tensor as each rank provides it, or None, by rank."""
+
+
+def collect_sources(provided_by_rank: Sequence[Mapping[str, SourceTensor]]) -> dict[str, SourceTensors]:
+    """Return each tensor as the ranks provide it, by name: one object for all tensors with the same layout."""
+    # By identity: equal tensors of a rank are one object (describe_tensors), and models have many.
+    known: dict[tuple[int, ...], SourceTensors] = {}
+    collected: dict[str, SourceTensors] = {}
+    for name in dict.fromkeys(itertools.chain(*provided_by_rank)):
+        tensors = tuple(provided.get(name) for provided in provided_by_rank)
+        collected[name] = known.setdefault(tuple(map(id, tensors)), tensors)
+    return collected
+
+
+def find_providers(provided: Mapping[str, SourceTensors]) -> list[int]:
+    """Return the ranks that provide a state."""
+    layouts = {id(tensors): tensors for tensors in provided.values()}
+    return sorted(
+        {rank for tensors in layouts.values() for rank, tensor in enumerate(tensors) if tensor is not None}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +77,8 @@ class MatchedTensor:
     slot: StateSlot
     name: str
     dtype: DType
-    source_boxes: tuple[tuple[Box, ...], ...]
-    """By rank."""
+    source_boxes: tuple[Boxes, ...]
+    """By rank: one object for all tensors with the same layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,40 +102,37 @@ class Match:
 
 def match(
     slots: Sequence[StateSlot],
-    provided_by_rank: Sequence[Mapping[str, SourceTensor]],
+    provided: Mapping[str, SourceTensors],
     consent: Consent,
     global_ranks: Sequence[int] = ALL_RANKS,
 ) -> Match:
-    """Find the source of every slot.
+    """Find the source of every slot. ``provided`` is what the ranks provide, by name (:func:`collect_sources`).
 
     Raises:
         RankMismatchError: ranks that provide a state have different names, or their boxes do not form full tensors.
         KeyMismatchError: there are missing, unexpected or mismatched tensors that are not tolerated. The error
             lists all of them.
     """
-    # Only ranks that provide a state are compared. The others pass None, and receive.
-    providers = {rank: provided for rank, provided in zip(global_ranks, provided_by_rank, strict=False) if provided}
-    _require_same_names(providers)
-    first = next(iter(providers.values()), {})
+    _require_same_names(provided, global_ranks)
     names = {name for slot in slots for name in slot.names}
-    unexpected = [name for name in first if name not in names]
+    unexpected = [name for name in provided if name not in names]
     faults: dict[str, list[str]] = {
         "mismatched": [],
         "missing": [],
         "unexpected": [name for name in unexpected if not allows(consent.unexpected, name)],
     }
-    incomplete: list[str] = []
+    boxes: dict[int, tuple[Boxes, ...]] = {}  # by id of the tensors of all ranks
     matched: list[MatchedTensor] = []
     missing: list[str] = []
     mismatched: list[str] = []
     for slot in slots:
-        present = [name for name in slot.names if name in first]
+        present = [name for name in slot.names if name in provided]
         if not present:
             missing.append(slot.names[0])
             if not any(allows(consent.missing, name) for name in slot.names):
                 faults["missing"].append(slot.names[0])
             continue
-        mismatch = _find_mismatch(slot, present, providers)
+        mismatch = _find_mismatch(slot, present, provided, global_ranks)
         if mismatch is not None:
             name, text = mismatch
             mismatched.append(name)
@@ -121,13 +141,14 @@ def match(
             continue
         # A state may have a tied tensor under several names. They have been compared, so any of them will do.
         name = present[0]
-        source_boxes = tuple(provided[name].boxes if provided else () for provided in provided_by_rank)
-        if not covers(slot.shape, source_boxes):
-            incomplete.append(name)
-        matched.append(MatchedTensor(slot, name, first[name].dtype, source_boxes))
+        tensors = provided[name]
+        if id(tensors) not in boxes:
+            boxes[id(tensors)] = tuple(tensor.boxes if tensor else () for tensor in tensors)
+        dtype = next(tensor.dtype for tensor in tensors if tensor)
+        matched.append(MatchedTensor(slot, name, dtype, boxes[id(tensors)]))
     if any(faults.values()):
         raise KeyMismatchError(describe_faults("the state does not fit:", faults, STATE_REMEDIES))
-    if incomplete:
+    if incomplete := find_incomplete((item.name, item.slot.shape, item.source_boxes) for item in matched):
         shown = "\n  ".join(abbreviate(incomplete))
         raise RankMismatchError(
             f"the ranks together do not provide each element once:\n  {shown}\nPass full tensors, or on every "
@@ -136,28 +157,38 @@ def match(
     return Match(tuple(matched), tuple(missing), tuple(unexpected), tuple(mismatched))
 
 
-def _require_same_names(providers: Mapping[int, Mapping[str, SourceTensor]]) -> None:
-    for rank, names in providers.items():
-        first_rank, first = next(iter(providers.items()))
-        lines = [f"{name} is not on rank {rank}" for name in first if name not in names]
-        lines += [f"{name} is not on rank {first_rank}" for name in names if name not in first]
-        if lines:
-            shown = "\n  ".join(abbreviate(lines))
-            raise RankMismatchError(
-                f"ranks {first_rank} and {rank} provide different states:\n  {shown}\nPass the same state on every "
-                "rank, or all of it on some ranks and None on the others"
-            )
+def _require_same_names(provided: Mapping[str, SourceTensors], global_ranks: Sequence[int]) -> None:
+    # Only ranks that provide a state are compared. The others pass None, and receive.
+    providers = find_providers(provided)
+    layouts = {id(tensors): tensors for tensors in provided.values()}.values()
+    differing = [
+        rank
+        for rank in providers
+        if any((tensors[rank] is None) != (tensors[providers[0]] is None) for tensors in layouts)
+    ]
+    if not differing:
+        return
+    first, other = providers[0], differing[0]
+    lines: list[str] = []
+    for lacking, having in ((other, first), (first, other)):
+        for name, tensors in provided.items():
+            if tensors[lacking] is None and tensors[having] is not None:
+                lines.append(f"{name} is not on rank {global_ranks[lacking]}")
+    shown = "\n  ".join(abbreviate(lines))
+    raise RankMismatchError(
+        f"ranks {global_ranks[first]} and {global_ranks[other]} provide different states:\n  {shown}\nPass the "
+        "same state on every rank, or all of it on some ranks and None on the others"
+    )
 
 
 def _find_mismatch(
-    slot: StateSlot, present: Sequence[str], providers: Mapping[int, Mapping[str, SourceTensor]]
+    slot: StateSlot, present: Sequence[str], provided: Mapping[str, SourceTensors], global_ranks: Sequence[int]
 ) -> tuple[str, str] | None:
     """Return the first name of a slot whose tensor does not fit, and a description. None if all fit."""
     for name in present:
-        for rank, provided in providers.items():
-            tensor = provided[name]
-            if tensor.shape != slot.shape or not follows(tensor.dtype, slot.dtype):
-                return name, f"{name}: {tensor} on rank {rank}, expected {slot}"
+        for rank, tensor in enumerate(provided[name]):
+            if tensor and (tensor.shape != slot.shape or not follows(tensor.dtype, slot.dtype)):
+                return name, f"{name}: {tensor} on rank {global_ranks[rank]}, expected {slot}"
     return None
 
 
