@@ -273,8 +273,8 @@ def wrap(
 def warn_of_unused_dtypes(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Warn if a model that stays unsharded does not compute in the dtypes of this policy."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    wanted = {policy.param_dtype, policy.output_dtype} - {None}
-    if wanted and len(wanted | dtypes) > 1:
+    policy_dtypes = {policy.param_dtype, policy.output_dtype} - {None}
+    if policy_dtypes and len(policy_dtypes | dtypes) > 1:
         _log.warning(
             "mp_policy has no effect without a process group: the model computes in the dtypes of its parameters "
             "(%s), or in those of torch.autocast. Use the latter, or call torch.distributed.init_process_group() "

@@ -42,11 +42,11 @@ SourceTensors: TypeAlias = tuple[SourceTensor | None, ...]
 def collect_sources(provided_by_rank: Sequence[Mapping[str, SourceTensor]]) -> dict[str, SourceTensors]:
     """Return each tensor as the ranks provide it, by name: one object for all tensors with the same layout."""
     # By identity: equal tensors of a rank are one object (describe_tensors), and models have many.
-    known: dict[tuple[int, ...], SourceTensors] = {}
+    layouts: dict[tuple[int, ...], SourceTensors] = {}
     collected: dict[str, SourceTensors] = {}
     for name in dict.fromkeys(itertools.chain(*provided_by_rank)):
         tensors = tuple(provided.get(name) for provided in provided_by_rank)
-        collected[name] = known.setdefault(tuple(map(id, tensors)), tensors)
+        collected[name] = layouts.setdefault(tuple(map(id, tensors)), tensors)
     return collected
 
 

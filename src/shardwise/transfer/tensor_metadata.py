@@ -124,14 +124,16 @@ def collect_boxes(
     require_same_tensors(metadata, global_ranks)
     # Interned: find_shared_boxes and others use the identity of a layout as their cache key.
     layouts: dict[tuple[Boxes, ...], tuple[Boxes, ...]] = {}
-    known: dict[tuple[int, ...], tuple[Boxes, ...]] = {}  # by ids of the ranks' metadata, which are hashed faster
+    # By the ids of the ranks' metadata, which are hashed faster than their boxes.
+    boxes_by_ids: dict[tuple[int, ...], tuple[Boxes, ...]] = {}
     boxes: dict[str, tuple[Boxes, ...]] = {}
+    # All ranks have the names in this order, as compared above.
     for name, *items in zip(metadata[0], *(local.values() for local in metadata), strict=True):
         ids = tuple(map(id, items))
-        if ids not in known:
+        if ids not in boxes_by_ids:
             by_rank = tuple(tuple(box for box in item.boxes if box.numel) for item in items)
-            known[ids] = layouts.setdefault(by_rank, by_rank)
-        boxes[name] = known[ids]
+            boxes_by_ids[ids] = layouts.setdefault(by_rank, by_rank)
+        boxes[name] = boxes_by_ids[ids]
     return boxes
 
 
