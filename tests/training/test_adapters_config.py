@@ -193,6 +193,7 @@ def test_a_plan_has_the_memory_of_all_adapters(tmp_path: Path) -> None:
     }
     # Of a training on 8 ranks, on a machine without vLLM.
     batches = {"per_device_train_batch_size": 1, "num_generations": 8, "max_length": None}
+    batches |= {"reward_funcs": ["accuracy_reward"]}
     sampled = read(tmp_path, **{**common, "tokens_per_pass": None, **batches}, method="grpo", use_vllm=True)
     assert "generation" in " ".join(plan_run(sampled, 8, {"device": "cuda"}).notes)
     adapters = {
