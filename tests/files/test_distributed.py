@@ -204,9 +204,9 @@ def shards(ranks: int) -> dict[str, bytes]:
     """A folder as shardwise writes it: two tensors of equal shape, of which each rank has written a row."""
     full = {("model", name): torch.zeros(ranks, 4) for name in "ab"}
     rows = tuple((Box((rank, 0), (1, 4)),) for rank in range(ranks))
-    plan = plan_tensors(full, {flat_key(path): rows for path in full}, ranks)
+    plan = plan_tensors(full, {flat_key(path): rows for path in full}, 0, ranks)
     files = {".metadata": build_metadata(plan, [{} for _ in range(ranks)])}
-    for rank, chunks in enumerate(plan.by_rank):
+    for rank, chunks in plan.by_rank.items():
         content = bytearray(plan.nbytes(rank))
         for number, chunk in enumerate(chunks):
             around = envelope(chunk.box.sizes, chunk.dtype)
@@ -228,6 +228,33 @@ def test_chunks_of_many_ranks_are_read_file_by_file(tmp_path: Path) -> None:
     rows = torch.arange(5.0)[:, None].expand(5, 4)
     assert same(found["a"], rows)
     assert same(found["b"], rows + 10)
+
+
+def test_metadata_is_pickled_once_for_values_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {("model", name): torch.zeros(3, 4) for name in "ab"}
+    rows = tuple((Box((rank, 0), (1, 4)),) for rank in range(3))
+    plan, again, of_second_rank = (
+        plan_tensors(full, {flat_key(path): rows for path in full}, rank, 3) for rank in (0, 0, 1)
+    )
+    # Another rank plans its own file alone, as the first rank does.
+    assert of_second_rank.by_rank == {1: plan.by_rank[1]}
+    pickled: list[object] = []
+    dumps = pickle.dumps
+    monkeypatch.setattr(pickle, "dumps", lambda value: pickled.append(value) or dumps(value))
+    values = [{("rng", "rank_0"): 1, ("data",): 2**40}, {}, {("rng", "rank_2"): 3}]
+    build_metadata(plan, [dict.fromkeys(sizes, 100) for sizes in values])
+    content = build_metadata(plan, values)
+    assert len(pickled) == 1
+    assert content == build_metadata(again, values)
+    stored = pickle.loads(content).storage_data
+    end = plan.nbytes(0)
+    assert stored[MetadataIndex("rng.rank_0")] == _StorageInfo("__0_0.distcp", end, 1)
+    assert stored[MetadataIndex("data")] == _StorageInfo("__0_0.distcp", end + 1, 2**40)
+    assert stored[MetadataIndex("rng.rank_2")] == _StorageInfo("__2_0.distcp", end, 3)
+    # Other values, or names of files.
+    other = pickle.loads(build_metadata(plan, [{}, values[0], {}], 7)).storage_data
+    assert other[MetadataIndex("data")] == _StorageInfo("__1_7.distcp", end + 1, 2**40)
+    assert len(other) == 2 * 3 + 2
 
 
 def test_equal_archives_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class CheckpointPlan:
         collected: the state that it was made for.
         memory: where its tensors were then, of :meth:`CollectedState.memory`.
         ranks: this rank, and the ranks of the group in the default group.
-        tensors: the writes of all ranks.
+        tensors: the writes of all ranks, on the first one, else of this rank.
         chunks: views of this rank's chunks.
         common: boxes that this rank has in common with others, with their ranks.
         replicated: the tensors that this rank has in common with others.
@@ -69,7 +69,7 @@ def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
         exchange.local = metadata_by_name(tensors)
     boxes = exchange.result
     with world.collective("plan the tensors"):
-        plan = plan_tensors(collected.tensors, boxes, world.size, collected.buffers, collected.alias_keys)
+        plan = plan_tensors(collected.tensors, boxes, world.rank, world.size, collected.buffers, collected.alias_keys)
     # What this rank has in common with others is compared at each save, whoever writes it.
     common = find_shared_boxes(boxes, world.rank)
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, TypeAlias, cast
@@ -340,20 +339,19 @@ def write_distributed_folder(
         exchange.local = metadata_by_name(by_key)
     boxes = exchange.result
     with world.collective("plan the tensors"):
-        plan = plan_tensors(tensors, boxes, world.size)
+        plan = plan_tensors(tensors, boxes, world.rank, world.size)
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     metadata_contents: list[bytes] = []  # on the first rank; empty on the others
 
-    def describe(sizes: list[dict[Levels, int]]) -> list[dict[Levels, int]]:
-        metadata_contents.append(build_metadata(plan, sizes, partial(data_file, number=number)))
-        return sizes
+    def describe(sizes: list[dict[Levels, int]]) -> dict[str, int]:
+        metadata_contents.append(build_metadata(plan, sizes, number))
+        return {
+            data_file(rank, number): plan.nbytes(rank) + sum(of_rank.values()) for rank, of_rank in enumerate(sizes)
+        }
 
     # Each rank knows the sizes of all files, which the commit checks. The reduction runs on the first rank, for
     # which the others wait: nothing is written yet if ``.metadata`` is too large.
-    sizes = world.all_reduce_object({path: len(value) for path, value in packed.items()}, describe)
-    files: dict[str, int] = {}
-    for rank, rank_sizes in enumerate(sizes):
-        files[data_file(rank, number)] = plan.nbytes(rank) + sum(rank_sizes.values())
+    files = world.all_reduce_object({path: len(value) for path, value in packed.items()}, describe)
 
     with world.collective("write local files"):
         saving.require()
