@@ -383,8 +383,8 @@ def test_latest_sees_complete_checkpoints_alone(tmp_path):
 
 def test_metadata_that_no_reader_accepts_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     training = Training()
+    Checkpointer(tmp_path, keep=1).save(1, training.state)
     checkpointer = Checkpointer(tmp_path, keep=1)
-    checkpointer.save(1, training.state)
     monkeypatch.setattr(distributed_chunks, "MAX_METADATA_BYTES", 1000)
     monkeypatch.setattr(write, "_write_local", None)
     with pytest.raises(ShardingError, match=r"\.metadata: would have \d+ bytes .* Save from fewer ranks"):

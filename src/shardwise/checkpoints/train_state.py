@@ -361,11 +361,21 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         summary.data = compute_digest(position)
         contents.local["data", f"rank_{rank}"] = position
     # Other ranks' common values are not written: pickling them would cost time on each rank.
-    contents.common = (
-        {} if rank else {path: to_pickle(value, flat_key(path)) for path, value in contents.common.items()}
-    )
-    contents.local = {path: to_pickle(value, flat_key(path)) for path, value in contents.local.items()}
+    contents.common = {} if rank else _pickle_each(contents.common)
+    contents.local = _pickle_each(contents.local)
     return contents
+
+
+def _pickle_each(values: Mapping[StatePath, Any]) -> dict[StatePath, bytes]:
+    pickles: dict[StatePath, bytes] = {}
+    # Hundreds of groups have most settings in common. By text, because 1, 1.0 and True are equal, and 0.0 and -0.0.
+    by_text: dict[str, bytes] = {}
+    for path, value in values.items():
+        text = repr(value) if isinstance(value, (int, float, str, type(None))) else ""
+        pickles[path] = by_text.get(text) or to_pickle(value, flat_key(path))
+        if text:
+            by_text[text] = pickles[path]
+    return pickles
 
 
 def _get_state_dict(component: Any, what: str) -> dict[str, Any]:
