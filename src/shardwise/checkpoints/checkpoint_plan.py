@@ -69,7 +69,9 @@ def plan_checkpoint(world: World, collected: CollectedState) -> CheckpointPlan:
         exchange.local = metadata_by_name(tensors)
     boxes = exchange.result
     with world.collective("plan the tensors"):
-        plan = plan_tensors(collected.tensors, boxes, world.rank, world.size, collected.buffers, collected.alias_keys)
+        plan = plan_tensors(
+            collected.tensors, boxes, world.rank, world.size, collected.buffers, collected.alias_keys
+        )
     # What this rank has in common with others is compared at each save, whoever writes it.
     common = find_shared_boxes(boxes, world.rank)
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}

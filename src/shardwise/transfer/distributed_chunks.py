@@ -107,8 +107,8 @@ class TensorsPlan:
 
     Attributes:
         tensors: path, shape and dtype of each tensor, by key.
-        by_rank: the chunks of a rank's file, by rank. Of all ranks on the first one, which writes ``.metadata``, and
-            of itself on another.
+        by_rank: the chunks of a rank's file, by rank. On the first rank, which writes ``.metadata``, of all ranks,
+            and on another of itself.
         aliases: further names of tensors that have several, with the keys of their first ones.
         metadata: the last one that :func:`build_metadata` made for this plan.
     """
@@ -175,9 +175,9 @@ class MetadataTemplate:
     """The file ``.metadata`` with zeros in place of the numbers that differ between saves of one plan.
 
     [Note: One pickle for many saves]
-    The file has an entry for each chunk of each rank: 3.5 million for a model of 405 billion parameters with AdamW on
-    1,024 ranks, which take a minute to pickle. All of them are as in the last checkpoint. Only the values that are not
-    tensors have other sizes. So the file is pickled once, with a number of eight bytes for the place and for
+    The file has an entry for each chunk of each rank: 3.5 million for a model of 405 billion parameters with AdamW
+    on 1,024 ranks, which take a minute to pickle. All of them are as in the last checkpoint. Only the values that
+    are not tensors have other sizes. So the file is pickled once, with a number of eight bytes for the place and for
     the size of each value, and each save writes its own numbers over these bytes.
 
     Attributes:
