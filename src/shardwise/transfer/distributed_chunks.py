@@ -177,8 +177,8 @@ class MetadataTemplate:
     [Note: One pickle for many saves]
     The file has an entry for each chunk of each rank: 3.5 million for a model of 405 billion parameters with AdamW
     on 1,024 ranks, which take a minute to pickle. All of them are as in the last checkpoint. Only the values that
-    are not tensors have other sizes. So the file is pickled once, with a number of eight bytes for the place and for
-    the size of each value, and each save writes its own numbers over these bytes.
+    are not tensors have other sizes. So the file is pickled once, with numbers of eight bytes for the place and the
+    size of each value, and each save writes its own over these bytes.
 
     Attributes:
         files: names of the ranks' files.
