@@ -301,7 +301,7 @@ def _die_while_saving(run: Run) -> None:
     name = {"state": "save", "begin": "_begin", "remove": "_remove"}.get(step, step)
     own = getattr(owner, name)
 
-    def dying(*given: Any) -> Any:
+    def dying(*given: Any, **keywords: Any) -> Any:
         where = f"checkpoint-{run.dies_at if step != 'remove' else 2}"
         is_due = any(where in str(item) for item in given) or given[1:2] == (run.dies_at,)
         if is_due and when == "before":
@@ -309,7 +309,7 @@ def _die_while_saving(run: Run) -> None:
         if is_due and step == "remove":  # in the midst of it
             os.unlink(given[0] / "shardwise.trainer.json")
             os.kill(os.getpid(), signal.SIGKILL)
-        done = own(*given)
+        done = own(*given, **keywords)
         if is_due:
             os.kill(os.getpid(), signal.SIGKILL)
         return done

@@ -293,14 +293,10 @@ class BankAdapter:
                 faults.append(str(error))
         return faults
 
-    def require_changes(self, changes: Mapping[str, Any]) -> None:
-        """Check changes of settings.
-
-        Raises:
-            ConfigError: a setting is unknown, or a value invalid. The message has all of them.
-        """
-        if faults := self.find_invalid_settings(changes):
-            raise ConfigError(f"invalid settings for the step of {self.name!r}:\n  " + "\n  ".join(faults))
+    def require_trained(self) -> None:
+        """Raise ConfigError for a copy to sample from."""
+        if not self.is_trained:
+            raise ConfigError(f"adapter {self.name!r}: is a copy for sampling. Copy it with training=True")
 
     @contextmanager
     def changing(self, changes: Mapping[str, Any]) -> Iterator[None]:

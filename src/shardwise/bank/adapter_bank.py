@@ -302,24 +302,20 @@ class AdapterBank:
             "the changes of its settings": repr([sorted(changes.items()) for changes in by_name.values()]),
         }
         for name, changes in by_name.items():
-            adapter = self._require_ready(name)
-            adapter.require_changes(changes)
+            adapter = self._adapter(name)
+            adapter.require_trained()
+            fixed = adapter.options["gradient_accumulation_steps"]
+            if fixed is not None and adapter.state is not AdapterState.FULL:
+                raise ConfigError(
+                    f"adapter {name!r}: has accumulated {adapter.micro_batches} of {fixed} micro-batches. Call "
+                    "forward_backward before optim_step"
+                )
+            if faults := adapter.find_invalid_settings(changes):
+                raise ConfigError(f"invalid settings for the step of {name!r}:\n  " + "\n  ".join(faults))
             # Also what is not changed: schedules may have led ranks to different settings.
             for key, value in adapter.comparable_settings().items():
                 settings[f"{key} of {adapter.name!r}"] = value
         return settings
-
-    def _require_ready(self, name: str) -> BankAdapter:
-        adapter = self._adapter(name)
-        if not adapter.is_trained:
-            raise ConfigError(f"adapter {name!r}: is a copy for sampling. Copy it with training=True")
-        fixed = adapter.options["gradient_accumulation_steps"]
-        if fixed is not None and adapter.state is not AdapterState.FULL:
-            raise ConfigError(
-                f"adapter {name!r}: has accumulated {adapter.micro_batches} of {fixed} micro-batches. Call "
-                "forward_backward before optim_step"
-            )
-        return adapter
 
     def compute_logprobs(
         self, requests: Sequence[Request | tuple[str | None, RowTensors]], *, gather: bool = False

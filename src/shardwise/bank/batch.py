@@ -551,8 +551,7 @@ def _require_trainable(adapter: BankAdapter | None) -> None:
     """Raise ConfigError for the base, for a copy for sampling, and for an adapter whose window is full."""
     if adapter is None:
         raise ConfigError("None is the base, which is not trained. Name an adapter, or pass backward=False")
-    if not adapter.is_trained:
-        raise ConfigError(f"adapter {adapter.name!r}: is a copy for sampling. Copy it with training=True")
+    adapter.require_trained()
     if adapter.state is AdapterState.FULL:
         raise ConfigError(
             f"adapter {adapter.name!r}: has accumulated all of its {adapter.micro_batches} micro-batches. Call "

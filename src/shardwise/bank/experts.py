@@ -146,10 +146,11 @@ def _compute_adapted(
 def _multiply_base(module: Any, parameter: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows, sorted by expert, with the weights of the base: (pairs, out)."""
     if layers.are_experts_in_four_bits(module) and parameter in module.packings:
+        weights_by_expert: Any = layers.ExpertWeights(module, parameter)
         products = []
         for expert, of_expert in _split_groups(rows, ends):
-            # Not a tensor, but what products with the weights of one expert dequantize, also in the backward pass.
-            weight = layers.get_expert_weight(module, parameter, expert)
+            # Products with the weights of one expert dequantize them, also in the backward pass.
+            weight = weights_by_expert[expert]
             if module.is_transposed:
                 products.append(of_expert @ weight)
             else:

@@ -81,6 +81,12 @@ class UnpaddedRow:
     num_outputs: int
 
 
+def make_scored_row(prompt: Sequence[int]) -> RowTensors:
+    """Return a row for the log probabilities of a prompt: a position predicts the next token, the last nothing."""
+    ids = torch.as_tensor(prompt, device="cpu")
+    return {"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])}
+
+
 _KEYS = ("input_ids", "attention_mask", "labels", "weights")
 _INTEGERS = (torch.int64, torch.int32)
 FLOAT_KEYS: Final = ("weights", "logprobs", "advantages")

@@ -27,7 +27,7 @@ from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.passes import SharedBase
 from shardwise.bank.routes import Route, group_rows
-from shardwise.bank.rows import IGNORED, Request, RowTensors
+from shardwise.bank.rows import Request, RowTensors, make_scored_row
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.torch_private import to_device
 
@@ -436,9 +436,7 @@ def _score(
         for number, sample in enumerate(samples):
             if sample.adapter == name and (sample.prompt_logprobs or sample.top_prompt_logprobs):
                 places.append((number, len(requests), len(rows)))
-                # Each position predicts the next token of the prompt, and the last one nothing.
-                ids = torch.as_tensor(sample.prompt, device="cpu")
-                rows.append({"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])})
+                rows.append(make_scored_row(sample.prompt))
         requests.append(Request(name, rows))
     if not requests:
         return {}

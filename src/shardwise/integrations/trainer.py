@@ -657,12 +657,9 @@ class ShardwiseTrainer(_Trainer):
 
     def _end_save(self, run: Path, limit: int | None, saving: Saving) -> None:
         """Remove checkpoints above the limit, and release the lock."""
-        kinds = trainer_checkpoints.checkpoints_in(run)
-        complete = [step for step, kind in kinds.items() if kind is trainer_checkpoints.FolderKind.COMPLETE]
         best = trainer_checkpoints.step_in(run, self.state.best_model_checkpoint)
-        trainer_checkpoints.remove_under(
-            saving.locked, run, trainer_checkpoints.steps_to_remove(complete, limit, best)
-        )
+        removed = trainer_checkpoints.steps_to_remove(trainer_checkpoints.complete_steps(run), limit, best)
+        trainer_checkpoints.remove_under(saving.locked, run, removed)
         saving.locked.release()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002

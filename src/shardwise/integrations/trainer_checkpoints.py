@@ -79,6 +79,11 @@ def checkpoints_in(run: Path) -> dict[int, FolderKind]:
     return {step: get_folder_kind(checkpoint_folder(run, step)) for step in steps}
 
 
+def complete_steps(run: Path) -> list[int]:
+    """Return the steps of the complete checkpoints of a run, in order. Errors: see :func:`checkpoints_in`."""
+    return [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
+
+
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
     return run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
@@ -288,7 +293,7 @@ def _undo(run: Path, step: int, locked: LockedFolder) -> None:
         return
     if locked.is_held():
         if (folder / BEGUN_FILE).is_file():
-            _remove_incomplete(folder)
+            _remove(folder, is_complete=False)
         return
     # The lock is lost: another save may be writing into this folder. Only the pending header has this save's name.
     with LocalWriter(folder, folders=folders_in(folder)) as writer:
@@ -386,7 +391,7 @@ def remove_under(locked: LockedFolder, run: Path, steps: Sequence[int]) -> None:
         if not locked.is_held():
             return  # the save that has the lock now removes them
         try:
-            _remove(checkpoint_folder(run, step))
+            _remove(checkpoint_folder(run, step), is_complete=True)
         except StorageError as error:
             if locked.is_held():  # otherwise another save is removing the same files
                 _log.warning("%s. It is removed with a later checkpoint", error)
@@ -399,8 +404,7 @@ def remove_others(run: Path, step: int) -> None:
         StorageError: another save is in progress there.
     """
     with lock_here(run) as saving:
-        complete = [one for one, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
-        remove_under(saving.locked, run, [one for one in complete if one != step])
+        remove_under(saving.locked, run, [one for one in complete_steps(run) if one != step])
 
 
 def remove_incomplete_checkpoints(run: Path) -> None:
@@ -417,42 +421,30 @@ def _remove_incomplete_checkpoints(run: Path) -> None:
     for step, kind in checkpoints_in(run).items():
         if kind is FolderKind.INCOMPLETE:
             try:
-                _remove_incomplete(checkpoint_folder(run, step))
+                _remove(checkpoint_folder(run, step), is_complete=False)
             except StorageError as error:  # it is not taken for a checkpoint
                 _log.warning("%s. It is removed with a later checkpoint", error)
 
 
-def _remove_incomplete(folder: Path) -> None:
-    """Remove a checkpoint unless it is committed.
+def _remove(folder: Path, *, is_complete: bool) -> None:
+    """Remove a checkpoint. One that is not complete stays if it is committed meanwhile.
 
-    The file that could still commit it is removed first, in case its writer resumes.
+    The file that commits it, or still could in case its writer resumes, is removed first.
     """
-    if _remove_link(folder):
+    if folder.is_symlink():  # to a checkpoint that may be another run's, and stays
+        with LocalWriter(folder.parent, folders=()) as run:
+            run.remove(folder.name)
         return
     with LocalWriter(folder, folders=folders_in(folder)) as writer:
-        remove_pending(writer, [name for name in writer.list() if name.startswith(f".{HEADER_FILE}.")])
+        if is_complete:
+            if BEGUN_FILE not in writer.list():
+                writer.replace(BEGUN_FILE, b"")  # the marker goes last
+            writer.remove(HEADER_FILE)
+            writer.sync_names()
+        else:
+            remove_pending(writer, [name for name in writer.list() if name.startswith(f".{HEADER_FILE}.")])
         if HEADER_FILE not in writer.list():
             _empty(writer, folder)
-
-
-def _remove(folder: Path) -> None:
-    if _remove_link(folder):
-        return
-    with LocalWriter(folder, folders=folders_in(folder)) as writer:
-        if BEGUN_FILE not in writer.list():
-            writer.replace(BEGUN_FILE, b"")  # the marker goes last
-        writer.remove(HEADER_FILE)
-        writer.sync_names()
-        _empty(writer, folder)
-
-
-def _remove_link(folder: Path) -> bool:
-    """Remove a link to a checkpoint, which may be another run's and stays. Return False for a folder."""
-    if not folder.is_symlink():
-        return False
-    with LocalWriter(folder.parent, folders=()) as run:
-        run.remove(folder.name)
-    return True
 
 
 def _empty(writer: LocalWriter, folder: Path) -> None:

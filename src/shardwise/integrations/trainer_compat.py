@@ -25,12 +25,6 @@ require_version("transformers", "5.19")
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 """Start of the name of a checkpoint's folder."""
-# Read by PreTrainedModel.is_distributed_loading_by_transformers, by is_fsdp_managed_module, by the label smoother,
-# and by the deferred reduction.
-_MARK = "_is_distributed_loading_by_transformers"
-_MANAGED = "_is_fsdp_managed_module"
-_NAME = "_get_name"
-_CONFIG = "distributed_config"
 TOKENS = "_total_train_tokens"
 """Attribute of TRL's trainers, which log it as ``num_tokens``: tokens of all ranks since the first step."""
 HOOKED = "_replicated_grad_hook_registered"
@@ -73,13 +67,14 @@ def add_marks(model: PreTrainedModel, replicas: int) -> None:
     ``_tp_size`` and ``_fsdp_size`` are not set, because PEFT's saving and generation read them, and the Trainer
     does not need them.
     """
-    setattr(model, _MARK, True)
+    marked: Any = model
+    # Read by PreTrainedModel.is_distributed_loading_by_transformers, and by is_fsdp_managed_module.
+    marked._is_distributed_loading_by_transformers = marked._is_fsdp_managed_module = True
     if hasattr(Trainer, "_defer_fsdp_gradient_reduction"):  # 5.23; older ones exchange gradients each time
         make_config = private("transformers.distributed.configuration_utils:DistributedConfig")
-        setattr(model.config, _CONFIG, make_config(dp_replicate_size=replicas))
-    setattr(model, _MANAGED, True)
+        marked.config.distributed_config = make_config(dp_replicate_size=replicas)
     # By this name, which FSDP2 changes, label smoothing decides whether labels are those of the next token.
-    vars(model)[_NAME] = partial(str, original_class(model).__name__)
+    vars(model)["_get_name"] = partial(str, original_class(model).__name__)
 
 
 def is_open(model: nn.Module) -> bool:
@@ -99,7 +94,11 @@ def require_before_trainer(kind: type, mixin: type) -> None:
 
 def is_trl_trainer(trainer_class: type) -> bool:
     """Return whether a trainer is one of TRL, which read the head's weight without calling it."""
-    return any(kind.__module__.partition(".")[0] == "trl" for kind in trainer_class.__mro__)
+    return bool(_classes_of_trl(trainer_class))
+
+
+def _classes_of_trl(trainer_class: type) -> list[type]:
+    return [kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.")]
 
 
 def loads_reference(trainer_class: type) -> bool:
@@ -113,7 +112,7 @@ def has_no_reference(trainer_class: type) -> bool:
 
 
 def _is_of_trl(trainer_class: type, *names: str) -> bool:
-    return any(kind.__name__ in names and kind.__module__.startswith("trl.") for kind in trainer_class.__mro__)
+    return any(kind.__name__ in names for kind in _classes_of_trl(trainer_class))
 
 
 def sample_anew(trainer: Any, num_batches: int) -> None:
@@ -172,7 +171,7 @@ def replaced_in_trl(trainer_class: type, **replacements: Any) -> Iterator[None]:
     Raises:
         ConfigError: no module has a name.
     """
-    modules = {kind.__module__ for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.")}
+    modules = {kind.__module__ for kind in _classes_of_trl(trainer_class)}
     with ExitStack() as stack:
         for name, value in replacements.items():
             having = [module for module in modules if hasattr(sys.modules[module], name)]
@@ -185,6 +184,5 @@ def replaced_in_trl(trainer_class: type, **replacements: Any) -> Iterator[None]:
 
 def wants_reference(trainer_class: type) -> bool:
     """Return whether a trainer needs a reference model. TRL creates one from the model's name by default."""
-    of_trl = [kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.")]
-    constructors = [vars(kind)["__init__"] for kind in of_trl if "__init__" in vars(kind)]
+    constructors = [vars(kind)["__init__"] for kind in _classes_of_trl(trainer_class) if "__init__" in vars(kind)]
     return any("ref_model" in inspect.signature(constructor).parameters for constructor in constructors)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -107,8 +108,9 @@ def for_trainer(model: ModelT) -> ModelT:
     if inner is not model:
         if getattr(model, _CAST_ADAPTERS, False):
             attributes[_CAST_ADAPTERS] = False
-        attributes["add_adapter"] = _AddAdapter(model)
-        attributes["get_parameter"] = _GetParameter(model)
+        # Not nested functions, of which a copy of the model would have the original's.
+        attributes["add_adapter"] = partial(_add_adapter, model)
+        attributes["get_parameter"] = partial(_get_parameter, model)
     return model
 
 
@@ -149,25 +151,19 @@ class _SavePretrained:
                 save_adapter(self.model, place, adapter=name)
 
 
-class _AddAdapter:
-    """``add_adapter`` of a model with an adapter, for TRL's reference. An object, as :class:`_GetParameter`."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, adapter_name: str, peft_config: Any, **options: Any) -> None:
-        """Collective: yes, for the reference."""
-        if adapter_name == compat.REFERENCE:
-            with World.current(call="add_adapter") as world:
-                # Each rank sees its own shards. All must decide the same, because copying the values is collective.
-                changes = peft_private.find_changes(self.model, self.model.active_adapter)
-                if not world.all_reduce_object(changes, _is_any_change):
-                    return
-        type(self.model).add_adapter(self.model, adapter_name, peft_config, **options)
-        if adapter_name == compat.REFERENCE:
-            # PEFT copies modules_to_save with this rank's shards, and TRL then sets the copies to whole values.
-            for _, copy in peft_private.copies(self.model, adapter_name):
-                _allocate_whole(copy)
+def _add_adapter(model: Any, adapter_name: str, peft_config: Any, **options: Any) -> None:
+    """Run ``add_adapter`` of a model with an adapter, for TRL's reference. Collective: yes, for the reference."""
+    if adapter_name == compat.REFERENCE:
+        with World.current(call="add_adapter") as world:
+            # Each rank sees its own shards. All must decide the same, because copying the values is collective.
+            changes = peft_private.find_changes(model, model.active_adapter)
+            if not world.all_reduce_object(changes, _is_any_change):
+                return
+    type(model).add_adapter(model, adapter_name, peft_config, **options)
+    if adapter_name == compat.REFERENCE:
+        # PEFT copies modules_to_save with this rank's shards, and TRL then sets the copies to whole values.
+        for _, copy in peft_private.copies(model, adapter_name):
+            _allocate_whole(copy)
 
 
 def _is_any_change(ranks: Sequence[Sequence[Sequence[bool]]]) -> bool:
@@ -188,21 +184,16 @@ def _allocate_whole(module: nn.Module) -> None:
                 setattr(part, name, nn.Parameter(whole, requires_grad=False))
 
 
-class _GetParameter:
-    """``get_parameter`` of a model with an adapter. An object, so that a copy of the model has its own."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, target: str) -> Any:
-        is_reference = f".{compat.REFERENCE}." in target
-        if is_reference and compat.REFERENCE not in self.model.peft_config:
-            return _GatheringProxy(None)
-        parameter = type(self.model).get_parameter(self.model, target)
-        # A sharded parameter takes sharded values itself.
-        if is_reference and not isinstance(parameter, DTensor):
-            return _GatheringProxy(parameter)
-        return parameter
+def _get_parameter(model: Any, target: str) -> Any:
+    """Run ``get_parameter`` of a model with an adapter."""
+    is_reference = f".{compat.REFERENCE}." in target
+    if is_reference and compat.REFERENCE not in model.peft_config:
+        return _GatheringProxy(None)
+    parameter = type(model).get_parameter(model, target)
+    # A sharded parameter takes sharded values itself.
+    if is_reference and not isinstance(parameter, DTensor):
+        return _GatheringProxy(parameter)
+    return parameter
 
 
 def _get_pretrained(model: nn.Module) -> PreTrainedModel:

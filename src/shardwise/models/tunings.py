@@ -100,7 +100,24 @@ class Freeze(Tuning):
             raise ConfigError("Freeze() trains nothing. Pass trainable_layers=n (the last n), or extra_modules")
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, StoredAdapter]) -> Tuned:  # noqa: ARG002
-        freeze(base, self)
+        # The modules to train: layers, or modules in them, and modules outside of all layers.
+        blocks = _find_layers(base) if self.trainable_layers else []
+        count = abs(self.trainable_layers)
+        if count > len(blocks):
+            raise ConfigError(f"trainable_layers={self.trainable_layers}: {type(base).__name__} has {len(blocks)}")
+        trained_blocks = blocks[-count:] if self.trainable_layers > 0 else blocks[:count]
+        modules = dict(base.named_modules())
+        trained = [modules[name] for name in trained_blocks]
+        if self.trainable_modules:
+            trained = _find_in_layers(modules, trained_blocks, self.trainable_modules)
+        everywhere = _find_layers(base, may_lack=True)
+        trained += _find_outside(modules, everywhere, self.extra_modules)
+        # Parameters that the model's class has frozen stay frozen.
+        to_train = {parameter for module in trained for parameter in module.parameters() if parameter.requires_grad}
+        for parameter in base.parameters():
+            parameter.requires_grad_(parameter in to_train)
+        if not to_train:
+            raise ConfigError(f"{self} trains nothing of {type(base).__name__}: these modules have no parameters")
         return Tuned(base, base, bindings)
 
 
@@ -182,32 +199,6 @@ class ExistingLora(_LoraTuning):
 
     def folders(self) -> Mapping[str, str | os.PathLike[str]]:
         return {self.adapter: self.directory}
-
-
-def freeze(model: nn.Module, mode: Freeze) -> None:
-    """Set ``requires_grad`` of every parameter.
-
-    Raises:
-        ConfigError: a name matches nothing (the error contains the nearest names), or there are not enough layers.
-    """
-    # The modules to train: layers, or modules in them, and modules outside of all layers.
-    blocks = _find_layers(model) if mode.trainable_layers else []
-    count = abs(mode.trainable_layers)
-    if count > len(blocks):
-        raise ConfigError(f"trainable_layers={mode.trainable_layers}: {type(model).__name__} has {len(blocks)}")
-    trained_blocks = blocks[-count:] if mode.trainable_layers > 0 else blocks[:count]
-    modules = dict(model.named_modules())
-    trained = [modules[name] for name in trained_blocks]
-    if mode.trainable_modules:
-        trained = _find_in_layers(modules, trained_blocks, mode.trainable_modules)
-    everywhere = _find_layers(model, may_lack=True)
-    trained += _find_outside(modules, everywhere, mode.extra_modules)
-    # Parameters that the model's class has frozen stay frozen.
-    to_train = {parameter for module in trained for parameter in module.parameters() if parameter.requires_grad}
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter in to_train)
-    if not to_train:
-        raise ConfigError(f"{mode} trains nothing of {type(model).__name__}: these modules have no parameters")
 
 
 def _find_layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:

@@ -13,6 +13,7 @@ from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.experts import unsupported_experts_reason
 from shardwise.bank.rows import Request
 from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError
+from shardwise.models.lora.peft_private import lora_config
 from shardwise.ranks.world import World
 from shardwise.serve.checkpoints import require_saved_by
 from shardwise.serve.operations import (
@@ -219,8 +220,6 @@ class Engine:
         self._incomplete.pop(model, None)
 
     def _make_config(self, create: CreateModel) -> Any:
-        from peft import LoraConfig
-
         modules: list[str] = []
         parameters: list[str] = []
         for part in sorted(create.parts):
@@ -228,7 +227,7 @@ class Engine:
             parameters += self._parts[part][1]
         if not modules and not parameters:
             raise ConfigError(f"lora_config: the base has none of the parts {', '.join(sorted(create.parts))}")
-        return LoraConfig(
+        return lora_config(
             r=create.rank,
             lora_alpha=LORA_ALPHA,
             target_modules=modules,

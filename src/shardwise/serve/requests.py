@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pydantic
-import torch
 from tinker import types
 
-from shardwise.bank.rows import IGNORED
+from shardwise.bank.rows import make_scored_row
 from shardwise.bank.sampling import Sample, require_sample
 from shardwise.core.errors import ConfigError
 from shardwise.serve.keys import describe_faults
@@ -97,9 +96,7 @@ def read_sample(
     request.answer = SampleAnswer(sample.n, sample.prompt_logprobs, last_n, stops)
     is_score = sample.max_tokens <= 1 and sample.prompt_logprobs and not sample.top_prompt_logprobs
     if is_score and sampler.folder is None and not has_vllm:
-        ids = torch.tensor(prompt)
-        row = {"input_ids": ids, "targets": torch.cat([ids[1:], ids.new_tensor([IGNORED])])}
-        request.operation = Pass(request.request_id, sampler.name, (row,))
+        request.operation = Pass(request.request_id, sampler.name, (make_scored_row(prompt),))
         return
     request.operation = Generate(request.request_id, sample, sampler.folder, sampler.save_id, stops)
 

@@ -779,7 +779,10 @@ class Service:
         # name of one whose time is over would lose its files.
         if self.store is not None and time.monotonic() - self._expired_s > _EXPIRY_S:
             self._expired_s = time.monotonic()
-            self._delete_expired(self.store)
+            try:
+                self.store.delete_expired()
+            except OSError:
+                _log.exception("checkpoints whose time is over cannot be deleted")
             self._save_unsaved()
 
     def _keep_copy(self, name: str, owner: Model | UserKey, most: int) -> None:
@@ -802,12 +805,6 @@ class Service:
         for name in names:
             del self._copies[name]
             self._offloaded.discard(name)
-
-    def _delete_expired(self, store: CheckpointStore) -> None:
-        try:
-            store.delete_expired()
-        except OSError:
-            _log.exception("checkpoints whose time is over cannot be deleted")
 
     # What the server does by itself
 

@@ -17,7 +17,7 @@ from shardwise.core.errors import ConfigError, TrainingError
 from shardwise.files.urls import without_secrets
 from shardwise.fsdp.torch_private import accelerator
 from shardwise.integrations.trainer import ShardwiseTrainer
-from shardwise.integrations.trainer_checkpoints import FolderKind, checkpoints_in
+from shardwise.integrations.trainer_checkpoints import complete_steps
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
@@ -138,12 +138,10 @@ def _resume_from(training: Any, output: Path) -> Any:
     if training.resume_from_checkpoint:
         return training.resume_from_checkpoint
     # By the first rank alone, so that all ranks decide the same.
-    with World.current(call="train") as world:
-        with world.broadcast("list files") as exchange:
-            if world.rank == 0:
-                exchange.local = list(checkpoints_in(output).values())
-        kinds: list[FolderKind] = exchange.result
-    if FolderKind.COMPLETE not in kinds:
+    with World.current(call="train") as world, world.broadcast("list files") as exchange:
+        if world.rank == 0:
+            exchange.local = complete_steps(output)
+    if not exchange.result:
         return None
     if training.resume_from_checkpoint is False:
         raise ConfigError(

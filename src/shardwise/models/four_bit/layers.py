@@ -253,12 +253,15 @@ class _ExpertsProxy:
 
     def __getattr__(self, name: str) -> Any:
         experts = self._experts
-        return _ExpertWeights(experts, name) if name in experts.packings else getattr(experts, name)
+        return ExpertWeights(experts, name) if name in experts.packings else getattr(experts, name)
 
 
 @dataclass(frozen=True, slots=True)
-class _ExpertWeights:
-    """The weights of all experts, which can be indexed by expert."""
+class ExpertWeights:
+    """The weights of all experts of a stack in four bits, gathered, which can be indexed by expert.
+
+    What it returns is not a tensor, but multiplies like one.
+    """
 
     experts: FourBitExperts
     name: str
@@ -328,13 +331,6 @@ def patch_shapes(model: nn.Module) -> Iterator[None]:
     finally:
         for registry, name, stack in stacks:
             registry[name] = stack
-
-
-def get_expert_weight(module: nn.Module, name: str, expert: int) -> Any:
-    """Return the weight of one expert of gathered parameters: a tensor, or an object that multiplies like one."""
-    if are_experts_in_four_bits(module) and name in module.packings:
-        return _ExpertWeights(module, name)[expert]
-    return getattr(module, name)[expert]
 
 
 def scales_name(name: str) -> str:
