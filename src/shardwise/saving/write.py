@@ -36,10 +36,14 @@ _READ_BACK_BYTES = 4 << 20
 
 @dataclass
 class WrittenTensors:
-    """Fingerprints of the written tensors by key, and their bytes by file."""
+    """Fingerprints of tensors that are written, or read back, by key, and their bytes by file.
+
+    Several threads may add at once.
+    """
 
     fingerprints: dict[str, int] = field(default_factory=dict)
     bytes_by_file: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +51,9 @@ class WrittenTensors:
 
     def add(self, key: str, start: int, data: memoryview) -> None:
         """Add bytes of a tensor, from its byte ``start`` on, to its fingerprint."""
-        self.fingerprints[key] = (self.fingerprints.get(key, 0) + fingerprint(data, start)) % MODULUS
+        value = fingerprint(data, start)  # without the lock, which others wait for
+        with self._lock:
+            self.fingerprints[key] = (self.fingerprints.get(key, 0) + value) % MODULUS
 
 
 @dataclass
@@ -88,7 +94,9 @@ class ShardWriter:
 
     def _write_request(self, request: FileRequest, staging: HostStaging) -> None:
         buffers = self._buffers(request, staging)
-        self._add_fingerprints(request, buffers)
+        for segment, buffer in zip(request.segments, buffers, strict=True):
+            key = segment.copy.leaf.key
+            self.written.add(key, segment.bytes.start - self.entries[key].start, buffer)
         self.writer.write(request.file, request.bytes.start, buffers)
         with self._lock:
             self.written.bytes_by_file[request.file] += request.bytes.nbytes
@@ -151,16 +159,6 @@ class ShardWriter:
                 buffers.append(as_memoryview(staging.buffer)[used : used + segment.bytes.nbytes])
                 used += align(segment.bytes.nbytes)
         return buffers
-
-    def _add_fingerprints(self, request: FileRequest, buffers: Sequence[memoryview]) -> None:
-        values: list[tuple[str, int]] = []
-        for segment, buffer in zip(request.segments, buffers, strict=True):
-            key = segment.copy.leaf.key
-            values.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
-        sums = self.written.fingerprints
-        with self._lock:
-            for key, value in values:
-                sums[key] = (sums.get(key, 0) + value) % MODULUS
 
 
 _BUFFERS = 3
