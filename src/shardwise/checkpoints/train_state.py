@@ -38,12 +38,6 @@ from shardwise.state.digests import compute_digest
 from shardwise.transfer.distributed_chunks import StatePath, Views, flat_key
 from shardwise.transfer.replicas import Replicas
 
-
-def dcp_key(path: KeyPath) -> str:
-    """Return the key in DCP of the value at a path such as ``("optimizer", "state", FQN, "exp_avg")``."""
-    return ".".join(path)
-
-
 REDUCED = ("optimizer", "reduced", "layout")
 """Path to the layout of optimizer state that belongs to one rank each. Its values have ``rank_N`` as last key."""
 
@@ -146,9 +140,9 @@ class CollectedState:
 
     @cached_property
     def buffers(self) -> dict[str, str]:
-        """FQNs of the model's buffers, by :func:`dcp_key`."""
+        """FQNs of the model's buffers, by :func:`flat_key`."""
         kinds = {fqn: item.kind for fqn, item in self.stored.items()}
-        return {dcp_key(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
+        return {flat_key(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
 
     @cached_property
     def numbers(self) -> dict[str, object]:
@@ -157,7 +151,7 @@ class CollectedState:
         for bound in self.bounds:
             for key, value in bound.scalars.items():
                 if not isinstance(value, torch.Tensor):
-                    numbers[dcp_key(("optimizer", "state", key.parameter, key.entry))] = value
+                    numbers[flat_key(("optimizer", "state", key.parameter, key.entry))] = value
         return numbers
 
     @cached_property
@@ -180,8 +174,8 @@ class CollectedState:
 
     @cached_property
     def by_key(self) -> dict[str, torch.Tensor]:
-        """All tensors that a checkpoint stores, by :func:`dcp_key`."""
-        return {dcp_key(path): tensor for path, tensor in self.tensors.items()}
+        """All tensors that a checkpoint stores, by :func:`flat_key`."""
+        return {flat_key(path): tensor for path, tensor in self.tensors.items()}
 
     def memory(self) -> list[list[object]]:
         """Return where each tensor of the checkpoint, and of its base, is on this rank.

@@ -44,10 +44,10 @@ from shardwise.saving.prepare import MAX_SHARD_SIZE
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_journals
 from shardwise.saving.saved_trees import read_objects
 from shardwise.saving.stream_out import TensorsToSave
-from shardwise.saving.torch_saves import Levels, load_plain, nest_values
+from shardwise.saving.torch_saves import load_plain, nest_values
 from shardwise.saving.verify import verify_files
 from shardwise.saving.write import WrittenTensors
-from shardwise.transfer.distributed_chunks import flat_key
+from shardwise.transfer.distributed_chunks import StatePath, flat_key
 from shardwise.transfer.progress import progress_bar
 from shardwise.transfer.read import ReadExecutor, storage_bytes
 
@@ -79,22 +79,22 @@ class NamedOutputs:
     notes: tuple[str, ...] = ()
     untied: bool = False
     torch_file: str = "pytorch_model.bin"
-    nest: Mapping[str, Levels] = field(default_factory=dict)
-    objects: Mapping[Levels, object] = field(default_factory=dict)
+    nest: Mapping[str, StatePath] = field(default_factory=dict)
+    objects: Mapping[StatePath, object] = field(default_factory=dict)
 
-    def places(self) -> dict[Levels, TensorToSave]:
+    def places(self) -> dict[StatePath, TensorToSave]:
         """Return the tensors by their paths in a ``torch.save`` file."""
         return {self.nest.get(item[0], (item[0],)): item for item in self.to_save.tensors()}
 
-    def tensors_in_objects(self) -> dict[Levels, torch.Tensor]:
+    def tensors_in_objects(self) -> dict[StatePath, torch.Tensor]:
         """Return the tensors inside of other values, such as betas in a tuple, by their paths."""
-        tensors: dict[Levels, torch.Tensor] = {}
+        tensors: dict[StatePath, torch.Tensor] = {}
         for path, value in self.objects.items():
             tensors |= _find_tensors(value, path)
         return tensors
 
 
-def _find_tensors(value: Any, path: Levels = ()) -> Iterator[tuple[Levels, torch.Tensor]]:
+def _find_tensors(value: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, torch.Tensor]]:
     """Yield the tensors in nested dicts, lists and tuples, with their paths."""
     if isinstance(value, torch.Tensor):
         yield path, value.detach()
@@ -491,7 +491,7 @@ def name_optimizer_outputs(
     return replace(outputs, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
 
 
-def _is_wrapped(paths: Iterable[Levels]) -> bool:
+def _is_wrapped(paths: Iterable[StatePath]) -> bool:
     """Return whether all is in one dict, as accelerate saves it: ``{"optimizer": {"state": ...}}``."""
     all_paths = list(paths)
     inner = {path[1] for path in all_paths if len(path) > 1}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, TypeAlias, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,7 @@ from shardwise.saving.locked_folder import Saving
 from shardwise.saving.rename_journal import number_of
 from shardwise.transfer.distributed_chunks import (
     ChunkWriter,
+    StatePath,
     build_metadata,
     chunk_views,
     data_file,
@@ -40,12 +41,6 @@ from shardwise.transfer.distributed_chunks import (
 )
 from shardwise.transfer.move import gather
 from shardwise.transfer.tensor_metadata import describing_tensors, metadata_by_name
-
-Levels: TypeAlias = tuple[str | int, ...]
-"""The path to a value: keys of dicts and indices of lists."""
-
-Nest: TypeAlias = Mapping[Levels, object]
-"""Values of nested dicts and lists, by path."""
 
 _TORCH_CONFIG: Any = serialization.config
 
@@ -57,8 +52,8 @@ def write_whole_file(
     world: World,
     saving: Saving,
     name: str,
-    tensors: Mapping[Levels, torch.Tensor],
-    objects: Nest,
+    tensors: Mapping[StatePath, torch.Tensor],
+    objects: Mapping[StatePath, object],
     *,
     budget_bytes: int,
     device: torch.device,
@@ -91,7 +86,9 @@ def write_whole_file(
     return sum(tensor.nbytes for tensor in unique.values()), exchange.result
 
 
-def _sort_by_key(keys: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _sort_by_key(
+    keys: Mapping[StatePath, str], tensors: Mapping[StatePath, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return the tensors by key, sorted. Raises :class:`ShardingError` if two tensors have one key."""
     by_key: dict[str, torch.Tensor] = {}
     for path, key in sorted(keys.items(), key=itemgetter(1)):
@@ -173,13 +170,13 @@ class _FileStream(io.RawIOBase):
         return view.nbytes
 
 
-def nest_values(values: Nest) -> object:
+def nest_values(values: Mapping[StatePath, object]) -> object:
     """Return values in dicts and lists. A number leads into a list if all numbers from 0 on are there."""
     # An empty path is the value itself. Otherwise values are grouped by their first key, and each group is
     # nested.
     if () in values:
         return values[()]
-    inner: dict[str | int, dict[Levels, object]] = {}
+    inner: dict[str | int, dict[StatePath, object]] = {}
     for (first, *tail), value in ((list(path), value) for path, value in values.items()):
         inner.setdefault(first, {})[tuple(tail)] = value
     if all(isinstance(key, int) for key in inner) and sorted(inner) == list(range(len(inner))):
@@ -187,7 +184,7 @@ def nest_values(values: Nest) -> object:
     return {key: nest_values(items) for key, items in inner.items()}
 
 
-def flatten_values(value: Any, path: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
+def flatten_values(value: Any, path: StatePath = (), *, as_text: bool = False) -> Iterator[tuple[StatePath, Any]]:
     """Yield the values in nested dicts and lists, with their paths. Inverse of :func:`nest_values`.
 
     Empty dicts, and lists without tensors or dicts, are values. ``as_text`` converts keys of dicts to strings.
@@ -344,7 +341,7 @@ def write_distributed_folder(
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     metadata_contents: list[bytes] = []  # on the first rank; empty on the others
 
-    def describe(sizes: list[dict[Levels, int]]) -> list[dict[Levels, int]]:
+    def describe(sizes: list[dict[StatePath, int]]) -> list[dict[StatePath, int]]:
         metadata_contents.append(build_metadata(plan, sizes, partial(data_file, number=number)))
         return sizes
 
@@ -377,14 +374,14 @@ def write_distributed_folder(
 
 def _split_state(
     state: Mapping[str, Any], *, is_packed: bool
-) -> tuple[dict[Levels, torch.Tensor], dict[Levels, bytes]]:
+) -> tuple[dict[StatePath, torch.Tensor], dict[StatePath, bytes]]:
     """Split a state into tensors and other values, by path. The latter are left out unless ``is_packed``.
 
     Raises:
         ShardingError: two of them have one name.
     """
-    tensors: dict[Levels, torch.Tensor] = {}
-    packed: dict[Levels, bytes] = {}
+    tensors: dict[StatePath, torch.Tensor] = {}
+    packed: dict[StatePath, bytes] = {}
     keys: set[str] = set()
     for path, value in flatten_values(state, as_text=True):
         if isinstance(value, Mapping):
