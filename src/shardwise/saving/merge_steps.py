@@ -223,7 +223,7 @@ def write_out(
         to_save.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=new_save_id()
     )
     with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
-        out = LocalFiles(World(0, 1), writer, plan.files, bar.update)
+        out = LocalFiles(World(0, 1), writer, plan.files, bar)
         # The lock comes first: from here on, no other save removes or creates files in this folder.
         state = begin_save(writer, plan, companions)
         try:

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -209,7 +209,7 @@ def write_by_owners(
         rounds = plan_rounds(streams, sender.shares, buffer_bytes)
     local_files = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    out = LocalFiles(world, writer, local_files, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
+    out = LocalFiles(world, writer, local_files, progress, pinned_bytes(buffer_bytes, buffer_bytes))
     exchange = ShardExchange(world, rounds, sender.share, None, dtypes, device)
     with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
@@ -235,7 +235,7 @@ class LocalFiles:
         world: the ranks.
         writer: to the folder.
         files: of this rank, in order.
-        advance: called with the number of bytes that have been written.
+        progress: updated with the bytes that are written.
         staging_bytes: pinned memory through which tensors on an accelerator are copied.
     """
 
@@ -244,7 +244,7 @@ class LocalFiles:
         world: World,
         writer: StorageWriter,
         files: Sequence[NewFile],
-        advance: Callable[[int], None],
+        progress: tqdm,
         staging_bytes: int = 0,
     ) -> None:
         self.written = WrittenTensors({entry.key: 0 for file in files for entry in file.entries})
@@ -253,7 +253,7 @@ class LocalFiles:
         self._waiting = list(reversed(files))
         self._entries = {entry.key: entry for file in files for entry in file.entries}
         self._file: NewFile | None = None
-        self._advance = advance
+        self._progress = progress
         self._staging = HostStaging(staging_bytes, is_pinned=True)
 
     def write(self, blocks: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
@@ -288,7 +288,7 @@ class LocalFiles:
                 self._writer.write(entry.file, entry.start + start, [data])
             start += len(data)
             self.written.bytes_by_file[entry.file] += len(data)
-            self._advance(len(data))
+            self._progress.update(len(data))
 
     def finish(self) -> None:
         """Complete the last file, and those that hold no elements."""
