@@ -411,15 +411,15 @@ def merge_adapter(
             vocab_size=merge.vocab_size,
         )
         tensors = source.layout.tensors
-        with LocalWriter(out) as writer:
-            written, names = merge_steps.write_out(
-                writer,
-                merge.to_save,
-                sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
-                max_shard_bytes=max_shard_bytes,
-                companions=companions,
-                check=lambda _: merge.require_effect(lora_folder),
-            )
+        parameters = sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER)
+        with (
+            LocalWriter(out) as writer,
+            merge_steps.write_out(
+                writer, merge.to_save, parameters, max_shard_bytes=max_shard_bytes, companions=companions
+            ) as (written, names),
+        ):
+            # Known when all is written, and before the commit, so that the older model stays.
+            merge.require_effect(lora_folder)
         replace_templates(out, templates)
     return MergeAdapterReport(
         base=str(base_path),

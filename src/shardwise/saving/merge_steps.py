@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -200,6 +201,7 @@ def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
             raise ConfigError(f"{out}: is the folder that is read ({folder}). Pass another output folder")
 
 
+@contextmanager
 def write_out(
     writer: StorageWriter,
     to_save: TensorsToSave,
@@ -207,13 +209,11 @@ def write_out(
     *,
     max_shard_bytes: int,
     companions: Mapping[str, bytes],
-    check: Callable[[WrittenTensors], None] | None = None,
-) -> tuple[WrittenTensors, tuple[str, ...]]:
-    """Plan the files, write and commit them. Return the written tensors and the file names.
+) -> Iterator[tuple[WrittenTensors, tuple[str, ...]]]:
+    """Plan the files and write them. Yield the written tensors and the file names. Commit after the block.
 
-    ``companions`` are small files that belong to the save. ``check`` is called after everything is written and
-    before the commit, and an exception of it cancels the save. The older checkpoint stays valid until the commit
-    ([Note: One commit] in ``saving/commit_plan.py``). A save that fails removes its files.
+    ``companions`` are small files that belong to the save. The older checkpoint stays valid until the commit
+    ([Note: One commit] in ``saving/commit_plan.py``). A save that fails, or whose block raises, removes its files.
 
     Raises:
         StorageError: something could not be written.
@@ -228,15 +228,11 @@ def write_out(
         state = begin_save(writer, plan, companions)
         try:
             write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
-            # Only after all is written it is known whether the edits have changed a value, and before the commit
-            # the older checkpoint is still valid.
-            if check is not None:
-                check(out.written)
+            yield out.written, plan.names
             commit_save(state, out.written.fingerprints)
         except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
             undo_save(state)
             raise
-    return out.written, plan.names
 
 
 def open_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:

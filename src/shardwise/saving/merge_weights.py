@@ -232,9 +232,10 @@ def _write(
     with LocalWriter(out) as writer:
         if file_format == "bin":
             return _write_torch_file(writer, outputs, max_shard_bytes, companions), (outputs.torch_file,)
-        return merge_steps.write_out(
+        with merge_steps.write_out(
             writer, outputs.to_save, outputs.parameters, max_shard_bytes=max_shard_bytes, companions=companions
-        )
+        ) as written:
+            return written
 
 
 def _write_torch_file(
