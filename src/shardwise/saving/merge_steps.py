@@ -27,7 +27,7 @@ from shardwise.files.storage import StorageReader, StorageWriter
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
-from shardwise.fsdp.torch_private import from_torch, to_torch
+from shardwise.fsdp.torch_private import from_torch
 from shardwise.loading.meta_model import MetaModel, compare_ties
 from shardwise.loading.plan import REMEDIES, LoadPlan, Tie, plan_load
 from shardwise.loading.prepare import get_rules
@@ -36,7 +36,6 @@ from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
 from shardwise.saving.commit import TEMPLATES_FOLDER, begin_save, commit_save, undo_save
 from shardwise.saving.plan import plan_save
-from shardwise.saving.prepare import find_main_dtype
 from shardwise.saving.saving_lock import new_save_id
 from shardwise.saving.stream_out import BLOCK_BYTES, TensorsToSave, plan_blocks, write_blocks
 from shardwise.saving.write import LocalFiles, WrittenTensors
@@ -368,11 +367,3 @@ def read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     except OSError as error:
         raise StorageError(f"{folder}: reading it failed, {error.strerror}. Make it readable") from error
     return contents
-
-
-def choose_config_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
-    """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
-    if dtype is not None:
-        return dtype
-    main = find_main_dtype(to_save.tensors())
-    return None if main is None else str(to_torch(main)).removeprefix("torch.")

@@ -40,7 +40,7 @@ from shardwise.saving import merge_steps
 from shardwise.saving.commit import commit_written, replace_templates
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
-from shardwise.saving.prepare import MAX_SHARD_SIZE
+from shardwise.saving.prepare import MAX_SHARD_SIZE, find_main_dtype
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_journals
 from shardwise.saving.saved_trees import read_objects
 from shardwise.saving.stream_out import TensorsToSave
@@ -212,10 +212,11 @@ def _companions(
     """Return the small files of the output and its additional chat templates. Empty if the model is unknown."""
     if outputs.folder is None:
         return {}, None
-    dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
+    if dtype is None and (main := find_main_dtype(outputs.to_save.tensors())) is not None:
+        dtype = str(to_torch(main)).removeprefix("torch.")
     config = merge_steps.parse_config(outputs.folder)
     files, templates = merge_steps.read_companions(outputs.folder, [*_nearest_folders(folder), outputs.folder])
-    files["config.json"] = merge_steps.config_content(config, dtype=dtype_name, untied=outputs.untied)
+    files["config.json"] = merge_steps.config_content(config, dtype=dtype, untied=outputs.untied)
     return files, templates
 
 
