@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +17,7 @@ from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.core.formatting import in_bytes
 from shardwise.core.layout import TensorKind
 from shardwise.core.save_reports import MergeWeightsReport
-from shardwise.core.tensors import ByteRange, numel, parse_size, row_blocks
+from shardwise.core.tensors import gaps, numel, parse_size, row_blocks
 from shardwise.files.checkpoint_index import DISTRIBUTED, CheckpointIndex, with_keys, without_wrappers
 from shardwise.files.distributed import holds_optimizer, open_state, read_metadata
 from shardwise.files.join_entries import METADATA
@@ -313,14 +312,10 @@ def _write_around_tensors(writer: LocalWriter, file: str, outputs: NamedOutputs)
         writer.create(file, contents.file_nbytes)
         # Copy what lies between the tensors. Their own bytes are holes in the sparse file.
         ranges = [chunk.view.range for item in contents.tensors for chunk in item.chunks]
-        ends = ByteRange(contents.file_nbytes, contents.file_nbytes)
         with sparse.open("rb") as content:
-            start = 0
-            for data in [*sorted(ranges, key=attrgetter("start")), ends]:
-                if start < data.start:
-                    content.seek(start)
-                    writer.write(file, start, [memoryview(content.read(data.start - start))])
-                start = max(start, data.stop)
+            for start, stop in gaps([(data.start, data.stop) for data in ranges], contents.file_nbytes):
+                content.seek(start)
+                writer.write(file, start, [memoryview(content.read(stop - start))])
     return contents
 
 
