@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from shardwise.core.expression import Expression
 from shardwise.core.tensors import Box, contiguous_strides
 from shardwise.files.checkpoint_index import TensorEntry
 from shardwise.files.safetensors_files import NewFile
@@ -22,8 +21,10 @@ from shardwise.fsdp.named_tensors import raw_bytes, strided_view
 from shardwise.fsdp.torch_private import synchronize_streams, to_torch
 from shardwise.ranks.world import World
 from shardwise.saving.plan import assign_owners, plan_moves_to_owners
+from shardwise.saving.prepare import PreparedSave
 from shardwise.transfer.file_requests import FileRequest, Staging, align
 from shardwise.transfer.fingerprints import MODULUS, fingerprint
+from shardwise.transfer.memory import staging_device
 from shardwise.transfer.move import ShardExchange
 from shardwise.transfer.move_plan import plan_rounds
 from shardwise.transfer.read import storage_bytes
@@ -168,12 +169,9 @@ _BUFFERS = 3
 def write_by_owners(
     world: World,
     writer: StorageWriter,
-    files: Sequence[NewFile],
-    expressions: Mapping[str, Expression],
-    sender: ShardSender,
+    prepared: PreparedSave,
     *,
     budget_bytes: int,
-    device: torch.device,
     progress: tqdm,
 ) -> WrittenTensors:
     """Create, write and sync every file, each on one rank that receives the other ranks' shards.
@@ -184,11 +182,8 @@ def write_by_owners(
     Args:
         world: the ranks.
         writer: this rank's own, of the same folder on every rank.
-        files: the planned files, the same on every rank. None of them exists yet.
-        expressions: by key, over the model's tensors.
-        sender: source of this rank's shares.
+        prepared: the save. None of its files exists yet.
         budget_bytes: of memory that a rank may use.
-        device: device of the buffers that are sent and received.
         progress: updated with the bytes that this rank writes.
 
     Collective: yes.
@@ -202,8 +197,14 @@ def write_by_owners(
     """
     # One stream of moves for each rank, so that each round has blocks for all owners, and all of them write at
     # once.
+    files, tensors = prepared.plan.files, prepared.tensors
     owners = assign_owners(files, world.size)
+    expressions = {key: output.expression for key, output in prepared.outputs.items()}
     streams = plan_moves_to_owners(files, owners, expressions, world.size)
+    sender = ShardSender(
+        {name: item for item in tensors for name in item.names}, prepared.shares.by_name, world.rank
+    )
+    device = staging_device(tensors, [item.tensor for item in tensors])
     buffer_bytes = budget_bytes // _BUFFERS
     with world.collective("plan the rounds"):
         rounds = plan_rounds(streams, sender.shares, buffer_bytes)
