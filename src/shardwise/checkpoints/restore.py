@@ -309,20 +309,14 @@ def _restore_optimizers(
         return []
     with world.collective("bind the optimizer"):
         without_state = plan.fitting.bind(optimizers, targets)
-        _restore_reduced(optimizers, plan.local.get("optimizers", {}))
+        # State that belongs to this rank alone.
+        for fqn, entries in plan.local.get("optimizers", {}).items():
+            if fqn in optimizers.optimizer_indices:
+                optimizer = optimizers.bounds[optimizers.optimizer_indices[fqn]].optimizer
+                parameter = optimizers.parameters[fqn]
+                for entry, inner in entries.items():
+                    optimizer.state[parameter][entry] = rebuild_state_tensor(optimizer, parameter, entry, inner)
     return without_state
-
-
-def _restore_reduced(
-    optimizers: OptimizerTargets, values: Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]
-) -> None:
-    """Set the optimizer state that belongs to this rank alone."""
-    for fqn, entries in values.items():
-        if fqn in optimizers.optimizer_indices:
-            optimizer = optimizers.bounds[optimizers.optimizer_indices[fqn]].optimizer
-            parameter = optimizers.parameters[fqn]
-            for entry, inner in entries.items():
-                optimizer.state[parameter][entry] = rebuild_state_tensor(optimizer, parameter, entry, inner)
 
 
 def _materialize(

@@ -76,7 +76,10 @@ def write_whole_file(
     keys = {path: first_keys.setdefault(id(tensor), flat_key(path)) for path, tensor in tensors.items()}
     with world.collective("map the keys"):
         # Sorted, because ranks may have built their dicts in different orders, and gather() compares the order.
-        unique = _sort_by_key(keys, tensors)
+        unique: dict[str, torch.Tensor] = {}
+        for path, key in sorted(keys.items(), key=itemgetter(1)):
+            if unique.setdefault(key, tensors[path]) is not tensors[path]:
+                raise ShardingError(f"{key}: two tensors have this name, with dots in other places. Rename one")
     full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
 
     with world.broadcast("write the file") as exchange:
@@ -84,17 +87,6 @@ def write_whole_file(
             state = nest_values({**{path: full[key] for path, key in keys.items()}, **objects})
             exchange.local = WrittenFiles({name: write_torch_file(saving, name, state)})
     return sum(tensor.nbytes for tensor in unique.values()), exchange.result
-
-
-def _sort_by_key(
-    keys: Mapping[StatePath, str], tensors: Mapping[StatePath, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the tensors by key, sorted. Raises :class:`ShardingError` if two tensors have one key."""
-    by_key: dict[str, torch.Tensor] = {}
-    for path, key in sorted(keys.items(), key=itemgetter(1)):
-        if by_key.setdefault(key, tensors[path]) is not tensors[path]:
-            raise ShardingError(f"{key}: two tensors have this name, with dots in other places. Rename one")
-    return by_key
 
 
 def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
