@@ -27,7 +27,7 @@ def nowhere(item):
 
 
 def foreseen(model, mesh, policy=None):
-    return predict_layout(model, policy or "auto", mesh, nowhere)
+    return predict_layout(model, model, policy or "auto", mesh, nowhere, {})
 
 
 def really_sharded(model, mesh, rank, policy=None):

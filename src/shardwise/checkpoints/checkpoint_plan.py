@@ -8,7 +8,7 @@ from shardwise.core.tensors import Box
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.ranks.world import World
 from shardwise.transfer.checksums import as_bytes
-from shardwise.transfer.distributed_chunks import TensorsPlan, Views, chunk_views, plan_tensors
+from shardwise.transfer.distributed_chunks import TensorsPlan, Views, chunk_views, flat_key, plan_tensors
 from shardwise.transfer.move_plan import SharedBoxes, find_shared_boxes
 from shardwise.transfer.replicas import Replicas
 from shardwise.transfer.tensor_metadata import describing_tensors, metadata_by_name
@@ -54,7 +54,7 @@ class CheckpointPlan:
             return self.replicated
         # Numbers are other objects at each step, so they are not part of the plan. Every rank has those of
         # optimizers.
-        numbers = {name: as_bytes(value) for name, value in collected.numbers.items()}
+        numbers = {flat_key(path): as_bytes(value) for path, value in collected.numbers.items()}
         everyone = tuple(range(len(self.ranks) - 1))
         # By name, the boxes with ranks of the group (not global ranks).
         common = {name: ((Box.whole(value.shape), everyone),) for name, value in numbers.items()}

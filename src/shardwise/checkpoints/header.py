@@ -347,18 +347,6 @@ class CheckedReader(LocalReader):
         return self._sums[file]
 
 
-def gaps(runs: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-    """Return the ranges of ``nbytes`` bytes that no run covers."""
-    # Runs 10..20 and 15..30 of 40 bytes leave 0..10 and 30..40.
-    uncovered: list[tuple[int, int]] = []
-    position = 0
-    for start, stop in [*sorted(runs), (nbytes, nbytes)]:
-        if start > position:
-            uncovered.append((position, start))
-        position = max(position, stop)
-    return uncovered
-
-
 def _cut(start: int, buffers: Sequence[memoryview], size: int) -> Iterator[tuple[int, int, list[memoryview]]]:
     """Cut the memory of a range that begins at byte ``start`` at multiples of ``size`` bytes.
 

@@ -18,7 +18,6 @@ from shardwise.checkpoints.train_state import (
     CollectedState,
     TrainState,
     collect_state,
-    dcp_key,
     restore_generators,
     seed_generators,
 )
@@ -42,6 +41,7 @@ from shardwise.saving.torch_saves import load_value
 from shardwise.state.base_identity import BaseMatch, compare_bases
 from shardwise.state.optimizer_fit import OptimizerMatch, OptimizerTargets, match_optimizer_state
 from shardwise.state.state_values import StateOptions, read_numbers, read_tensors
+from shardwise.transfer.distributed_chunks import flat_key
 from shardwise.transfer.matching import SourceTensor, SourceTensors
 from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.read import ReadExecutor
@@ -194,7 +194,7 @@ def _read_tensors(
         with world.collective("find the tensors to restore"):
             targets = plan.fitting.allocate_targets(optimizers)
     # One plan for the model and the optimizers, so that files are read once, in order.
-    states = {dcp_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
+    states = {flat_key(("optimizer", "state", key.parameter, key.entry)): target for key, target in targets.items()}
     with world.collective("read values"):
         read_tensors(executor, opened.expressions, {**tensors, **states})
     return optimizers, targets
@@ -294,7 +294,7 @@ def _optimizer_state(
 ) -> ParsedState:
     """Return the state of the optimizers: one-element tensors with their values, others on meta."""
     state = {path: value for path, value in common.items() if path[:2] == ("optimizer", "state")}
-    tensors = {path: opened.expressions[dcp_key(path)] for path in opened.shapes if path[0] == "optimizer"}
+    tensors = {path: opened.expressions[flat_key(path)] for path in opened.shapes if path[0] == "optimizer"}
     values: dict[str, dict[str, Any]] = {}  # by FQN and entry
     # Step counts decide how the state matches, so their values are needed now.
     for path, value in {**state, **read_numbers(executor, tensors)}.items():
@@ -310,20 +310,14 @@ def _restore_optimizers(
         return []
     with world.collective("bind the optimizer"):
         without_state = plan.fitting.bind(optimizers, targets)
-        _restore_reduced(optimizers, plan.local.get("optimizers", {}))
+        # State that belongs to this rank alone.
+        for fqn, entries in plan.local.get("optimizers", {}).items():
+            if fqn in optimizers.optimizer_indices:
+                optimizer = optimizers.bounds[optimizers.optimizer_indices[fqn]].optimizer
+                parameter = optimizers.parameters[fqn]
+                for entry, inner in entries.items():
+                    optimizer.state[parameter][entry] = rebuild_state_tensor(optimizer, parameter, entry, inner)
     return without_state
-
-
-def _restore_reduced(
-    optimizers: OptimizerTargets, values: Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]
-) -> None:
-    """Set the optimizer state that belongs to this rank alone."""
-    for fqn, entries in values.items():
-        if fqn in optimizers.optimizer_indices:
-            optimizer = optimizers.bounds[optimizers.optimizer_indices[fqn]].optimizer
-            parameter = optimizers.parameters[fqn]
-            for entry, inner in entries.items():
-                optimizer.state[parameter][entry] = rebuild_state_tensor(optimizer, parameter, entry, inner)
 
 
 def _materialize(

@@ -21,7 +21,6 @@ from shardwise.checkpoints.header import (
     CheckedReader,
     CheckpointHeader,
     content_nbytes,
-    gaps,
 )
 from shardwise.checkpoints.trainer_folders import (
     HEADER_FILE,
@@ -33,6 +32,7 @@ from shardwise.checkpoints.trainer_folders import (
 from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.core.expression import Expression
 from shardwise.core.save_reports import ReopenReport
+from shardwise.core.tensors import gaps
 from shardwise.files.checkpoint_index import CheckpointIndex
 from shardwise.files.distributed import MAX_METADATA_BYTES, ChunkPlace, open_state, parse_metadata
 from shardwise.files.join_entries import METADATA, KeyPath

@@ -38,12 +38,6 @@ from shardwise.state.digests import compute_digest
 from shardwise.transfer.distributed_chunks import StatePath, Views, flat_key
 from shardwise.transfer.replicas import Replicas
 
-
-def dcp_key(path: KeyPath) -> str:
-    """Return the key in DCP of the value at a path such as ``("optimizer", "state", FQN, "exp_avg")``."""
-    return ".".join(path)
-
-
 REDUCED = ("optimizer", "reduced", "layout")
 """Path to the layout of optimizer state that belongs to one rank each. Its values have ``rank_N`` as last key."""
 
@@ -146,28 +140,19 @@ class CollectedState:
 
     @cached_property
     def buffers(self) -> dict[str, str]:
-        """FQNs of the model's buffers, by :func:`dcp_key`."""
+        """FQNs of the model's buffers, by :func:`flat_key`."""
         kinds = {fqn: item.kind for fqn, item in self.stored.items()}
-        return {dcp_key(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
+        return {flat_key(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
 
     @cached_property
-    def numbers(self) -> dict[str, object]:
-        """Values of optimizer state that are not tensors, by their keys."""
-        numbers: dict[str, object] = {}
+    def numbers(self) -> dict[StatePath, object]:
+        """Values of optimizer state that are not tensors."""
+        numbers: dict[StatePath, object] = {}
         for bound in self.bounds:
             for key, value in bound.scalars.items():
                 if not isinstance(value, torch.Tensor):
-                    numbers[dcp_key(("optimizer", "state", key.parameter, key.entry))] = value
+                    numbers["optimizer", "state", key.parameter, key.entry] = value
         return numbers
-
-    @cached_property
-    def reduced(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Optimizer state that belongs to this rank alone, by FQN and name."""
-        entries: dict[str, dict[str, torch.Tensor]] = {}
-        for bound in self.bounds:
-            for key, value in bound.rank_local.items():
-                entries.setdefault(key.parameter, {})[key.entry] = value
-        return entries
 
     @cached_property
     def layout(self) -> str:
@@ -180,8 +165,8 @@ class CollectedState:
 
     @cached_property
     def by_key(self) -> dict[str, torch.Tensor]:
-        """All tensors that a checkpoint stores, by :func:`dcp_key`."""
-        return {dcp_key(path): tensor for path, tensor in self.tensors.items()}
+        """All tensors that a checkpoint stores, by :func:`flat_key`."""
+        return {flat_key(path): tensor for path, tensor in self.tensors.items()}
 
     def memory(self) -> list[list[object]]:
         """Return where each tensor of the checkpoint, and of its base, is on this rank.
@@ -322,13 +307,9 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
     Raises:
         ConfigError: a component has no ``state_dict``, or the user's state is not JSON.
     """
-    contents = StateContents(collected, as_json(state.user))
-    summary = contents.summary
     # The optimizers: numbers, settings, and state that no other rank can use. Tensors are written as chunks.
-    for bound in collected.bounds:
-        for key, value in bound.scalars.items():
-            if not isinstance(value, torch.Tensor):
-                contents.common["optimizer", "state", key.parameter, key.entry] = value
+    contents = StateContents(collected, as_json(state.user), common={**collected.numbers})
+    summary = contents.summary
     if collected.bounds:
         groups = build_param_groups(collected.bounds)
         # Each setting under a key of its own, which torch requests: ``optimizer.param_groups.0.lr``.
@@ -338,12 +319,13 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         settings = [{key: value for key, value in group.items() if key not in _NAMES} for group in groups]
         summary.settings = compute_digest(settings)
         summary.rates = [float(group["lr"]) for group in groups if "lr" in group]
-    if reduced := collected.reduced:
+    reduced: dict[str, dict[str, dict[str, torch.Tensor]]] = {}  # by FQN, entry and name
+    for bound in collected.bounds:
+        for key, value in bound.rank_local.items():
+            reduced.setdefault(key.parameter, {})[key.entry] = inner_tensors(value)
+    if reduced:
         contents.common[REDUCED] = collected.layout
-        inner: dict[str, dict[str, dict[str, torch.Tensor]]] = {}  # by FQN, entry and name
-        for parameter, entries in reduced.items():
-            inner[parameter] = {entry: inner_tensors(value) for entry, value in entries.items()}
-        contents.local["optimizer", "reduced", f"rank_{rank}"] = inner
+        contents.local["optimizer", "reduced", f"rank_{rank}"] = reduced
     # Components that are equal on all ranks: the first rank's count.
     if state.all_schedulers:
         contents.common["schedulers",] = [_get_state_dict(item, "schedulers") for item in state.all_schedulers]

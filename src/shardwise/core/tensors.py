@@ -40,6 +40,18 @@ def coalesce(ranges: Iterable[ByteRange], *, max_gap_bytes: int) -> list[ByteRan
     return joined
 
 
+def gaps(runs: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+    """Return the ranges of ``nbytes`` bytes that no run covers."""
+    # Runs 10..20 and 15..30 of 40 bytes leave 0..10 and 30..40.
+    uncovered: list[tuple[int, int]] = []
+    position = 0
+    for start, stop in [*sorted(runs), (nbytes, nbytes)]:
+        if start > position:
+            uncovered.append((position, start))
+        position = max(position, stop)
+    return uncovered
+
+
 def numel(sizes: Sequence[int]) -> int:
     """Return the number of elements of a tensor of these sizes (1 for a 0-d tensor)."""
     return math.prod(sizes)

@@ -145,11 +145,9 @@ class CheckpointFormat(Protocol):
 
     def is_named(self, name: str) -> bool:
         """Return whether a file of this name is of this format, or an index of its files."""
-        ...
 
     def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
         """Return the files of a checkpoint that is requested by the name of an existing one."""
-        ...
 
     def find(self, _reader: StorageReader, _names: Sequence[str], _faults: FormatFaults) -> FileSelection | None:
         """Return the files of a checkpoint among the names, if there is no usual one, or None.
@@ -171,7 +169,6 @@ class CheckpointFormat(Protocol):
         Raises:
             FormatError: the files hold no model.
         """
-        ...
 
 
 class QuantizedForm(Protocol):
@@ -180,7 +177,6 @@ class QuantizedForm(Protocol):
     @property
     def is_kept(self) -> bool:
         """True if a model may be kept in this form, so that its config keeps the ``quantization_config``."""
-        ...
 
     def dequantize(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
         """Return the same checkpoint with dequantized tensors, composed of :class:`Coded` data.
@@ -189,7 +185,6 @@ class QuantizedForm(Protocol):
             FormatError: entries do not belong together. The message names them.
             StorageError: small entries that determine the form cannot be read.
         """
-        ...
 
 
 OF_ACTIVATIONS: Final = re.compile(

@@ -23,6 +23,7 @@ from shardwise.files.checkpoint_index import (
     TensorEntry,
     Whole,
 )
+from shardwise.files.four_bit_blocks import BLOCKS, NESTED_BLOCK
 from shardwise.files.storage import StorageReader
 from shardwise.files.urls import shown
 
@@ -127,9 +128,7 @@ QUANT_STATE = ".quant_state.bitsandbytes__"
 _ENDS = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
 
 _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
-_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MAX_STATE_BYTES = 1 << 16
-_NESTED_BLOCK = 256
 _MAP_BYTES = 4 * 256
 _MAX_OFFSET = 3.4e38
 """About the largest float32. An integer of JSON may be too large for any float."""
@@ -228,7 +227,7 @@ def _compose(values: TensorEntry, companions: _Companions, texts: Mapping[str, b
         raise FormatError(f"its quant_state has {companions.state.nbytes} bytes, {_MAX_STATE_BYTES} is the limit")
     state = checkpoint_index.parse_object(texts[companions.state.key], what="its quant_state")
     shape, block = _shape_in(state), state.get("blocksize")
-    if block not in _BLOCK_SIZES or not isinstance(block, int):
+    if block not in BLOCKS or not isinstance(block, int):
         raise FormatError(f"its quant_state has blocks of {shown(repr(block))}")
     if state.get("quant_type") != companions.form.value:
         raise FormatError(
@@ -271,12 +270,12 @@ def _parse_nested(
         raise FormatError("its scales are nested, and their nested_absmax, nested_quant_map or bytes are missing")
     if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MAX_OFFSET:
         raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
-    if state.get("nested_blocksize") != _NESTED_BLOCK:
+    if state.get("nested_blocksize") != NESTED_BLOCK:
         raise FormatError(
             f"its scales are nested in blocks of {shown(repr(state.get('nested_blocksize')))}, not 256"
         )
     if nested_absmax.dtype is not DType.F32 or numel(nested_absmax.shape) != -(
-        -numel(scales.shape) // _NESTED_BLOCK
+        -numel(scales.shape) // NESTED_BLOCK
     ):
         raise FormatError(f"its nested_absmax is {nested_absmax.dtype.label} {nested_absmax.shape}")
     # In contrast to the 4-bit table, this one is read and used.

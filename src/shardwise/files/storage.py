@@ -76,12 +76,10 @@ class StorageReader(Protocol):
     @property
     def root(self) -> str:
         """The location of the files, for messages."""
-        ...
 
     @property
     def policy(self) -> ReadPolicy:
         """The read policy of this storage, constant for the lifetime of the reader."""
-        ...
 
     def list(self) -> list[str]:
         """Return the names of all files below the root, sorted.
@@ -89,11 +87,9 @@ class StorageReader(Protocol):
         Raises:
             CannotListError: the storage cannot list its files. They can still be opened by name.
         """
-        ...
 
     def size(self, file: str) -> int:
         """Return the file's size in bytes."""
-        ...
 
     def identity(self, file: str) -> str:
         """Return a text that changes when the file's content is replaced, queried from the storage at every call.
@@ -104,7 +100,6 @@ class StorageReader(Protocol):
         If ``policy.is_remote``, every rank receives the same text for the same state, so ranks may compare theirs.
         Otherwise it is only comparable on this machine.
         """
-        ...
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Scatter the one contiguous range that begins at ``start`` into ``buffers``, in order.
@@ -112,7 +107,6 @@ class StorageReader(Protocol):
         Buffers are writable and C-contiguous, of any format. A file that ends too early is a StorageError, and the
         content of the buffers is then undefined.
         """
-        ...
 
     def read_into(self, file: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes that begin at ``start``, as :meth:`read_vectored` does."""
@@ -130,7 +124,6 @@ class StorageReader(Protocol):
 
     def close(self) -> None:
         """Release all resources. Reading afterwards is a StorageError, but closing twice is not."""
-        ...
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +168,6 @@ class FilePlaces(Protocol):
 
     def place(self, file: str) -> str:
         """Return a text that is equal on two ranks only if they open the same file in the same state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +234,10 @@ class StorageWriter(Protocol):
     @property
     def root(self) -> str:
         """The location of the files, for messages."""
-        ...
 
     @property
     def policy(self) -> WritePolicy:
         """The write policy of this storage, constant for the lifetime of the writer."""
-        ...
 
     def list(self) -> list[str]:
         """Return the names of all files in the root, sorted, or none if the folder does not exist yet."""
@@ -255,11 +245,9 @@ class StorageWriter(Protocol):
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of every file in :meth:`list`, for links the size of the target."""
-        ...
 
     def read(self, file: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
-        ...
 
     def create(self, file: str, nbytes: int) -> None:
         """Create a new file of this size, with undefined content and, if the storage can do so, preallocated space.
@@ -268,11 +256,9 @@ class StorageWriter(Protocol):
         later even if it writes nothing to it, because only then is the size durable. It is an error if the file
         exists.
         """
-        ...
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Write the buffers, one after the other, from byte ``start`` of a created file. Its size cannot grow."""
-        ...
 
     def sync(self, file: str) -> None:
         """Make all bytes durable that this writer has written to the file.
@@ -280,36 +266,30 @@ class StorageWriter(Protocol):
         The call does nothing for a file without writes since the last sync. After a failure the file's content is
         unknown for good, and the file must be created again.
         """
-        ...
 
     def rename(self, file: str, name: str) -> None:
         """Rename a synced file in the root, atomically replace any file of that name, and make the change durable.
 
         If the file has been removed in the meantime, this is a StorageError and nothing changes.
         """
-        ...
 
     def replace(self, file: str, content: bytes) -> None:
         """Write a small file, atomically replace any file of its name, and make the change durable."""
-        ...
 
     def remove(self, file: str) -> None:
         """Remove a file, without an error if it does not exist.
 
         The removal is not durable before :meth:`sync_names`.
         """
-        ...
 
     def sync_names(self) -> None:
         """Make all creations and removals in the root durable."""
-        ...
 
     def close(self) -> None:
         """Release all resources. Unsynced writes may be lost.
 
         Writing afterwards is a StorageError, but closing twice is not.
         """
-        ...
 
     def __enter__(self) -> Self:
         return self

@@ -27,11 +27,12 @@ from shardwise.ranks.call_arguments import get_world
 from shardwise.ranks.world import Clock, World
 from shardwise.saving.rename_journal import journal_folder, link_as_renamed, read_journals
 from shardwise.saving.saved_trees import read_distributed_tree, read_file_tree
-from shardwise.saving.torch_saves import Levels, read_rank_file
+from shardwise.saving.torch_saves import read_rank_file
 from shardwise.state import state_values
 from shardwise.state.model_states import open_stored_values, set_model_values, swap_stored_experts
 from shardwise.state.optimizer_fit import OptimizerTargets
 from shardwise.state.optimizer_states import collect_optimizer_targets, set_optimizer_values
+from shardwise.transfer.distributed_chunks import StatePath
 from shardwise.transfer.matching import OnFault
 
 _MOST_DIGITS = 10
@@ -252,7 +253,7 @@ def _find_save(
     return save
 
 
-def _parse(state: Any, targets: OptimizerTargets) -> tuple[ParsedState, dict[str, Levels]]:
+def _parse(state: Any, targets: OptimizerTargets) -> tuple[ParsedState, dict[str, StatePath]]:
     """Parse a state. Return also the path of each of its values in the stored tree, by label.
 
     Parameters have indices, with their names in ``param_names`` of the groups, or names. A folder of DCP has the
@@ -271,7 +272,7 @@ def _parse(state: Any, targets: OptimizerTargets) -> tuple[ParsedState, dict[str
     for group in state["param_groups"]:
         groups.append({**group, "params": [named.get(name, name) for name in group["params"]]})
     values: dict[str, Any] = {}
-    paths: dict[str, Levels] = {}
+    paths: dict[str, StatePath] = {}
     for key, entries in state["state"].items():
         index = key
         if isinstance(key, str) and key.isdecimal() and len(key) < _MOST_DIGITS:

@@ -342,7 +342,7 @@ def _plan(
     initializers = Initializers(model, collect_tensors(model), additions)
     buffers = initializers.buffers(options.get("buffers", {}), seed=0)
     origins = partial(find_origin, initializers, buffers)
-    world = predict_layout(model, wrap_policy, mesh, origins, root=tuned.base, kept_whole=tuned.kept_whole)
+    world = predict_layout(model, tuned.base, wrap_policy, mesh, origins, tuned.kept_whole)
     rules = get_rules(tuned.base)
     consent = meta_model.get_consent(options)
     plan = plan_load(index, world.rank0, tuned.bindings, rules, consent, additions.base_names)

@@ -36,7 +36,7 @@ def is_trained(tensor: TensorLayout) -> bool:
 
 
 def estimate_groups(
-    world: WorldLayout, gathered_as: DType | None, summed_in: DType | None = None
+    world: WorldLayout, gathered_as: DType | None, summed_in: DType | None
 ) -> tuple[GroupEstimate, ...]:
     """Return the parameter groups that are not empty, the root's last.
 
@@ -214,8 +214,8 @@ def estimate_training(
     placement: MemoryPlacement,
     *,
     param_dtype: bool,
-    reshard_after_forward: bool | int = True,
-    memory_bytes: int | None = None,
+    reshard_after_forward: bool | int,
+    memory_bytes: int | None,
 ) -> TrainingEstimate:
     """Forecast the memory of a training step on rank 0, which has the largest shards.
 

@@ -5,7 +5,6 @@ rank from torch's placements, as in a load.
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -35,17 +34,16 @@ from shardwise.fsdp.wrap import require_contiguous
 
 def predict_layout(
     model: nn.Module,
+    root: nn.Module,
     policy: WrapPolicy,
     mesh: MeshShape,
     find_origin: Callable[[TensorRef], Origin],
-    *,
-    root: nn.Module | None = None,
-    kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({}),
+    kept_whole: Mapping[nn.Parameter, str],
 ) -> WorldLayout:
     """Return the layout that :func:`~shardwise.fsdp.wrap.wrap` would give a model that is not sharded yet.
 
-    ``root`` is the wrapped module, by default the model. Names of groups are relative to it. No process group is
-    needed, and the model is not changed.
+    ``root`` is the module that is wrapped, the model or one inside of it. Names of groups are relative to it. No
+    process group is needed, and the model is not changed.
 
     Raises:
         ShardingError: the policy matches nothing, or ``fully_shard`` would reject a parameter.
@@ -54,8 +52,8 @@ def predict_layout(
     refs = collect_tensors(model)
     # The decisions of fully_shard without calling it: which parameters are in which group, and which are in
     # none.
-    grouping = group_parameters(root or model, policy, kept_whole)
-    require_contiguous(root or model, grouping)
+    grouping = group_parameters(root, policy, kept_whole)
+    require_contiguous(root, grouping)
     fqns = {item.tensor: item.fqn for item in refs}
     spreader = _Spreader(mesh, set(grouping.whole))
     spreads: dict[str, Spread] = {}

@@ -201,7 +201,9 @@ def execute_load(
             # Before tensors get memory: if this raises, none of them has been changed.
             require_equal_tied(world, plan, executor)
             with world.collective("read weights"):
-                materialize_and_read(prepared, executor, clock)
+                with clock.phase("materialize"), gc_disabled():
+                    local = materialize(prepared.tensors, prepared.fsdp_params, prepared.device)
+                executor.read_into(prepared.read_plan, [local[item.fqn] for item in prepared.read_plan.items])
         # After the read: each rank has its share, and the replicas exchange them.
         if prepared.shared:
             from shardwise.loading.shared_reads import exchange_shared
@@ -218,13 +220,6 @@ def execute_load(
         # After fill_and_audit(), which fills the buffers.
         require_equal_buffers(world, prepared.tensors)
     return make_report(world, model, source, prepared, executor, attributes, clock)
-
-
-def materialize_and_read(prepared: PreparedLoad, executor: ReadExecutor, clock: Clock) -> None:
-    """Give this rank's tensors memory, and read their values."""
-    with clock.phase("materialize"), gc_disabled():
-        local = materialize(prepared.tensors, prepared.fsdp_params, prepared.device)
-    executor.read_into(prepared.read_plan, [local[item.fqn] for item in prepared.read_plan.items])
 
 
 def require_equal_tied(world: World, plan: LoadPlan, executor: ReadExecutor) -> None:

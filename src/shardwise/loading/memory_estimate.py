@@ -64,7 +64,7 @@ def largest_computation(plan: LoadPlan) -> int:
 
 
 def estimate_rank(
-    plan: LoadPlan, rank: int, placement: MemoryPlacement, padded_numels: Mapping[str, int] | None = None
+    plan: LoadPlan, rank: int, placement: MemoryPlacement, padded_numels: Mapping[str, int]
 ) -> RankEstimate:
     """Forecast the load of ``plan`` on the rank whose boxes are in ``plan.layout``.
 
@@ -74,12 +74,11 @@ def estimate_rank(
         placement: placement of tensors.
         padded_numels: elements of memory, by FQN, of tensors whose memory is padded.
     """
-    padded = padded_numels or {}
     shared: dict[tuple[tuple[LocalBox, ...], int], Spread] = {}  # one spread for tensors with equal boxes
     spreads: dict[str, Spread] = {}
     for tensor in plan.layout.tensors:
         # Elements in memory, at least those of the boxes: FSDP2 pads all shards to the size of the first.
-        memory = padded.get(tensor.fqn, tensor.local_numel)
+        memory = padded_numels.get(tensor.fqn, tensor.local_numel)
         spreads[tensor.fqn] = shared.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
     return LoadSizes(plan, plan.layout.tensors, spreads).at(rank, 0, placement)
 
@@ -155,7 +154,7 @@ def is_sharded(tensor: TensorLayout) -> bool:
     return tensor.kind is TensorKind.PARAMETER and tensor.placement != "whole"
 
 
-def require_fits(estimate: RankEstimate, available: Available, ranks: int = 1) -> None:
+def require_fits(estimate: RankEstimate, available: Available, ranks: int) -> None:
     """Refuse a load that does not fit, before anything is read.
 
     The host memory of the estimate is the sum of ``ranks`` ranks, which share the free memory of their container.

@@ -163,7 +163,12 @@ def prepare_load(world: World, model: nn.Module, source: OpenSource, request: Lo
     programs = plan_initial_values(initializers, plan, options)
     device, fsdp_params = memory.get_model_device(tensors, options.device), torch_private.fsdp_params(model)
     by_name = {item.fqn: item for item in tensors}
-    items = build_read_items(plan, by_name, memory.target_devices(tensors, fsdp_params, device))
+    # An item for each tensor that is read from the checkpoint.
+    items: list[ReadItem] = []
+    for name, read in plan.reads().items():
+        target_device = memory.target_device(by_name[name], fsdp_params, device)
+        boxes, dtype = plan.layout.by_name[name].boxes, by_name[name].tensor.dtype
+        items.append(ReadItem(name, read.expression, boxes, dtype, target_device))
     # Replicas read a share each, and exchange them in execute_load.
     shared: Mapping[str, tuple[Boxes, ...]] = {}
     items_to_read, mode = items, options.shared_reads
@@ -245,17 +250,6 @@ def plan_initial_values(
     if faults:
         raise KeyMismatchError("tensors are missing that cannot be initialized:\n  " + "\n  ".join(faults))
     return programs
-
-
-def build_read_items(
-    plan: LoadPlan, by_name: Mapping[str, TensorRef], devices: Mapping[str, torch.device]
-) -> list[ReadItem]:
-    """Return an item for each tensor that is read from the checkpoint."""
-    items: list[ReadItem] = []
-    for name, read in plan.reads().items():
-        boxes, dtype = plan.layout.by_name[name].boxes, by_name[name].tensor.dtype
-        items.append(ReadItem(name, read.expression, boxes, dtype, devices[name]))
-    return items
 
 
 def tie_declared(model: nn.Module, refs: Sequence[TensorRef], bindings: Bindings) -> None:

@@ -80,21 +80,15 @@ def read_index(
     # One rank reads the headers of all files, so that a storage is not asked for them by every rank.
     with world.broadcast("read headers") as exchange:
         if world.rank == 0:
-            exchange.local = _read_headers(reader, storage.file or weights_name, extra)
+            opened = open_checkpoint(reader, weights_name=storage.file or weights_name, extra_files=extra)
+            headers = dequantize_index(reader, opened)
+            # Of local files, also of a network file system, each rank identifies its own: require_one_checkpoint().
+            is_remote = reader.policy.is_remote and not isinstance(reader, FilePlaces)
+            exchange.local = headers, read_identities(reader, list(headers.files)) if is_remote else {}
     index, remote_identities = exchange.result
     identities, notes = require_one_checkpoint(world, reader, index)
     # The identities of remote files are those that the first rank saw when it read the headers.
     return OpenSource(index, reader, identities or remote_identities, notes)
-
-
-def _read_headers(
-    reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]
-) -> tuple[CheckpointIndex, dict[str, str]]:
-    """Return the index of a checkpoint, and the identities of its files if they are equal on all ranks."""
-    index = dequantize_index(reader, open_checkpoint(reader, weights_name=weights_name, extra_files=extra_files))
-    # Of local files, also of a network file system, each rank reads its own: see require_one_checkpoint().
-    is_remote = reader.policy.is_remote and not isinstance(reader, FilePlaces)
-    return index, read_identities(reader, list(index.files)) if is_remote else {}
 
 
 def resolve_everywhere(

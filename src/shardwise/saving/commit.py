@@ -386,8 +386,12 @@ def commit_save(state: CommitState, sums: Mapping[str, int]) -> list[str]:
     # the records of both until the commit.
     both = fingerprints.to_bytes([*state.recorded, recorded])
     fingerprints_file = fingerprints.fingerprint_file(plan.stem)
-    # The commit renames bound files itself, next to the weights. It replaces the free ones just before.
-    bound = _find_bound_files(writer, plan, small_files)
+    # A new config of an adapter would change the meaning of the older weights, and so is bound to the new ones: the
+    # commit renames it itself, next to the weights. It replaces the free files just before.
+    bound: dict[str, bytes] = {}
+    config = small_files.get(ADAPTER_CONFIG)
+    if plan.stem == ADAPTER and config is not None and writer.read(ADAPTER_CONFIG) != config:
+        bound[ADAPTER_CONFIG] = config
     free = {name: content for name, content in small_files.items() if name not in bound}
     commit = commit_plan.plan_commit(plan, state.folder_state, bound)
     removed = commit_files(writer, state.locked, commit, {**free, fingerprints_file: both})
@@ -396,14 +400,6 @@ def commit_save(state: CommitState, sums: Mapping[str, int]) -> list[str]:
         replace_templates(writer.root, state.templates)
     state.locked.release()
     return removed
-
-
-def _find_bound_files(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the small files that would change the meaning of the older weights: a new config of an adapter."""
-    content = small_files.get(ADAPTER_CONFIG)
-    if plan.stem != ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
-        return {}
-    return {ADAPTER_CONFIG: content}
 
 
 def commit_written(

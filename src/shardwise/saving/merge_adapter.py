@@ -62,11 +62,20 @@ _TASKS: Final = {
 
 @dataclass(frozen=True)
 class _AdapterSource:
-    """An adapter that has been opened."""
+    """An adapter that has been opened.
+
+    Attributes:
+        tensors: all tensors of its file, by key.
+        whole: names in the model of tensors that are not factors, by key.
+        factors: keys of the factors of each module, by the adapter's name of it.
+        notes: notes for the report.
+    """
 
     config: LoraConfig
     executor: ReadExecutor
     tensors: Mapping[str, Stored]
+    whole: Mapping[str, str]
+    factors: Mapping[str, Sequence[str]]
     notes: Sequence[str]
 
 
@@ -86,7 +95,7 @@ def find_adapter_folder(path: Path, adapter_name: str) -> Path:
     raise FormatError(f"{path}: has no {ADAPTER_CONFIG}. {remedy}")
 
 
-def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
+def open_for_merging(folder: Path, adapter_name: str, stack: ExitStack) -> _AdapterSource:
     """Read an adapter's config and headers, without PEFT. Readers are closed with ``stack``.
 
     Raises:
@@ -102,14 +111,16 @@ def open_for_merging(folder: Path, stack: ExitStack) -> _AdapterSource:
     tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
     if not tensors:
         raise FormatError(f"{folder / file}: holds no tensors. Save the adapter again")
-    return _AdapterSource(config, executor, tensors, notes)
+    whole = merge_plan.find_whole_tensors(tensors, adapter_name=adapter_name)
+    factors = merge_plan.group_factor_keys(tensors, adapter_name=adapter_name)
+    return _AdapterSource(config, executor, tensors, whole, factors, notes)
 
 
-def find_new_vocab_size(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> int | None:
+def find_new_vocab_size(lora: _AdapterSource, built: MetaModel) -> int | None:
     """Return the number of tokens of an adapter that was trained with a resized vocabulary, or None."""
     by_name, rows, renamed = built.layout.by_name, {}, make_renamer(built)
     # 1. Tensors of the adapter that have another number of rows than the base's, but are otherwise equal.
-    for key, whole_name in merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).items():
+    for key, whole_name in lora.whole.items():
         name = renamed(whole_name) or whole_name
         shape, base_shape = lora.tensors[key].shape, by_name[name].shape if name in by_name else ()
         if (
@@ -128,28 +139,26 @@ def find_new_vocab_size(lora: _AdapterSource, built: MetaModel, adapter_name: st
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def find_class_with_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> Any:
+def find_class_with_head(lora: _AdapterSource, built: MetaModel) -> Any:
     """Return the class of model that an adapter was trained on, if it has a head that the base does not have.
 
     None if it has none. The adapter's config names the task, or the class.
     """
     renamed = make_renamer(built)
-    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name).values()
     # The base has a place for each of the adapter's tensors, so it has the head, too.
-    if all(renamed(name) is not None for name in names):
+    if all(renamed(name) is not None for name in lora.whole.values()):
         return None
     name = _TASKS.get(lora.config.task_type or "") or lora.config.auto_mapping.get("base_model_class")
     return getattr(transformers, name, None) if isinstance(name, str) else None
 
 
-def find_head(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> dict[str, str]:
+def find_head(lora: _AdapterSource, built: MetaModel) -> dict[str, str]:
     """Return the adapter's keys of the tensors that the base does not store, by their names in the model."""
-    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
     ties = pretrained.get_declared_ties(built.model)
     # A tied tensor is stored under one of its names, so the other ones are not absent.
     stored = {*built.bindings.matched, *ties, *ties.values()}
     absent = {name for tensor in built.layout.saved() for name in tensor.names} - stored
-    return {name: key for key, name in names.items() if name in absent}
+    return {name: key for key, name in lora.whole.items() if name in absent}
 
 
 def find_num_labels(lora: _AdapterSource, built: MetaModel, head: Mapping[str, str]) -> int | None:
@@ -213,7 +222,7 @@ def require_all_rows(source: merge_steps.OfflineModel, plan: merge_plan.MergePla
             )
 
 
-def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tuple[set[str], dict[str, str]]:
+def find_untied(lora: _AdapterSource, built: MetaModel) -> tuple[set[str], dict[str, str]]:
     """Return the declared ties that are not tied in the output, and those of them that were tied in training.
 
     The latter are targets with their sources. PEFT adapts modules: with a LoRA on one of two tied modules, the
@@ -221,10 +230,8 @@ def find_untied(lora: _AdapterSource, built: MetaModel, adapter_name: str) -> tu
     or two values. A config can only untie all at once (``tie_word_embeddings``).
     """
     renamed = make_renamer(built)
-    names = merge_plan.find_whole_tensors(lora.tensors, adapter_name=adapter_name)
-    whole = {renamed(name) or name: key for key, name in names.items()}
-    modules = merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name)
-    adapted = {renamed(f"{module}.weight") for module in modules}
+    whole = {renamed(name) or name: key for key, name in lora.whole.items()}
+    adapted = {renamed(f"{module}.weight") for module in lora.factors}
     expressions = stored_tensors(lora.executor.index)
     declared = pretrained.get_declared_ties(built.model)
     ties = {target: origin for target, origin in declared.items() if target in built.layout.by_name}
@@ -274,7 +281,7 @@ def find_merge_targets(source: merge_steps.OfflineModel, outputs: Mapping[str, O
 
 
 def fuse_single_experts(
-    source: merge_steps.OfflineModel, outputs: Mapping[str, Output], lora: _AdapterSource, adapter_name: str
+    source: merge_steps.OfflineModel, outputs: Mapping[str, Output], lora: _AdapterSource
 ) -> tuple[dict[str, merge_plan.Edit], set[str]]:
     """Return the edits of fused experts by an adapter of single ones, and the adapter's keys that they use.
 
@@ -286,7 +293,7 @@ def fuse_single_experts(
     layout = source.layout
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     keys: dict[str, dict[str, str]] = {}
-    for module, factor_keys in merge_plan.group_factor_keys(lora.tensors, adapter_name=adapter_name).items():
+    for module, factor_keys in lora.factors.items():
         # "... .lora_A.default.weight" is factor "A".
         keys[f"{module}.weight"] = {key.rpartition(".lora_")[2].partition(".")[0]: key for key in factor_keys}
     # Factors of modules that are no tensors of the checkpoint: single experts of a fused weight.
@@ -404,15 +411,15 @@ def merge_adapter(
             vocab_size=merge.vocab_size,
         )
         tensors = source.layout.tensors
-        with LocalWriter(out) as writer:
-            written, names = merge_steps.write_out(
-                writer,
-                merge.to_save,
-                sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER),
-                max_shard_bytes=max_shard_bytes,
-                companions=companions,
-                check=lambda _: merge.require_effect(lora_folder),
-            )
+        parameters = sum(item.numel for item in tensors if item.kind is TensorKind.PARAMETER)
+        with (
+            LocalWriter(out) as writer,
+            merge_steps.write_out(
+                writer, merge.to_save, parameters, max_shard_bytes=max_shard_bytes, companions=companions
+            ) as (written, names),
+        ):
+            # Known when all is written, and before the commit, so that the older model stays.
+            merge.require_effect(lora_folder)
         replace_templates(out, templates)
     return MergeAdapterReport(
         base=str(base_path),
@@ -460,7 +467,7 @@ def _plan_edits(
 ) -> _PlannedEdits:
     """Open both, read headers and configs, and plan the edits."""
     # 1. Open the adapter and the base, and build the base's model on meta.
-    lora = open_for_merging(lora_folder, stack)
+    lora = open_for_merging(lora_folder, adapter_name, stack)
     opened, config = open_storage(base_path), load_config(folder, options)
     reader = stack.enter_context(opened.reader)
     index = merge_steps.open_index(opened, config)
@@ -468,11 +475,11 @@ def _plan_edits(
     built = build_meta_model(folder, config, index, options)
     # 2. Build it again as the adapter was trained: with a head, with its number of labels, with its vocabulary.
     # Each step needs the model of the step before.
-    model_class = None if "model_class" in options else find_class_with_head(lora, built, adapter_name)
+    model_class = None if "model_class" in options else find_class_with_head(lora, built)
     if model_class is not None:
         options = {**options, "model_class": model_class}
         built = build_meta_model(folder, config, index, options)
-    head = find_head(lora, built, adapter_name)
+    head = find_head(lora, built)
     num_labels = find_num_labels(lora, built, head)
     if num_labels is not None:
         config.num_labels = num_labels
@@ -481,11 +488,11 @@ def _plan_edits(
     if adapter_name not in ("default", lora_folder.name) and not is_named:
         raise FormatError(f"{lora_folder}: has no adapter {shown(adapter_name)}. Check adapter_name")
     require_equal_copies(lora, adapter_name)
-    vocab_size = find_new_vocab_size(lora, built, adapter_name)
+    vocab_size = find_new_vocab_size(lora, built)
     if vocab_size is not None:
         built = build_meta_model(folder, config, index, options, vocab_size)
     # 3. Bind the base's tensors, after it is known which ties are kept. The head's come from the adapter.
-    untied, tied_in_training = find_untied(lora, built, adapter_name)
+    untied, tied_in_training = find_untied(lora, built)
     source = merge_steps.bind_offline(config, index, built, executor, untied, provided=head)
     joined = merge_indexes(index, lora.executor.index, ADAPTER)
     expressions = stored_tensors(joined)
@@ -496,7 +503,7 @@ def _plan_edits(
     # hostile one may take forever.
     targets, what = find_merge_targets(source, outputs), f"{lora_folder} and {base_path}"
     require_quick_patterns(lora.config.patterns(), merge_plan.find_adapted_names(lora.config, lora.tensors))
-    of_experts, used = fuse_single_experts(source, outputs, lora, adapter_name)
+    of_experts, used = fuse_single_experts(source, outputs, lora)
     others = {key: leaf for key, leaf in lora.tensors.items() if key not in used}
     plan = merge_plan.plan_merge(lora.config, others, targets, adapter_name=adapter_name, what=what)
     plan = plan.with_edits(of_experts).with_tied(tied_in_training)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,7 +27,7 @@ from shardwise.files.storage import StorageReader, StorageWriter
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import build_layout, collect_tensors
-from shardwise.fsdp.torch_private import from_torch, to_torch
+from shardwise.fsdp.torch_private import from_torch
 from shardwise.loading.meta_model import MetaModel, compare_ties
 from shardwise.loading.plan import REMEDIES, LoadPlan, Tie, plan_load
 from shardwise.loading.prepare import get_rules
@@ -35,7 +36,6 @@ from shardwise.models.revert import Output, revert
 from shardwise.ranks.world import World
 from shardwise.saving.commit import TEMPLATES_FOLDER, begin_save, commit_save, undo_save
 from shardwise.saving.plan import plan_save
-from shardwise.saving.prepare import find_main_dtype
 from shardwise.saving.saving_lock import new_save_id
 from shardwise.saving.stream_out import BLOCK_BYTES, TensorsToSave, plan_blocks, write_blocks
 from shardwise.saving.write import LocalFiles, WrittenTensors
@@ -200,6 +200,7 @@ def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
             raise ConfigError(f"{out}: is the folder that is read ({folder}). Pass another output folder")
 
 
+@contextmanager
 def write_out(
     writer: StorageWriter,
     to_save: TensorsToSave,
@@ -207,13 +208,11 @@ def write_out(
     *,
     max_shard_bytes: int,
     companions: Mapping[str, bytes],
-    check: Callable[[WrittenTensors], None] | None = None,
-) -> tuple[WrittenTensors, tuple[str, ...]]:
-    """Plan the files, write and commit them. Return the written tensors and the file names.
+) -> Iterator[tuple[WrittenTensors, tuple[str, ...]]]:
+    """Plan the files and write them. Yield the written tensors and the file names. Commit after the block.
 
-    ``companions`` are small files that belong to the save. ``check`` is called after everything is written and
-    before the commit, and an exception of it cancels the save. The older checkpoint stays valid until the commit
-    ([Note: One commit] in ``saving/commit_plan.py``). A save that fails removes its files.
+    ``companions`` are small files that belong to the save. The older checkpoint stays valid until the commit
+    ([Note: One commit] in ``saving/commit_plan.py``). A save that fails, or whose block raises, removes its files.
 
     Raises:
         StorageError: something could not be written.
@@ -223,20 +222,16 @@ def write_out(
         to_save.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, save_id=new_save_id()
     )
     with progress_bar("Merging", plan.nbytes, enabled=True) as bar:
-        out = LocalFiles(World(0, 1), writer, plan.files, bar.update)
+        out = LocalFiles(World(0, 1), writer, plan.files, bar)
         # The lock comes first: from here on, no other save removes or creates files in this folder.
         state = begin_save(writer, plan, companions)
         try:
             write_blocks(out, plan_blocks(plan, BLOCK_BYTES), to_save)
-            # Only after all is written it is known whether the edits have changed a value, and before the commit
-            # the older checkpoint is still valid.
-            if check is not None:
-                check(out.written)
+            yield out.written, plan.names
             commit_save(state, out.written.fingerprints)
         except BaseException:  # Ctrl-C, too: the next save of this process must not find the lock of this one
             undo_save(state)
             raise
-    return out.written, plan.names
 
 
 def open_index(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
@@ -372,11 +367,3 @@ def read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     except OSError as error:
         raise StorageError(f"{folder}: reading it failed, {error.strerror}. Make it readable") from error
     return contents
-
-
-def choose_config_dtype(to_save: TensorsToSave, dtype: str | None) -> str | None:
-    """Return the dtype for the config: the requested one, otherwise that of most floating-point elements."""
-    if dtype is not None:
-        return dtype
-    main = find_main_dtype(to_save.tensors())
-    return None if main is None else str(to_torch(main)).removeprefix("torch.")

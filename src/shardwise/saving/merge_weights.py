@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +17,7 @@ from shardwise.core.errors import ConfigError, FormatError, StorageError
 from shardwise.core.formatting import in_bytes
 from shardwise.core.layout import TensorKind
 from shardwise.core.save_reports import MergeWeightsReport
-from shardwise.core.tensors import ByteRange, numel, parse_size, row_blocks
+from shardwise.core.tensors import gaps, numel, parse_size, row_blocks
 from shardwise.files.checkpoint_index import DISTRIBUTED, CheckpointIndex, with_keys, without_wrappers
 from shardwise.files.distributed import holds_optimizer, open_state, read_metadata
 from shardwise.files.join_entries import METADATA
@@ -40,14 +39,14 @@ from shardwise.saving import merge_steps
 from shardwise.saving.commit import commit_written, replace_templates
 from shardwise.saving.commit_plan import WrittenFiles, get_folder_state, temporary_name
 from shardwise.saving.plan import INDEX_FILE, TensorToSave
-from shardwise.saving.prepare import MAX_SHARD_SIZE
+from shardwise.saving.prepare import MAX_SHARD_SIZE, find_main_dtype
 from shardwise.saving.rename_journal import journal_folder, lock_and_clean_up, read_journals
 from shardwise.saving.saved_trees import read_objects
 from shardwise.saving.stream_out import TensorsToSave
-from shardwise.saving.torch_saves import Levels, load_plain, nest_values
+from shardwise.saving.torch_saves import load_plain, nest_values
 from shardwise.saving.verify import verify_files
 from shardwise.saving.write import WrittenTensors
-from shardwise.transfer.distributed_chunks import flat_key
+from shardwise.transfer.distributed_chunks import StatePath, flat_key
 from shardwise.transfer.progress import progress_bar
 from shardwise.transfer.read import ReadExecutor, storage_bytes
 
@@ -79,22 +78,22 @@ class NamedOutputs:
     notes: tuple[str, ...] = ()
     untied: bool = False
     torch_file: str = "pytorch_model.bin"
-    nest: Mapping[str, Levels] = field(default_factory=dict)
-    objects: Mapping[Levels, object] = field(default_factory=dict)
+    nest: Mapping[str, StatePath] = field(default_factory=dict)
+    objects: Mapping[StatePath, object] = field(default_factory=dict)
 
-    def places(self) -> dict[Levels, TensorToSave]:
+    def places(self) -> dict[StatePath, TensorToSave]:
         """Return the tensors by their paths in a ``torch.save`` file."""
         return {self.nest.get(item[0], (item[0],)): item for item in self.to_save.tensors()}
 
-    def tensors_in_objects(self) -> dict[Levels, torch.Tensor]:
+    def tensors_in_objects(self) -> dict[StatePath, torch.Tensor]:
         """Return the tensors inside of other values, such as betas in a tuple, by their paths."""
-        tensors: dict[Levels, torch.Tensor] = {}
+        tensors: dict[StatePath, torch.Tensor] = {}
         for path, value in self.objects.items():
             tensors |= _find_tensors(value, path)
         return tensors
 
 
-def _find_tensors(value: Any, path: Levels = ()) -> Iterator[tuple[Levels, torch.Tensor]]:
+def _find_tensors(value: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, torch.Tensor]]:
     """Yield the tensors in nested dicts, lists and tuples, with their paths."""
     if isinstance(value, torch.Tensor):
         yield path, value.detach()
@@ -212,10 +211,11 @@ def _companions(
     """Return the small files of the output and its additional chat templates. Empty if the model is unknown."""
     if outputs.folder is None:
         return {}, None
-    dtype_name = merge_steps.choose_config_dtype(outputs.to_save, dtype)
+    if dtype is None and (main := find_main_dtype(outputs.to_save.tensors())) is not None:
+        dtype = str(to_torch(main)).removeprefix("torch.")
     config = merge_steps.parse_config(outputs.folder)
     files, templates = merge_steps.read_companions(outputs.folder, [*_nearest_folders(folder), outputs.folder])
-    files["config.json"] = merge_steps.config_content(config, dtype=dtype_name, untied=outputs.untied)
+    files["config.json"] = merge_steps.config_content(config, dtype=dtype, untied=outputs.untied)
     return files, templates
 
 
@@ -232,9 +232,10 @@ def _write(
     with LocalWriter(out) as writer:
         if file_format == "bin":
             return _write_torch_file(writer, outputs, max_shard_bytes, companions), (outputs.torch_file,)
-        return merge_steps.write_out(
+        with merge_steps.write_out(
             writer, outputs.to_save, outputs.parameters, max_shard_bytes=max_shard_bytes, companions=companions
-        )
+        ) as written:
+            return written
 
 
 def _write_torch_file(
@@ -311,14 +312,10 @@ def _write_around_tensors(writer: LocalWriter, file: str, outputs: NamedOutputs)
         writer.create(file, contents.file_nbytes)
         # Copy what lies between the tensors. Their own bytes are holes in the sparse file.
         ranges = [chunk.view.range for item in contents.tensors for chunk in item.chunks]
-        ends = ByteRange(contents.file_nbytes, contents.file_nbytes)
         with sparse.open("rb") as content:
-            start = 0
-            for data in [*sorted(ranges, key=attrgetter("start")), ends]:
-                if start < data.start:
-                    content.seek(start)
-                    writer.write(file, start, [memoryview(content.read(data.start - start))])
-                start = max(start, data.stop)
+            for start, stop in gaps([(data.start, data.stop) for data in ranges], contents.file_nbytes):
+                content.seek(start)
+                writer.write(file, start, [memoryview(content.read(stop - start))])
     return contents
 
 
@@ -491,7 +488,7 @@ def name_optimizer_outputs(
     return replace(outputs, torch_file=OPTIMIZER_FILE, nest=nest, objects=objects)
 
 
-def _is_wrapped(paths: Iterable[Levels]) -> bool:
+def _is_wrapped(paths: Iterable[StatePath]) -> bool:
     """Return whether all is in one dict, as accelerate saves it: ``{"optimizer": {"state": ...}}``."""
     all_paths = list(paths)
     inner = {path[1] for path in all_paths if len(path) > 1}

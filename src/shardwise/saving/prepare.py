@@ -161,11 +161,15 @@ def prepare(
     layout = build_layout(tensors)
     outputs = build_outputs(request.model, request.names, tensors, layout, fqns)
     saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
-    # The training state of an adapter has a file of its own, and is no part of the number of parameters.
+    # The training state of an adapter has a file of its own, with names and dtypes as they are. It is no part of
+    # the number of parameters.
     training: dict[str, Output] = {}
     saved_training = None
     if request.training is not None:
-        training = _training_outputs(layout, fqns)
+        adapter = set(fqns.values())
+        for tensor in layout.tensors:
+            if adapter.isdisjoint(tensor.names):
+                training[tensor.fqn] = Output.unchanged(tensor.fqn, tensor)
         described = [(key, output.dtype, output.shape) for key, output in training.items()]
         saved_training = SavedTraining(described, request.training.text)
     parameters = 0
@@ -231,13 +235,6 @@ def build_outputs(
     if isinstance(names, AdapterOnly):
         return {key: Output.unchanged(key, layout.by_name[name]) for key, name in fqns.items()}
     return four_bit_files.reshape_for_files(tensors, revert(model, layout, internal_names=names == "internal"))
-
-
-def _training_outputs(layout: ModelLayout, fqns: Mapping[str, str]) -> dict[str, Output]:
-    """Return the outputs of a training state, under their own names and dtypes."""
-    adapter = set(fqns.values())
-    training = [tensor for tensor in layout.tensors if adapter.isdisjoint(tensor.names)]
-    return {tensor.fqn: Output.unchanged(tensor.fqn, tensor) for tensor in training}
 
 
 def _is_staged(item: TensorRef, dtype: torch.dtype | None) -> bool:

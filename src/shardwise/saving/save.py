@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from shardwise.core import machine
@@ -37,9 +36,8 @@ from shardwise.saving.commit import TEMPLATES_FOLDER, CommitState, begin_save, c
 from shardwise.saving.plan import SavePlan
 from shardwise.saving.saving_lock import new_save_id, require_lock
 from shardwise.saving.write import ShardWriter, write_by_owners
-from shardwise.transfer.memory import staging_device
 from shardwise.transfer.progress import progress_bar
-from shardwise.transfer.replicas import ShardSender, agree_on_shares
+from shardwise.transfer.replicas import agree_on_shares
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +113,9 @@ def _write_and_commit(
             )
             with clock.phase("write"):
                 if has_owners:
-                    _write_by_owners(world, shard_writer, prepared, options, bar)
+                    shard_writer.written = write_by_owners(
+                        world, writer, prepared, budget_bytes=options.budget_bytes, progress=bar
+                    )
                 else:
                     with world.collective("write files"):
                         shard_writer.write(prepared.requests)
@@ -168,28 +168,6 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
     facts = world.all_gather_object((writer.policy.block_bytes > 1, machine.boot_id()))
     has_blocks, hosts = zip(*facts, strict=True)
     return any(has_blocks) and len(set(hosts)) > 1
-
-
-def _write_by_owners(
-    world: World,
-    shard_writer: ShardWriter,
-    prepared: prepare.PreparedSave,
-    options: prepare.SaveOptions,
-    progress: tqdm,
-) -> None:
-    """Write each file on the rank that owns it. Collective: yes."""
-    shard_writer.written = write_by_owners(
-        world,
-        shard_writer.writer,
-        prepared.plan.files,
-        {key: output.expression for key, output in prepared.outputs.items()},
-        ShardSender(
-            {name: item for item in prepared.tensors for name in item.names}, prepared.shares.by_name, world.rank
-        ),
-        budget_bytes=options.budget_bytes,
-        device=staging_device(prepared.tensors, [item.tensor for item in prepared.tensors]),
-        progress=progress,
-    )
 
 
 def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[str, bytes], dict[str, bytes] | None]:

@@ -16,8 +16,9 @@ from shardwise.files.storage import StorageReader
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import shown
 from shardwise.ranks.world import World
-from shardwise.saving.torch_saves import Levels, load_plain, load_value, nest_values
+from shardwise.saving.torch_saves import load_plain, load_value, nest_values
 from shardwise.state.state_values import read_numbers
+from shardwise.transfer.distributed_chunks import StatePath
 from shardwise.transfer.read import ReadExecutor
 
 _MAX_DEPTH = 16
@@ -37,7 +38,7 @@ class SavedTree:
 
     index: CheckpointIndex
     tree: Any
-    keys: Mapping[Levels, str]
+    keys: Mapping[StatePath, str]
 
     def inside(self, wrapper: str) -> SavedTree:
         """Return the content of an outer dict that holds everything (accelerate writes one), or the tree itself."""
@@ -57,18 +58,18 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
     stored = stored_tensors(index)
     # Alone: other ranks may read other tensors, or none.
     executor = ReadExecutor(reader, index, budget_bytes, World(0, 1))
-    values: dict[Levels, Any] = {**read_numbers(executor, {levels: stored[key] for levels, key in keys.items()})}
+    values: dict[StatePath, Any] = {**read_numbers(executor, {levels: stored[key] for levels, key in keys.items()})}
     values |= read_objects(reader, metadata)
     return SavedTree(index, nest_values(values), keys)
 
 
-def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[Levels, Any]:
+def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[StatePath, Any]:
     """Return the values of a DCP folder that are not tensors, by path.
 
     Raises:
         FormatError, StorageError: a value is too long, holds more than data, or cannot be read.
     """
-    values: dict[Levels, Any] = {}
+    values: dict[StatePath, Any] = {}
     for path, place in metadata.objects.items():
         what = f"{shown('.'.join(path))} in {shown(place.file)} in {reader.root}"
         if place.bytes.nbytes > _MAX_OBJECT_BYTES:
@@ -86,9 +87,9 @@ def read_file_tree(reader: StorageReader, file: str) -> SavedTree:
             data.
     """
     index = open_state(reader, file)
-    keys: dict[Levels, str] = {}
+    keys: dict[StatePath, str] = {}
 
-    def on_meta(value: Any, path: Levels) -> Any:
+    def on_meta(value: Any, path: StatePath) -> Any:
         if len(path) > _MAX_DEPTH:
             raise FormatError(f"{shown(file)} in {reader.root}: its dicts are nested too deeply for an optimizer's")
         if isinstance(value, torch.Tensor):

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, TypeAlias, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,6 +31,7 @@ from shardwise.saving.locked_folder import Saving
 from shardwise.saving.rename_journal import number_of
 from shardwise.transfer.distributed_chunks import (
     ChunkWriter,
+    StatePath,
     build_metadata,
     chunk_views,
     data_file,
@@ -39,12 +40,6 @@ from shardwise.transfer.distributed_chunks import (
 )
 from shardwise.transfer.move import gather
 from shardwise.transfer.tensor_metadata import describing_tensors, metadata_by_name
-
-Levels: TypeAlias = tuple[str | int, ...]
-"""The path to a value: keys of dicts and indices of lists."""
-
-Nest: TypeAlias = Mapping[Levels, object]
-"""Values of nested dicts and lists, by path."""
 
 _TORCH_CONFIG: Any = serialization.config
 
@@ -56,8 +51,8 @@ def write_whole_file(
     world: World,
     saving: Saving,
     name: str,
-    tensors: Mapping[Levels, torch.Tensor],
-    objects: Nest,
+    tensors: Mapping[StatePath, torch.Tensor],
+    objects: Mapping[StatePath, object],
     *,
     budget_bytes: int,
     device: torch.device,
@@ -80,7 +75,10 @@ def write_whole_file(
     keys = {path: first_keys.setdefault(id(tensor), flat_key(path)) for path, tensor in tensors.items()}
     with world.collective("map the keys"):
         # Sorted, because ranks may have built their dicts in different orders, and gather() compares the order.
-        unique = _sort_by_key(keys, tensors)
+        unique: dict[str, torch.Tensor] = {}
+        for path, key in sorted(keys.items(), key=itemgetter(1)):
+            if unique.setdefault(key, tensors[path]) is not tensors[path]:
+                raise ShardingError(f"{key}: two tensors have this name, with dots in other places. Rename one")
     full = gather(world, unique, "full", budget_bytes=budget_bytes, device=device)
 
     with world.broadcast("write the file") as exchange:
@@ -88,15 +86,6 @@ def write_whole_file(
             state = nest_values({**{path: full[key] for path, key in keys.items()}, **objects})
             exchange.local = WrittenFiles({name: write_torch_file(saving, name, state)})
     return sum(tensor.nbytes for tensor in unique.values()), exchange.result
-
-
-def _sort_by_key(keys: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors by key, sorted. Raises :class:`ShardingError` if two tensors have one key."""
-    by_key: dict[str, torch.Tensor] = {}
-    for path, key in sorted(keys.items(), key=itemgetter(1)):
-        if by_key.setdefault(key, tensors[path]) is not tensors[path]:
-            raise ShardingError(f"{key}: two tensors have this name, with dots in other places. Rename one")
-    return by_key
 
 
 def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
@@ -172,13 +161,13 @@ class _FileStream(io.RawIOBase):
         return view.nbytes
 
 
-def nest_values(values: Nest) -> object:
+def nest_values(values: Mapping[StatePath, object]) -> object:
     """Return values in dicts and lists. A number leads into a list if all numbers from 0 on are there."""
     # An empty path is the value itself. Otherwise values are grouped by their first key, and each group is
     # nested.
     if () in values:
         return values[()]
-    inner: dict[str | int, dict[Levels, object]] = {}
+    inner: dict[str | int, dict[StatePath, object]] = {}
     for (first, *tail), value in ((list(path), value) for path, value in values.items()):
         inner.setdefault(first, {})[tuple(tail)] = value
     if all(isinstance(key, int) for key in inner) and sorted(inner) == list(range(len(inner))):
@@ -186,7 +175,7 @@ def nest_values(values: Nest) -> object:
     return {key: nest_values(items) for key, items in inner.items()}
 
 
-def flatten_values(value: Any, path: Levels = (), *, as_text: bool = False) -> Iterator[tuple[Levels, Any]]:
+def flatten_values(value: Any, path: StatePath = (), *, as_text: bool = False) -> Iterator[tuple[StatePath, Any]]:
     """Yield the values in nested dicts and lists, with their paths. Inverse of :func:`nest_values`.
 
     Empty dicts, and lists without tensors or dicts, are values. ``as_text`` converts keys of dicts to strings.
@@ -343,7 +332,7 @@ def write_distributed_folder(
     number, folder = number_of(saving.save_id), Path(saving.folder, name)
     metadata_contents: list[bytes] = []  # on the first rank; empty on the others
 
-    def describe(sizes: list[dict[Levels, int]]) -> dict[str, int]:
+    def describe(sizes: list[dict[StatePath, int]]) -> dict[str, int]:
         metadata_contents.append(build_metadata(plan, sizes, number))
         return {
             data_file(rank, number): plan.nbytes(rank) + sum(of_rank.values()) for rank, of_rank in enumerate(sizes)
@@ -375,14 +364,14 @@ def write_distributed_folder(
 
 def _split_state(
     state: Mapping[str, Any], *, is_packed: bool
-) -> tuple[dict[Levels, torch.Tensor], dict[Levels, bytes]]:
+) -> tuple[dict[StatePath, torch.Tensor], dict[StatePath, bytes]]:
     """Split a state into tensors and other values, by path. The latter are left out unless ``is_packed``.
 
     Raises:
         ShardingError: two of them have one name.
     """
-    tensors: dict[Levels, torch.Tensor] = {}
-    packed: dict[Levels, bytes] = {}
+    tensors: dict[StatePath, torch.Tensor] = {}
+    packed: dict[StatePath, bytes] = {}
     keys: set[str] = set()
     for path, value in flatten_values(state, as_text=True):
         if isinstance(value, Mapping):

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,8 +27,9 @@ from shardwise.loading.plan import plan_load
 from shardwise.loading.prepare import get_rules
 from shardwise.ranks.world import World
 from shardwise.saving.plan import ADAPTER, MODEL
+from shardwise.saving.write import WrittenTensors
 from shardwise.transfer import fingerprints
-from shardwise.transfer.fingerprints import MODULUS, RecordedSave, fingerprint
+from shardwise.transfer.fingerprints import RecordedSave
 from shardwise.transfer.workers import WorkerPool
 
 _VERIFIED_BYTES = 8 << 20
@@ -272,8 +272,7 @@ def _compute_digest(reader: StorageReader, file: str) -> str:
 
 def _compute_fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:
     # Blocks of all tensors, in any order: the fingerprint of a tensor is the sum over its blocks.
-    sums = dict.fromkeys(index.entries, 0)
-    lock = threading.Lock()
+    read = WrittenTensors(dict.fromkeys(index.entries, 0))
     blocks: list[tuple[TensorEntry, int, int]] = []
     for entry in index.entries.values():
         for start in range(entry.start, entry.stop, _VERIFIED_BYTES):
@@ -283,10 +282,8 @@ def _compute_fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict
         entry, start, stop = block
         view = memoryview(memory)[: stop - start]
         reader.read_into(entry.file, start, view)
-        value = fingerprint(view, start - entry.start)
-        with lock:
-            sums[entry.key] = (sums[entry.key] + value) % MODULUS
+        read.add(entry.key, start - entry.start, view)
 
     memories = [bytearray(_VERIFIED_BYTES) for _ in range(reader.policy.concurrency)]
     WorkerPool(add, memories).run(blocks)
-    return sums
+    return read.fingerprints

@@ -6,14 +6,13 @@ import contextlib
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from shardwise.core.expression import Expression
 from shardwise.core.tensors import Box, contiguous_strides
 from shardwise.files.checkpoint_index import TensorEntry
 from shardwise.files.safetensors_files import NewFile
@@ -22,8 +21,10 @@ from shardwise.fsdp.named_tensors import raw_bytes, strided_view
 from shardwise.fsdp.torch_private import synchronize_streams, to_torch
 from shardwise.ranks.world import World
 from shardwise.saving.plan import assign_owners, plan_moves_to_owners
+from shardwise.saving.prepare import PreparedSave
 from shardwise.transfer.file_requests import FileRequest, Staging, align
 from shardwise.transfer.fingerprints import MODULUS, fingerprint
+from shardwise.transfer.memory import staging_device
 from shardwise.transfer.move import ShardExchange
 from shardwise.transfer.move_plan import plan_rounds
 from shardwise.transfer.read import storage_bytes
@@ -36,10 +37,14 @@ _READ_BACK_BYTES = 4 << 20
 
 @dataclass
 class WrittenTensors:
-    """Fingerprints of the written tensors by key, and their bytes by file."""
+    """Fingerprints of tensors that are written, or read back, by key, and their bytes by file.
+
+    Several threads may add at once.
+    """
 
     fingerprints: dict[str, int] = field(default_factory=dict)
     bytes_by_file: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +52,9 @@ class WrittenTensors:
 
     def add(self, key: str, start: int, data: memoryview) -> None:
         """Add bytes of a tensor, from its byte ``start`` on, to its fingerprint."""
-        self.fingerprints[key] = (self.fingerprints.get(key, 0) + fingerprint(data, start)) % MODULUS
+        value = fingerprint(data, start)  # without the lock, which others wait for
+        with self._lock:
+            self.fingerprints[key] = (self.fingerprints.get(key, 0) + value) % MODULUS
 
 
 @dataclass
@@ -88,7 +95,9 @@ class ShardWriter:
 
     def _write_request(self, request: FileRequest, staging: HostStaging) -> None:
         buffers = self._buffers(request, staging)
-        self._add_fingerprints(request, buffers)
+        for segment, buffer in zip(request.segments, buffers, strict=True):
+            key = segment.copy.leaf.key
+            self.written.add(key, segment.bytes.start - self.entries[key].start, buffer)
         self.writer.write(request.file, request.bytes.start, buffers)
         with self._lock:
             self.written.bytes_by_file[request.file] += request.bytes.nbytes
@@ -152,16 +161,6 @@ class ShardWriter:
                 used += align(segment.bytes.nbytes)
         return buffers
 
-    def _add_fingerprints(self, request: FileRequest, buffers: Sequence[memoryview]) -> None:
-        values: list[tuple[str, int]] = []
-        for segment, buffer in zip(request.segments, buffers, strict=True):
-            key = segment.copy.leaf.key
-            values.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
-        sums = self.written.fingerprints
-        with self._lock:
-            for key, value in values:
-                sums[key] = (sums.get(key, 0) + value) % MODULUS
-
 
 _BUFFERS = 3
 """Of a round: the bytes sent and received, the boxes assembled from them, and their copy in pinned memory."""
@@ -170,12 +169,9 @@ _BUFFERS = 3
 def write_by_owners(
     world: World,
     writer: StorageWriter,
-    files: Sequence[NewFile],
-    expressions: Mapping[str, Expression],
-    sender: ShardSender,
+    prepared: PreparedSave,
     *,
     budget_bytes: int,
-    device: torch.device,
     progress: tqdm,
 ) -> WrittenTensors:
     """Create, write and sync every file, each on one rank that receives the other ranks' shards.
@@ -186,11 +182,8 @@ def write_by_owners(
     Args:
         world: the ranks.
         writer: this rank's own, of the same folder on every rank.
-        files: the planned files, the same on every rank. None of them exists yet.
-        expressions: by key, over the model's tensors.
-        sender: source of this rank's shares.
+        prepared: the save. None of its files exists yet.
         budget_bytes: of memory that a rank may use.
-        device: device of the buffers that are sent and received.
         progress: updated with the bytes that this rank writes.
 
     Collective: yes.
@@ -204,14 +197,20 @@ def write_by_owners(
     """
     # One stream of moves for each rank, so that each round has blocks for all owners, and all of them write at
     # once.
+    files, tensors = prepared.plan.files, prepared.tensors
     owners = assign_owners(files, world.size)
+    expressions = {key: output.expression for key, output in prepared.outputs.items()}
     streams = plan_moves_to_owners(files, owners, expressions, world.size)
+    sender = ShardSender(
+        {name: item for item in tensors for name in item.names}, prepared.shares.by_name, world.rank
+    )
+    device = staging_device(tensors, [item.tensor for item in tensors])
     buffer_bytes = budget_bytes // _BUFFERS
     with world.collective("plan the rounds"):
         rounds = plan_rounds(streams, sender.shares, buffer_bytes)
     local_files = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    out = LocalFiles(world, writer, local_files, progress.update, pinned_bytes(buffer_bytes, buffer_bytes))
+    out = LocalFiles(world, writer, local_files, progress, pinned_bytes(buffer_bytes, buffer_bytes))
     exchange = ShardExchange(world, rounds, sender.share, None, dtypes, device)
     with contextlib.closing(exchange.run()) as arrivals:
         for blocks in arrivals:
@@ -237,7 +236,7 @@ class LocalFiles:
         world: the ranks.
         writer: to the folder.
         files: of this rank, in order.
-        advance: called with the number of bytes that have been written.
+        progress: updated with the bytes that are written.
         staging_bytes: pinned memory through which tensors on an accelerator are copied.
     """
 
@@ -246,7 +245,7 @@ class LocalFiles:
         world: World,
         writer: StorageWriter,
         files: Sequence[NewFile],
-        advance: Callable[[int], None],
+        progress: tqdm,
         staging_bytes: int = 0,
     ) -> None:
         self.written = WrittenTensors({entry.key: 0 for file in files for entry in file.entries})
@@ -255,7 +254,7 @@ class LocalFiles:
         self._waiting = list(reversed(files))
         self._entries = {entry.key: entry for file in files for entry in file.entries}
         self._file: NewFile | None = None
-        self._advance = advance
+        self._progress = progress
         self._staging = HostStaging(staging_bytes, is_pinned=True)
 
     def write(self, blocks: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
@@ -290,7 +289,7 @@ class LocalFiles:
                 self._writer.write(entry.file, entry.start + start, [data])
             start += len(data)
             self.written.bytes_by_file[entry.file] += len(data)
-            self._advance(len(data))
+            self._progress.update(len(data))
 
     def finish(self) -> None:
         """Complete the last file, and those that hold no elements."""

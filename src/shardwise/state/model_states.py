@@ -158,7 +158,11 @@ def set_model_values(
         targets = {name: item.tensor for name, item in matched_refs.items()}
         traffic = values.copy_into(world, matched, targets, budget_bytes=options.budget_bytes, device=device)
         with world.collective("initialize tensors"):
-            recomputed = _fill(initializers, computed, device, options.budget_bytes)
+            staging = upload_buffer(device, options.budget_bytes)
+            for item, value in computed:
+                set_value(item, value, staging)
+            # Tensors that modules have as plain attributes, next to buffers that were on meta.
+            attributes = initializers.compute_attributes(device) if computed else ()
     return make_state_report(
         world,
         values,
@@ -171,7 +175,7 @@ def set_model_values(
         cast=matched.cast,
         on_meta=tuple(item.fqn for item in refs if item.tensor.is_meta),
         provided_by=tuple(find_providers(provided)),
-        recomputed=recomputed,
+        recomputed=(*(item.fqn for item, _ in computed), *attributes),
     )
 
 
@@ -195,21 +199,6 @@ def _compute_buffers(initializers: Initializers, only: Selection) -> list[tuple[
     buffers = initializers.buffers({}, seed=0)
     # Without a value, none of the initializers computes the buffer: it stays on meta.
     return [(item, value) for item in on_meta if (value := buffers[item.fqn].value) is not None]
-
-
-def _fill(
-    initializers: Initializers,
-    computed: list[tuple[TensorRef, torch.Tensor]],
-    device: torch.device,
-    budget_bytes: int,
-) -> tuple[str, ...]:
-    """Fill buffers, and attributes that were left on meta. Return the names of both."""
-    staging = upload_buffer(device, budget_bytes)
-    for item, value in computed:
-        set_value(item, value, staging)
-    # Tensors that modules have as plain attributes, next to buffers that were on meta.
-    attributes = initializers.compute_attributes(device) if computed else ()
-    return (*(item.fqn for item, _ in computed), *attributes)
 
 
 def _target_slots(refs: list[TensorRef], names: Mapping[str, str]) -> list[tuple[StateSlot, TensorRef]]:

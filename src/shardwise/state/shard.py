@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shardwise.core.layout import TensorKind
 from shardwise.core.reports import ShardReport
 from shardwise.fsdp import wrap
-from shardwise.fsdp.named_tensors import TensorRef, collect_tensors, is_sharded, unwrap
+from shardwise.fsdp.named_tensors import collect_tensors, is_sharded, unwrap
 from shardwise.fsdp.policies import group_parameters
 from shardwise.fsdp.rebind import bind_optimizers, require_steps_shards
 from shardwise.fsdp.wrap import Sharding, TrainedDtype, require_movable, require_trainable_dtype
@@ -113,7 +113,12 @@ def shard(
             if was_sharded:
                 return replace(_report(world, model, sharding, clock), was_sharded=True)
             with world.collective("check that the model can be sharded"):
-                _require_shardable(model, refs, sharding, optimizers)
+                # Here, since nothing can be undone once the values are only in the sources.
+                require_movable(refs)
+                if sharding.mesh is not None:
+                    require_steps_shards(optimizers)
+                    wrap.require_shardable(model, group_parameters(model, sharding.wrap), sharding)
+                wrap.blocks_to_prepare(model, sharding)
             require_alike_models(world, refs, bounds)
         # Which ranks have values, and whether these are equal. No tensor is moved yet.
         with clock.phase("compare"):
@@ -145,14 +150,3 @@ def shard(
             differed=sources.differed,
             rebound=tuple(bound.count() for bound in bounds),
         )
-
-
-def _require_shardable(
-    model: nn.Module, refs: Sequence[TensorRef], sharding: Sharding, optimizers: Sequence[Optimizer]
-) -> None:
-    # Here, since nothing can be undone once the values are only in the sources.
-    require_movable(refs)
-    if sharding.mesh is not None:
-        require_steps_shards(optimizers)
-        wrap.require_shardable(model, group_parameters(model, sharding.wrap), sharding)
-    wrap.blocks_to_prepare(model, sharding)

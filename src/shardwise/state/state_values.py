@@ -27,7 +27,6 @@ from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.transfer import matching, move, tensor_metadata
 from shardwise.transfer.memory import require_budget
-from shardwise.transfer.move_plan import Boxes
 from shardwise.transfer.read import ReadExecutor, ReadItem, plan_reads
 
 
@@ -174,23 +173,18 @@ class ProvidedValues:
         with world.all_reduce("describe tensors", collect_boxes) as exchange:
             exchange.local = tensor_metadata.metadata_by_name(targets)
         boxes = exchange.result
+        items: list[move.Transfer] = []
         with world.collective("plan the transfers"):
-            items = [self._transfer(item, targets, boxes) for item in match.tensors]
+            for item in match.tensors:
+                name = item.slot.names[0]
+                target, into = targets[name], move.LocalTensor.from_tensor(targets[name], name)
+                source = None  # on ranks that provide nothing of this tensor
+                if item.name in self.tensors:
+                    source = move.LocalTensor.from_tensor(self.tensors[item.name], item.name)
+                items.append(
+                    move.Transfer(name, target.shape, target.dtype, item.source_boxes, boxes[name], source, into)
+                )
         return move.transfer(world, items, budget_bytes=budget_bytes, device=device)
-
-    def _transfer(
-        self,
-        item: matching.MatchedTensor,
-        targets: Mapping[str, torch.Tensor],
-        boxes: Mapping[str, tuple[Boxes, ...]],
-    ) -> move.Transfer:
-        name = item.slot.names[0]
-        target = targets[name]
-        source = None  # on ranks that provide nothing of this tensor
-        if item.name in self.tensors:
-            source = move.LocalTensor.from_tensor(self.tensors[item.name], item.name)
-        into = move.LocalTensor.from_tensor(target, name)
-        return move.Transfer(name, target.shape, target.dtype, item.source_boxes, boxes[name], source, into)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -44,14 +44,8 @@ FsdpParams: TypeAlias = Mapping[nn.Parameter, Any]
 """FSDP2's ``FSDPParam`` of each parameter that it shards. Keys are parameters before they are materialized."""
 
 
-def target_devices(
-    refs: Sequence[TensorRef], fsdp_params: FsdpParams, device: torch.device
-) -> dict[str, torch.device]:
-    """Return the device of each tensor by FQN, or the device that it will be materialized on."""
-    return {item.fqn: _get_device(item, fsdp_params, device) for item in refs}
-
-
-def _get_device(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) -> torch.device:
+def target_device(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) -> torch.device:
+    """Return the device of a tensor, or the device that it will be materialized on."""
     if not item.tensor.is_meta:
         return item.local.device
     fsdp_param = _find_fsdp_param(item, fsdp_params)
@@ -78,7 +72,7 @@ def materialize(
 def _allocate(item: TensorRef, fsdp_params: FsdpParams, device: torch.device) -> torch.Tensor:
     """Replace a tensor on meta by one with uninitialized memory. Return its local tensor."""
     tensor, fsdp_param = item.tensor, _find_fsdp_param(item, fsdp_params)
-    device = _get_device(item, fsdp_params, device)
+    device = target_device(item, fsdp_params, device)
     if fsdp_param is None:
         local = torch.empty_like(local_tensor(tensor), device=device)
     else:

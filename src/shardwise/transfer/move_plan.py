@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from shardwise.core.computed import copies_from_shards
 from shardwise.core.expression import Expression, structure
-from shardwise.core.tensors import Box, Strided, numel, row_blocks
+from shardwise.core.tensors import Box, Strided, numel, split_box
 
 SMALL_BYTES = 1 << 16
 """A box up to this size is given whole by one of its holders."""
@@ -42,17 +42,11 @@ def even_shares(box: Box, count: int) -> Iterator[Box]:
             start, stop = index * rows // count, (index + 1) * rows // count
             yield box.narrow(0, box.offsets[0] + start, stop - start)
     elif len(box.sizes) < 2:
-        yield from cut(box, 1)
+        yield from split_box(box, (1,) * len(box.sizes), 1)
     else:
         for row in range(rows):
             for below in even_shares(Box(box.offsets[1:], box.sizes[1:]), -(-count // rows)):
                 yield Box((box.offsets[0] + row, *below.offsets), (1, *below.sizes))
-
-
-def cut(box: Box, most: int) -> Iterator[Box]:
-    """Yield contiguous row-major runs of a box that are boxes of at most ``most`` elements, in order."""
-    for block in row_blocks(box.sizes, most):
-        yield Box(tuple(map(int.__add__, box.offsets, block.offsets)), block.sizes)
 
 
 def local_share(box: Box, replica: int, replicas: int, turn: int, itemsize: int) -> Boxes:
@@ -334,7 +328,7 @@ class _Cutter:
                 max_numel = bucket_bytes // (move.itemsize * copies)
                 # Equal layers have equal forms. Only their first one computes pieces, the others differ in the
                 # key.
-                for box in cut(whole, max(1, max_numel)):
+                for box in split_box(whole, (1,) * len(whole.sizes), max(1, max_numel)):
                     if (form, box) not in self._cache:
                         self._cache[form, box] = self._find_pieces(move.expression, leaves, box)
                     pieces = self._cache[form, box]

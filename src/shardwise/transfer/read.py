@@ -192,26 +192,17 @@ class ReadExecutor:
         if self._last_block is not None and all(task.key != self._last_block[0] for task in plan.computed):
             self._last_block = None
         for device, requests in plan.batches:
-            self._read_all(requests, targets, device, budget_bytes)
+            # Large enough for each request: plan_reads cut them for this budget, concurrency and kind of device.
+            max_request_bytes = max_staged_bytes(requests)
+            buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, max_request_bytes)
+            try:
+                # Each thread calls self._read_and_count(targets, request, its buffer).
+                WorkerPool(partial(self._read_and_count, targets), buffers, self.world.check).run(requests)
+            finally:  # also after an error: copies in progress use memory that is freed next
+                for buffer in buffers:
+                    buffer.finish()
         if plan.computed:
             self._compute(plan.computed, targets, budget_bytes)
-
-    def _read_all(
-        self,
-        requests: Sequence[FileRequest],
-        targets: TargetTensors,
-        device: torch.device,
-        budget_bytes: int,
-    ) -> None:
-        # Large enough for each request: plan_reads cut them for the same budget, concurrency and kind of device.
-        max_request_bytes = max_staged_bytes(requests)
-        buffers = staging_buffers(budget_bytes, self.reader.policy.concurrency, device, max_request_bytes)
-        try:
-            # Each thread calls self._read_and_count(targets, request, its buffer).
-            WorkerPool(partial(self._read_and_count, targets), buffers, self.world.check).run(requests)
-        finally:  # also after an error: copies in progress use memory that is freed next
-            for buffer in buffers:
-                buffer.finish()
 
     def read_values(self, boxes: Sequence[ExpressionBox], budget_bytes: int | None = None) -> list[torch.Tensor]:
         """Return boxes of expressions as new contiguous CPU tensors, read together."""
