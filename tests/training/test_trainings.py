@@ -310,6 +310,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
 _SAMPLED = PREFERENCES["grpo"]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
+    ({"activation_offloading": True, "gradient_checkpointing": False}, "activation_offloading: without gradient"),
     ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
     ({"eval_strategy": "steps"}, "test: is not a split"),
     ({"dataset_name": "images.jsonl"}, "images: the model has no processor for images"),
