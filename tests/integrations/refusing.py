@@ -128,6 +128,8 @@ def trainers(folder: str, output: str) -> dict[str, str]:
         found["fsdp of accelerate"] = said(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
         uneven = {"even_batches": False}
         found["uneven"] = said(lambda: made(args=TrainingArguments(**given, accelerator_config=uneven)))
+        split = {"split_batches": True}
+        found["split"] = said(lambda: made(args=TrainingArguments(**given, accelerator_config=split)))
         splits: dict[str, dict[str, Any]] = {
             "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
             "shards": {"parallelism_config": ParallelismConfig(dp_shard_size=2)},

@@ -345,6 +345,19 @@ class Terminated(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+class TerminatedInEvaluation(Terminated):
+    """Sends it in the evaluation of a step."""
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def on_prediction_step(self, *positional: Any, **_: Any) -> None:
+        state = positional[1]
+        if state.global_step == self.step and state.is_world_process_zero:
+            self.step = -1  # once
+            os.kill(os.getpid(), self.number)
+
+
 def train_until(values: dict[str, Any], step: int, number: int = signal.SIGTERM) -> TrlOutcome:
     """Train on this rank, and have the first one sent a signal in a step."""
     return train_with(values, Terminated(step, number))

@@ -59,17 +59,31 @@ class PreemptAt(StopAt):
         self.trainer.is_stop_requested = state.global_step == self.step
 
 
+class PreemptDuring(PreemptAt):
+    """Stops a trainer during the evaluation of a step, in its last dataset but for the last batch."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.batches = 0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.batches += 1
+        if state.global_step == self.step and self.batches == 3:
+            control.should_save = control.should_training_stop = True
+            self.trainer.is_stop_requested = True
+
+
 def make_trainer(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2, **settings}
+    eval_dataset = settings.pop("eval_dataset", None)
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
     return OwnTrainer(
         model=for_trainer(model),
         args=TrainingArguments(output_dir=str(folder), **settings, **quiet),
         train_dataset=NumberedRows(ROWS),
-        eval_dataset=ROWS[:4],
+        eval_dataset=eval_dataset or ROWS[:4],
         callbacks=list(callbacks),
     )
 
@@ -128,38 +142,43 @@ def test_an_evaluation_after_its_save_counts_for_early_stopping_when_resumed(tmp
     assert resumed.global_step == 12
 
 
+@pytest.mark.parametrize("preempt", [PreemptAt(1), PreemptDuring(1)])
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_an_evaluation_that_a_stop_has_left_out_is_made_up(tmp_path: Path, strategy: str) -> None:
+def test_an_evaluation_that_a_stop_has_left_out_is_made_up(
+    tmp_path: Path, strategy: str, preempt: PreemptAt
+) -> None:
     """The loss falls, and the greatest is said to be the best: the evaluation of the step of the stop."""
     settings: dict[str, Any] = {"eval_strategy": strategy, "save_strategy": strategy, "save_total_limit": 1}
     # A step is an epoch.
     settings |= {"eval_steps": 1, "save_steps": 1, "logging_steps": 1, "per_device_train_batch_size": 16}
-    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "b_loss", "greater_is_better": True}
+    settings |= {"eval_dataset": {"a": ROWS[4:6], "b": ROWS[:2]}, "per_device_eval_batch_size": 1}
     # The rate falls after the second evaluation, and the training ends after the third. Each step draws noise.
     settings |= {"lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate": 1e-2, "neftune_noise_alpha": 5.0}
     settings |= {"lr_scheduler_kwargs": {"patience": 0, "mode": "max", "factor": 0.5}, "num_train_epochs": 4}
     whole = train(tmp_path / "whole", ResumableEarlyStopping(2), **settings)
-    preempt = PreemptAt(1)
     preempt.trainer = make_trainer(tmp_path / "stopped", ResumableEarlyStopping(2), preempt, **settings)
     preempt.trainer.train()
-    assert not any("eval_loss" in entry for entry in preempt.trainer.state.log_history)
+    assert not any("eval_a_loss" in entry for entry in preempt.trainer.state.log_history)
     resumed = train(tmp_path / "stopped", ResumableEarlyStopping(2), resume=True, **settings)
     assert resumed.global_step == whole.global_step == 3
     assert resumed.best_global_step == whole.best_global_step == 1
     assert resumed.best_model_checkpoint == str(tmp_path / "stopped" / "checkpoint-1")
     assert steps_in(tmp_path / "stopped") == steps_in(tmp_path / "whole") == ["1"]
-    names = ("step", "loss", "eval_loss", "learning_rate")
+    names = ("step", "loss", "eval_a_loss", "eval_b_loss", "learning_rate")
     told, expected = (
         [[entry.get(name) for name in names] for entry in one.log_history] for one in (resumed, whole)
     )
     assert told == expected
 
 
-def test_an_evaluation_that_a_stop_at_the_end_has_left_out_is_made_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preempt", [PreemptAt(8), PreemptDuring(8)])
+def test_an_evaluation_that_a_stop_at_the_end_has_left_out_is_made_up(tmp_path: Path, preempt: PreemptAt) -> None:
+    """The last step may have been saved before its evaluation."""
     settings: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 2}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1e-2}
-    preempt = PreemptAt(8)
-    preempt.trainer = make_trainer(tmp_path, preempt, **settings, save_total_limit=1)
+    settings |= {"per_device_eval_batch_size": 1}
+    preempt.trainer = make_trainer(tmp_path, preempt, SaveAt(8), **settings, save_total_limit=1)
     preempt.trainer.train()
     resumed = train(tmp_path, resume=True, **settings, save_total_limit=1)
     assert [entry["step"] for entry in resumed.log_history if "eval_loss" in entry] == [4, 8]

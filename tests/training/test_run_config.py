@@ -401,6 +401,23 @@ def test_a_training_on_the_cpu_beside_an_accelerator_is_refused(
     assert trl_objects.parse(read, planned_ranks=1).training.use_cpu
 
 
+def test_offloaded_activations_that_would_fail_or_be_weights_are_refused(tmp_path: Path) -> None:
+    require_patched_names()
+    from shardwise.training import trl_objects
+
+    lines = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nbf16: false\nactivation_offloading: true\n"
+    words = ["sft", config(tmp_path, lines), "--activation_checkpointing"]
+    read = read_run_config([*words, "true"])
+    if trl_objects.accelerator() is None:
+        with pytest.raises(ConfigError, match=r"activation_offloading: needs an accelerator\. Remove it"):
+            trl_objects.parse(read)
+    assert trl_objects.parse(read, planned_ranks=2).training.activation_offloading
+    read = read_run_config([*words, "false"])
+    assert trl_objects.parse(read, planned_ranks=1).training.activation_offloading
+    with pytest.raises(ConfigError, match=r"gathered weights .* Set gradient_checkpointing: true, or remove it"):
+        trl_objects.parse(read, planned_ranks=2)
+
+
 def test_a_value_that_the_parser_of_trl_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     require_patched_names()
     from shardwise.training import trl_objects

@@ -16,11 +16,14 @@ from tests.support.local_ranks import LocalRanks, RankError
 from tests.support.world import run_forked as run_world
 from tests.training import on_ranks, tiny
 from tests.training.on_ranks import (
+    Terminated,
+    TerminatedInEvaluation,
     by_trl,
     prepare,
     size_of_png,
     train,
     train_until,
+    train_with,
     train_without_upload,
     write_scorer,
     write_teacher,
@@ -307,6 +310,7 @@ def test_a_base_in_four_bits(folder: Path) -> None:
 _SAMPLED = PREFERENCES["grpo"]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dp_replicate_size": 2}, "2 replicas: 2 ranks cannot be divided"),
+    ({"activation_offloading": True, "gradient_checkpointing": False}, "activation_offloading: without gradient"),
     ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: cannot be loaded"),
     ({"eval_strategy": "steps"}, "test: is not a split"),
     ({"dataset_name": "images.jsonl"}, "images: the model has no processor for images"),
@@ -431,26 +435,31 @@ def test_a_signal_saves_and_the_same_keys_resume_on_another_number_of_ranks(fold
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
 
 
+LIMITED = {"eval_strategy": "steps", "save_strategy": "steps", "save_total_limit": 1}
+
+
 @pytest.mark.parametrize(
     ("kind", "stop"),
     [
-        ({"eval_strategy": "steps", "save_strategy": "steps", "save_total_limit": 1}, 4),
-        ({"eval_strategy": "epoch", "save_strategy": "best"}, 3),
+        (LIMITED, Terminated(4)),
+        ({"eval_strategy": "epoch", "save_strategy": "best"}, Terminated(3)),
+        (LIMITED, TerminatedInEvaluation(4)),
     ],
 )
 def test_a_signal_saves_without_an_evaluation_and_keeps_the_checkpoint(
-    folder: Path, kind: dict[str, Any], stop: int
+    folder: Path, kind: dict[str, Any], stop: Terminated
 ) -> None:
     """The loss falls, so that the first evaluation is the best. The one left out is made up by the resume."""
-    output = folder / f"signaled-{kind['save_strategy']}"
+    output = folder / f"signaled-{kind['save_strategy']}-{type(stop).__name__}"
     values = keys(folder, **kind, output_dir=str(output), max_steps=6, test_split_size=0.2)
     values |= {"eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
     values |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    for outcome in run_world(2, train_until, values, stop):
+    values |= {"per_device_eval_batch_size": 1}
+    for outcome in run_world(2, train_with, values, stop):
         assert outcome.has_stopped
         evaluated = [entry["step"] for entry in outcome.history if "eval_loss" in entry]
         assert evaluated == ([2] if kind["eval_strategy"] == "steps" else [])
-    assert (output / f"checkpoint-{stop}" / "shardwise.trainer.json").exists()
+    assert (output / f"checkpoint-{stop.step}" / "shardwise.trainer.json").exists()
     assert not (output / "curves.png").exists()
     [(outcome, _), _] = run_world(2, train, values)
     assert (outcome.has_stopped, outcome.steps) == (False, 6)

@@ -132,7 +132,7 @@ def require_replicas(replicas: int, ranks: int) -> None:
     if replicas > 1 and (ranks % replicas or ranks == replicas):
         raise ConfigError(
             f"{replicas} replicas: {ranks} ranks cannot be divided into that many groups of two or more. Use "
-            f"{2 * replicas} ranks or a larger multiple of {replicas}"
+            f"{2 * replicas} ranks or a larger multiple of {replicas}, or 1 replica (dp_replicate_size: 1)"
         )
 
 

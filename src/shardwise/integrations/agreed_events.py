@@ -17,7 +17,10 @@ from shardwise.ranks.world import World
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _MEETINGS = frozenset(
-    ["on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save", "on_train_end"]
+    [
+        *("on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "on_train_end"),
+        *("on_prediction_step", "on_evaluate", "on_save"),
+    ]
 )
 """Events at which ranks synchronize."""
 

@@ -12,7 +12,8 @@ still in one some seconds after another has left reports it and exits.
 If a tracker on the first rank fails, or a callback stops the training because of local data, the others would enter
 a collective and wait. So exceptions of callbacks are kept until the next synchronization (the end of each step,
 evaluation and save), and changes of ``control`` are set on all ranks there. A step costs one all-reduce of a few
-numbers, on the host, because an accelerator would return it only after the whole step.
+numbers, on the host, because an accelerator would return it only after the whole step. So does a batch of an
+evaluation, which ends after a batch if a stop is requested.
 """
 
 import inspect
@@ -78,6 +79,10 @@ _UNTIL_UPLOADED = Timeouts(join_timeout_s=math.inf)
 """For the ranks that wait while the first one uploads. One that is lost is noticed all the same."""
 
 
+class _EvaluationLeftOut(Exception):
+    """Ends an evaluation in which a stop has been requested. On all ranks, in the same batch."""
+
+
 class ShardwiseTrainer(_Trainer):
     """Mixin for a Trainer class whose checkpoints resume on any number of ranks. List it before the Trainer.
 
@@ -138,8 +143,10 @@ class ShardwiseTrainer(_Trainer):
         """Whether the training ends after this step to be resumed, without an evaluation or loading the best model.
 
         A callback that sets it on one rank in ``on_step_end``, with ``control.should_training_stop`` and
-        ``control.should_save``, sets it on all.
+        ``control.should_save``, sets it on all. In ``on_prediction_step``, too, if ``is_evaluating``.
         """
+        self.is_evaluating = False
+        """Whether an evaluation of the training is in progress, which is left out if a stop is requested."""
         self._saved_step: int | None = None
         self._header: TrainerHeader | None = None
         """Header of the checkpoint that a training run resumes from."""
@@ -208,6 +215,8 @@ class ShardwiseTrainer(_Trainer):
 
     def prediction_step(self, *positional: Any, **keywords: Any) -> Any:
         """Evaluate a batch like the Trainer, by all ranks together."""
+        if self.is_evaluating and self.is_stop_requested:
+            raise _EvaluationLeftOut
         with busy_with(""):
             return super().prediction_step(*positional, **keywords)
 
@@ -466,8 +475,7 @@ class ShardwiseTrainer(_Trainer):
         step, run = self.state.global_step, Path(self._get_output_dir(trial=trial))
         folder = trainer_checkpoints.checkpoint_folder(run, step)
         if step == self._saved_step:  # at the end of a step, and again at the end of the epoch
-            if not self.is_stop_requested:
-                self._record_evaluation(run, folder)
+            self._record_evaluation(run, folder)
             return
         # Locked from the first file until older checkpoints are removed.
         with (
@@ -508,7 +516,7 @@ class ShardwiseTrainer(_Trainer):
                         self._push(folder)
 
     def _record_evaluation(self, run: Path, folder: Path) -> None:
-        """Record an evaluation in the checkpoint of its step, which was saved before it. Collective: yes."""
+        """Record an evaluation, or that a stop has left it out, in the checkpoint of its step. Collective: yes."""
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         callbacks = [*self.callback_handler.callbacks, self.control]
@@ -516,7 +524,8 @@ class ShardwiseTrainer(_Trainer):
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
         with World.current(call="Trainer._save_checkpoint") as world, world.broadcast("record the evaluation"):
             if world.rank == 0:
-                trainer_checkpoints.replace_state(run, folder, asdict(self.state))
+                is_stop = self.is_stop_requested
+                trainer_checkpoints.replace_state(run, folder, asdict(self.state), is_stop=is_stop)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing. ``_save_checkpoint`` pushes the checkpoint after its commit."""
@@ -607,6 +616,21 @@ class ShardwiseTrainer(_Trainer):
             self.control.should_evaluate = False
         super()._maybe_log_save_evaluate(*positional, **keywords)
 
+    def _evaluate(self, *positional: Any, **keywords: Any) -> dict[str, float]:
+        """Evaluate like the Trainer. Return no metrics, and leave no trace, if a stop is requested meanwhile."""
+        generators, entries = generator_states(), len(self.state.log_history)
+        self.is_evaluating = True
+        try:
+            metrics: dict[str, float] = super()._evaluate(*positional, **keywords)
+        except _EvaluationLeftOut:
+            restore_generators(generators, "random numbers")
+            del self.state.log_history[entries:]  # of other datasets
+            self._trained.train()  # TRL logs what it has counted by this mode
+            return {}
+        finally:
+            self.is_evaluating = False
+        return metrics
+
     def _evaluate_resumed(self, trial: Any, ignored_keys: list[str] | None = None) -> None:
         """Evaluate the checkpoint that is resumed, once, if a stop has left that out. Collective: yes.
 
@@ -632,9 +656,10 @@ class ShardwiseTrainer(_Trainer):
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = checkpoint
 
-    def _determine_best_metric(self, *positional: Any, **keywords: Any) -> bool:
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Determine it like the Trainer. With ``save_strategy="best"`` a save that a callback requested stays."""
-        is_best = super()._determine_best_metric(*positional, **keywords)
+        is_left_out = self.is_stop_requested and not metrics
+        is_best = not is_left_out and super()._determine_best_metric(metrics, trial)
         return bool(is_best or self.control.should_save)
 
     def _finalize_training(self, trial: Any, *others: Any) -> Any:

@@ -6,7 +6,8 @@ and ``trainer_state.json``. It is complete once ``shardwise.trainer.json`` exist
 when everything else is durable ([Note: One commit] in ``saving/commit_plan.py``). The first file of a checkpoint is
 ``shardwise.begun``, which distinguishes the remains of a killed save from files of others: the next save or resume
 removes the former, the latter are an error. A checkpoint is removed in reverse order: first the file that commits
-it. If the step is evaluated after it was saved, ``trainer_state.json`` is replaced in one step.
+it. If the step is evaluated after it was saved, ``trainer_state.json`` is replaced in one step. If a stop leaves
+that evaluation out, so is the header before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -329,13 +331,18 @@ def complete(saving: Saving, folder: Path, header: TrainerHeader) -> None:
         publish(writer, locked, HEADER_FILE, header.to_bytes(), files)
 
 
-def replace_state(run: Path, folder: Path, state: Mapping[str, Any]) -> None:
+def replace_state(run: Path, folder: Path, state: Mapping[str, Any], *, is_stop: bool) -> None:
     """Replace the Trainer's state in a complete checkpoint of the output folder ``run``, in one step.
+
+    With ``is_stop`` also its header, before, by one of a stop.
 
     Raises:
         StorageError: another save is in progress there, or the state cannot be written.
     """
     with lock_here(run), LocalWriter(folder, folders=()) as writer:
+        if is_stop:
+            header = replace(TrainerHeader.read(folder / HEADER_FILE), is_stop=True)
+            writer.replace(HEADER_FILE, header.to_bytes())
         writer.replace(STATE_FILE, json.dumps(state, indent=2, sort_keys=True).encode())
 
 

@@ -297,6 +297,12 @@ def require_trainable(kind: type, kwargs: Mapping[str, Any], world: World) -> No
             f"{kind.__name__}: accelerator_config has even_batches=False, so that a rank with fewer batches would "
             "leave an evaluation while the others wait for it to gather the model. Leave it out"
         )
+    if world.size > 1 and accelerator_config is not None and accelerator_config.split_batches:
+        raise ConfigError(
+            f"{kind.__name__}: accelerator_config has split_batches=True, so that per_device_train_batch_size "
+            "would be the rows of all ranks, and a position in the data could not be restored. Leave it out, and "
+            f"divide per_device_train_batch_size by {world.size}"
+        )
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None:
         require_rows_or_sequences(parallelism)

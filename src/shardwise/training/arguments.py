@@ -56,7 +56,10 @@ class ShardwiseArguments:
         None, "modules gathered together; default: blocks", excludes=("accelerate_config",)
     )
     dp_replicate_size: int = _key(
-        1, "replicas of the sharded model (HSDP)", at_least=1, excludes=("accelerate_config",)
+        1,
+        "replicas of the sharded model (HSDP); unless 1, ranks are a multiple, at least twice it",
+        at_least=1,
+        excludes=("accelerate_config",),
     )
     cpu_offload: bool = _key(
         False, "parameters, gradients, optimizer state in host memory", excludes=("accelerate_config",)

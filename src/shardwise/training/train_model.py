@@ -178,7 +178,9 @@ def _estimate_peak(config: RunConfig, ranks: int) -> int | None:
 
 
 class RunCallback(TrainerCallback):
-    """Ends a training run after the step in which a signal arrived, and checks its folder before each checkpoint.
+    """Ends a training run after the step, or the batch of an evaluation, in which a signal arrived.
+
+    Before each checkpoint it checks the run's folder.
 
     ``ShardwiseTrainer`` makes ranks agree on ``control`` and on exceptions after each step. So a signal to one rank
     stops all of them.
@@ -216,6 +218,17 @@ class RunCallback(TrainerCallback):
         if control.should_save and state.is_world_process_zero:
             self._record.require()
         return control
+
+    def on_prediction_step(self, *positional: Any, **_: Any) -> None:
+        """Request the same during an evaluation, also that of the last step, which the resume makes up."""
+        state: TrainerState = positional[1]
+        control: TrainerControl = positional[2]
+        if self._trainer.is_evaluating and self._request.is_made:
+            control.should_save = True
+            control.should_training_stop = True
+            self._trainer.is_stop_requested = True
+            if state.is_world_process_zero:
+                self._record.require()
 
     def on_log(self, *positional: Any, **keywords: Any) -> None:
         """Warn of the first loss that is not finite."""

@@ -177,6 +177,15 @@ def parse(config: RunConfig, planned_ranks: int | None = None) -> TrlArguments:
             f"use_cpu: ranks of this machine compute on {kind.type}. Hide its devices (CUDA_VISIBLE_DEVICES=) "
             "to train on the CPU, or remove it"
         )
+    if getattr(training, "activation_offloading", False):
+        # TRL leaves out what shares the memory of a parameter, of which each rank has a shard.
+        if training.world_size > 1 and not training.gradient_checkpointing:
+            raise ConfigError(
+                "activation_offloading: without gradient_checkpointing TRL would copy the gathered weights of all "
+                "blocks to host memory, on every rank. Set gradient_checkpointing: true, or remove it"
+            )
+        if planned_ranks is None and accelerator() is None:
+            raise ConfigError("activation_offloading: needs an accelerator. Remove it")
     has_dtype = config.values.get("dtype") is not None
     return TrlArguments(script, training, model, mixture, config.own, has_dtype)
 
