@@ -100,7 +100,7 @@ def test_trainers(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
         "peft_config": "Load the model with from_pretrained(tuning=Lora(config)) instead",
         "fsdp of accelerate": "would have the Trainer shard a model that is sharded already",
         "uneven": "Mine: accelerator_config has even_batches=False, so that a rank with fewer batches",
-        "split": "split_batches=True, so that per_device_train_batch_size would be the rows of all ranks, and a position",
+        "split": "split_batches=True, so that per_device_train_batch_size would be the rows of all ranks",
         "rows of a rank": "Mine(cp_size=2) with train_sampling_strategy='batch_rebalance'",
         "gathered": "is not the model's. Create the optimizer from model.parameters(), and do not replace",
         "upload": "StorageError: rank 0: push_to_hub: failed, OSError: no space. Upload the folder",
