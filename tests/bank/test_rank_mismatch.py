@@ -107,6 +107,28 @@ def test_ranks_step_alike(worlds, base):
     assert "on rank 1 is not that of rank 0: max_tokens_per_pass (65 against 64)" in first["bank"]
 
 
+def called_by_rank_0_alone(base: Path) -> dict[str, list[str]]:
+    """One method has several meetings, the other one has one, after which the first rank is done."""
+    told = {}
+    for method in ("state_dict", "offload"):
+        bank = bank_of(base, {"ada": ADA})
+        if here()["rank"] == 0:
+            said(lambda: getattr(bank, method)("ada"))  # noqa: B023 - called here
+        told[method] = [said(lambda: train(bank, {"ada": ADA}, 1, **here())) for _ in range(2)]  # noqa: B023
+    return told
+
+
+def test_ranks_in_different_methods_are_named(worlds, base):
+    told = agreed(worlds(2), called_by_rank_0_alone, base)
+    for method, phase in {"state_dict": "find the adapter", "offload": "move an adapter to the host"}.items():
+        one, later = told[method]
+        assert one == later
+        assert one.startswith(
+            f"RankMismatchError: rank 0 is in AdapterBank.{method} ({phase}), and rank 1 is in "
+            "AdapterBank.forward_backward (check the rows): a call was skipped"
+        )
+
+
 # ── matrices of PEFT's ────────────────────────────────────────────────────────────────────────────
 
 

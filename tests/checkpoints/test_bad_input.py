@@ -32,7 +32,10 @@ CALLS = {
     "no json": ("ConfigError", "user: is not JSON"),
     "other optimizer": ("ShardingError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
-    "other steps": ("RankMismatchError", "the list of arguments (step, keep, mode, only) on rank 1"),
+    "other steps": (
+        "RankMismatchError",
+        "the list of arguments on rank 1 is not that of rank 0: step (-1 against 1).",
+    ),
     "other rates": (
         "RankMismatchError",
         "the settings of the optimizers on rank 1 are not those of rank 0 (learning rates 0.05, 0.5 against 0.05,",
@@ -148,7 +151,7 @@ MISFITS = {
     "other model": ("KeyMismatchError", "missing 2        0.weight"),
     "dtype": ("KeyMismatchError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
     "step": ("StorageError", "no complete checkpoint of step 4. Saved steps: 3"),
-    "which": ("RankMismatchError", "the list of arguments (step, only, on_...)"),
+    "which": ("RankMismatchError", "the list of arguments on rank 1 is not that of rank 0: step (2 against 1)."),
 }
 
 

@@ -78,7 +78,8 @@ class AdapterBank:
     6. :meth:`delete_adapter`: the name is free, and the other adapters are not affected.
 
     When a rank is lost, or leaves a pass in which others wait for it, the bank has ended: this call and every later
-    one raise the same RankLostError. Start all ranks again, and :meth:`load` what was saved.
+    one raise the same RankLostError. When ranks are in different methods, it has ended with one RankMismatchError,
+    which the first rank may raise in its next call only. Start all ranks again, and :meth:`load` what was saved.
 
     Args:
         model: a model of ``shardwise.from_pretrained`` without ``tuning=``, sharded or not. It is frozen.
@@ -138,6 +139,7 @@ class AdapterBank:
                 elementwise.
             RankMismatchError: ranks pass different arguments.
         """
+        self._world.begin_call("AdapterBank.add_adapter")
         self._register(self._build_on_all_ranks(name, config, keywords, is_new=True))
 
     def _build_on_all_ranks(
@@ -227,6 +229,7 @@ class AdapterBank:
             RankLostError: a rank is lost, or failed while others waited for it. The bank has ended.
             ShardwiseError: a pass failed. A note names its adapters.
         """
+        self._world.begin_call("AdapterBank.forward_backward")
         call = batch.plan_call(self._base, requests, self._adapters, is_training=True)
         trained = call.trained_requests()
         sums = call.run(gather=gather)
@@ -280,6 +283,7 @@ class AdapterBank:
                 call with equal optimizer settings, must be restored or deleted. The others took their steps, whose
                 outcomes are the ``output`` of the error.
         """
+        self._world.begin_call("AdapterBank.optim_step")
         by_name = {steps: changes} if isinstance(steps, str) else steps
         with comparing_arguments(self._world) as exchange:
             exchange.local = self._check_steps(by_name, are_names=not changes or isinstance(steps, str))
@@ -333,6 +337,7 @@ class AdapterBank:
             For each request and each of this rank's rows, the log probability of each label given the tokens before
             it, (tokens - 1,) float32, or those of its targets, of their shape; 0 for ignored ones.
         """
+        self._world.begin_call("AdapterBank.compute_logprobs")
         call = batch.plan_call(self._base, requests, self._adapters, is_training=False)
         sums = call.run(gather=gather)
         if sums.failures:
@@ -349,6 +354,7 @@ class AdapterBank:
             ConfigError: a sample is invalid. Raised on every rank before anything is computed.
             RankLostError, ShardwiseError: as of :meth:`forward_backward`.
         """
+        self._world.begin_call("AdapterBank.generate")
         return sample_tokens(self._base, samples, self._adapters)
 
     @torch.inference_mode(mode=False)
@@ -368,6 +374,7 @@ class AdapterBank:
             ConfigError: there is no such adapter, or the name is taken or invalid.
             RankMismatchError: ranks pass different arguments.
         """
+        self._world.begin_call("AdapterBank.copy_adapter")
         with comparing_arguments(self._world) as exchange:
             exchange.local = _check_arguments(name, training, "training") | {"the name of the copy": repr(new)}
         with self._world.collective("copy the adapter"):
@@ -390,6 +397,7 @@ class AdapterBank:
             ConfigError: there is no such adapter.
             TrainingError: the host has too little free memory. The adapter stays on the device of that rank.
         """
+        self._world.begin_call("AdapterBank.offload")
         with self._world.collective("move an adapter to the host"):
             batch.find_adapter(self._adapters, name).offload()
 
@@ -399,6 +407,7 @@ class AdapterBank:
         It is equal on every rank, and loads on any number of ranks. Collective: yes (small exchanges, and an
         all-reduce of the gradient if a window is open).
         """
+        self._world.begin_call("AdapterBank.state_dict")
         with self._world.collective("find the adapter"):
             adapter = self._adapter(name)
         self._world.require_equal(adapter.name, "the name of the adapter")
@@ -434,6 +443,7 @@ class AdapterBank:
             FormatError: values are not finite. The adapter is unchanged.
             RankMismatchError: ranks pass different values. The adapter is unchanged.
         """
+        self._world.begin_call("AdapterBank.load_state_dict")
         what, world = f"the state of {name!r}", self._world
         with world.collective("check the state"):
             check_options(_HINTS, {"on_other_base": on_other_base, "on_not_finite": on_not_finite})
@@ -488,6 +498,7 @@ class AdapterBank:
                 hold the files.
             RankMismatchError, FormatError, StorageError, RankLostError: as for ``save_adapter``.
         """
+        self._world.begin_call("AdapterBank.save")
         with comparing_arguments(self._world) as exchange:
             exchange.local = _check_arguments(name, training_state, "training_state")
         with self._world.collective("find the adapter"):
@@ -545,6 +556,7 @@ class AdapterBank:
             ConfigError, RankMismatchError: as for :meth:`add_adapter`, or the training belongs to another adapter,
                 base, optimizer or schedule. The message has the differences.
         """
+        self._world.begin_call("AdapterBank.load")
         world, permissions = self._world, {"on_other_base": on_other_base, "on_not_finite": on_not_finite}
         with comparing_arguments(world) as exchange:
             exchange.local = _check_arguments(name, training_state, "training_state", **permissions)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardwise.bank.adapter import AdapterStep, BankAdapter, without_tensors
-from shardwise.core.errors import RankLostError, ShardwiseError
+from shardwise.core.errors import RankLostError, RankMismatchError, ShardwiseError
 from shardwise.ranks.world import World
 
 
@@ -54,7 +54,7 @@ def step_together(
             sum_all(world, [adapter.gradient for adapter, _ in adapters])
             has_summed = True
             _step(adapters, outcomes)
-    except RankLostError:
+    except (RankLostError, RankMismatchError):
         raise
     except ShardwiseError as raised:
         reports: list[tuple[bool, list[str]]] = []

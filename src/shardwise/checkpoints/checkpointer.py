@@ -254,11 +254,10 @@ class Checkpointer:
         kwargs = {"on_missing": on_missing, "on_unexpected": on_unexpected}
         kwargs |= {"on_mismatched": on_mismatched, "on_other_base": on_other_base}
         with self._world("restore") as world:
-            with world.collective("check the options"):
+            with comparing_arguments(world) as exchange:
                 check_options(get_hints(Checkpointer.restore), kwargs)
                 _require_state(state)
-            call = repr((step, consent, self._only))
-            world.require_equal(call, "the list of arguments (step, only, on_...)")
+                exchange.local = _describe_arguments(step=step, only=self._only, **kwargs)
             report = restoring.restore(world, self._root, state, step, self._only, consent, self._options)
             # Maybe a later step than the restored one. Until discard_after() removes it, saves up to it are
             # refused.
@@ -413,7 +412,7 @@ class Checkpointer:
         collected = collect_state(state, self._only, before)
         require_values(collected.by_key, "the state")
         contents = collect_contents(collected, state, world.rank)
-        contents.summary.call = repr((step, self._keep, self._mode, self._only))
+        contents.summary.call = _describe_arguments(step=step, keep=self._keep, mode=self._mode, only=self._only)
         samples_of = collected
         # Before ranks meet, so that one meeting is enough if all of them can use their last plan.
         if plan and plan.is_for(world, collected):
@@ -443,3 +442,8 @@ def _comparable_step(step: object) -> dict[str, str]:
     if type(step) is not int or not 0 <= step < _MAX_STEP:
         raise ConfigError(f"step={step!r} is not a number of optimizer steps")
     return {"step": str(step)}
+
+
+def _describe_arguments(**arguments: object) -> dict[str, str]:
+    """Return the arguments that ranks must have in common, as text by name."""
+    return {name: repr(value) for name, value in arguments.items()}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwise.core.errors import RankMismatchError
+from shardwise.ranks.call_arguments import make_mismatch_error, pair_differences
 from shardwise.ranks.world import World
 from shardwise.state.base_identity import BaseIdentity, BaseSamples, Fingerprints
 from shardwise.transfer.replicas import ReplicaGroup, find_mismatched_groups
@@ -15,7 +16,7 @@ class StateSummary:
     """Digests of a rank's state, which the ranks compare before a checkpoint.
 
     Attributes:
-        call: the arguments of the call, as text.
+        call: the arguments of the call by name, as text.
         random: state of each random generator, by name.
         data: position in the data, or "" without one.
         settings: settings of the optimizers (learning rates, betas, ...).
@@ -24,7 +25,7 @@ class StateSummary:
         replicas: digests of replicated tensors. None if the plan of the checkpoint before cannot be reused.
     """
 
-    call: str = ""
+    call: dict[str, str] = field(default_factory=dict)
     random: dict[str, str] = field(default_factory=dict)
     data: str = ""
     settings: str = ""
@@ -52,10 +53,8 @@ class Agreement(NamedTuple):
 def require_same_calls(world: World, summaries: Sequence[StateSummary]) -> None:
     """Raise :class:`RankMismatchError` if ranks passed different arguments."""
     if mismatched := world.find_mismatched([item.call for item in summaries]):
-        raise RankMismatchError(
-            "the list of arguments (step, keep, mode, only) on rank "
-            f"{mismatched.text} is not that of rank {world.global_ranks[0]}. Make the same call on all ranks"
-        )
+        pairs = pair_differences(summaries[0].call, summaries[mismatched.first].call)
+        raise make_mismatch_error(world, mismatched, pairs)
 
 
 def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequence[StateSummary]) -> Agreement:

@@ -152,15 +152,24 @@ def comparing_arguments(world: World, what: str = "the list of arguments") -> It
         exchange.local = repr_digest(sorted(settings.items()))
     mismatched: MismatchedRanks | None = exchange.result
     if mismatched is not None:
-        pairs = find_differences(world, mismatched, settings)
-        shown: list[str] = []
-        for name, (first, other) in pairs.items():
-            values = f"{other} against {first}"
-            shown.append(f"{name} ({values:.500})")
-        raise RankMismatchError(
-            f"{what} on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {', '.join(shown)}. "
-            "Give every rank the same"
-        )
+        raise make_mismatch_error(world, mismatched, find_differences(world, mismatched, settings), what)
+
+
+def make_mismatch_error(
+    world: World,
+    mismatched: MismatchedRanks,
+    pairs: Mapping[str, tuple[object, object]],
+    what: str = "the list of arguments",
+) -> RankMismatchError:
+    """Return the error for arguments that differ, by name with the values of rank 0 and of the first other rank."""
+    shown: list[str] = []
+    for name, (first, other) in pairs.items():
+        values = f"{other} against {first}"
+        shown.append(f"{name} ({values:.500})")
+    return RankMismatchError(
+        f"{what} on rank {mismatched.text} is not that of rank {world.global_ranks[0]}: {', '.join(shown)}. "
+        "Give every rank the same"
+    )
 
 
 def find_differences(
@@ -170,7 +179,11 @@ def find_differences(
     # All ranks take part, but only the two that are compared send anything.
     is_compared = world.rank in (0, mismatched.first)
     values = world.all_gather_object(local if is_compared else {})
-    first, other = values[0], values[mismatched.first]
+    return pair_differences(values[0], values[mismatched.first])
+
+
+def pair_differences(first: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Return by name the values that differ."""
     # In the order of the settings: later ones may differ because of the first.
     pairs = {name: (first.get(name, "left out"), other.get(name, "left out")) for name in {**first, **other}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

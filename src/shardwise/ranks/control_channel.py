@@ -8,7 +8,8 @@ publishes the verdict, and every rank raises it. A rank that fails announces it 
 stop.
 
 The n-th call of a rank meets the n-th of every other. If these are not the same call, all ranks raise an error
-that names two of them, and their next calls meet again.
+that names two of them, and their next calls meet again. Likewise for the meetings of a call: the result of each
+has the name of the first rank's.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ _STORE_FACTOR = 1.25
 
 ADVICE_ON_WAITS = "Find out what it does, or raise the timeout of the process group (ddp_timeout)"
 """What to do if a rank that lives was not waited for any longer."""
+
+_OUT_OF_STEP = (
+    "a call was skipped, or made by some ranks alone. Make the same calls in the same order on every rank"
+)
+"""The reason of a mismatch, and what to do."""
 
 WARN_S, WARN_AGAIN_S = 5.0, 30.0
 """Seconds after which a rank that has made no call yet is logged, and logged again."""
@@ -143,13 +149,17 @@ class ControlChannel:
         """
         return self._run(self._gather)
 
-    def publish(self, result: bytes) -> None:
-        """On the first rank: end the meeting. Raises as :meth:`gather` does."""
-        self._run(self._publish, result)
+    def publish(self, result: bytes, name: str = "") -> None:
+        """On the first rank: end the meeting. Raises as :meth:`gather` does.
 
-    def report(self, message: bytes) -> bytes:
+        Ranks that are in a meeting with another ``name`` raise RankMismatchError, and this one in its next meeting.
+        With "", names are not compared.
+        """
+        self._run(self._publish, name.encode() + b"\n" + result)
+
+    def report(self, message: bytes, name: str = "") -> bytes:
         """On another rank: send a report, and wait for the result. Raises as :meth:`gather` does."""
-        return self._run(self._report, message)
+        return self._run(self._report, message, name)
 
     def finish(self) -> None:
         """Leave after the last meeting, the first rank when all have read the result: the store may end with it.
@@ -233,10 +243,7 @@ class ControlChannel:
         local = f"rank {self.global_ranks[self.rank]} is in {self._call}"
         first = keys.set_default("call", local)  # atomic: all ranks compare with the one that came first
         if first.partition(" is in ")[2] != self._call:
-            text = (
-                f"{local}, and {first}: a call was skipped, or made by some ranks alone. Make the same calls in "
-                "the same order on every rank. The next calls meet again"
-            )
+            text = f"{local}, and {first}: {_OUT_OF_STEP}. The next calls meet again"
             self._announce(keys, RankMismatchError(text))
         self._joined_s = running_s()
         self._warn_at = self._joined_s + WARN_S
@@ -271,7 +278,7 @@ class ControlChannel:
         keys.delete(self._keys_to_delete)
         self._keys_to_delete = used
 
-    def _report(self, keys: KeyStore, message: bytes) -> bytes:
+    def _report(self, keys: KeyStore, message: bytes, name: str) -> bytes:
         step = self._meeting_number
         used = keys.set(f"{step}/{self.rank}", message) if message else []
         # After the report is set: the first rank reads it as soon as the counter says that all have come.
@@ -280,9 +287,15 @@ class ControlChannel:
             for _ in self._polls(keys):
                 if keys.has(f"{step}/all"):
                     break
-        [result] = keys.get([f"{step}/all"])
+        [named_result] = keys.get([f"{step}/all"])
+        first_name, _, result = named_result.partition(b"\n")
         self._meeting_number += 1
         keys.delete(used)  # the first rank has read it
+        if first_name and first_name != name.encode():
+            first = f"rank {self.global_ranks[0]} is in {first_name.decode()}"
+            local = f"rank {self.global_ranks[self.rank]} is in {name}"
+            self._announce(keys, RankMismatchError(f"{first}, and {local}: {_OUT_OF_STEP}"))
+            self._raise_verdict(keys)
         # Last: the first rank may end, and the store with it, once all have done this.
         keys.add(f"{step}/out", 1)
         return result

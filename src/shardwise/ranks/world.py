@@ -61,6 +61,7 @@ class Exchange:
         self.result: Any = None
         self._world = world
         self._num_working = num_working  # ranks, from the first on, that do something in the block
+        self._what = what
         self._phase = phase(what)
 
     def __enter__(self) -> Self:
@@ -72,11 +73,11 @@ class Exchange:
     ) -> None:
         try:
             if error is None:
-                self.result = self._world._reduce(self.local, self.reduce_fun, self._num_working)
+                self.result = self._world._reduce(self.local, self.reduce_fun, self._num_working, self._what)
             # An error that an inner block has raised on all ranks ends this block on all ranks. A second meeting
             # would be one more than the others expect.
             elif isinstance(error, Exception) and not self._world._is_known_to_all(error):
-                self._world._reduce(Failure.from_error(error), self.reduce_fun, self._num_working)
+                self._world._reduce(Failure.from_error(error), self.reduce_fun, self._num_working, self._what)
         finally:
             # After the exchange: a rank that waits in it is still in this phase, for messages.
             self._phase.__exit__(None, None, None)
@@ -93,7 +94,8 @@ class World:
 
     1. :meth:`current` on every rank, with the name of the public function.
     2. ``with world:``: the rank joins the call. Ranks that are in different calls find out here. A world that lasts
-       longer than a call (AdapterBank, the Trainer's steps) is not entered, and ranks find out in its first phase.
+       longer than a call (AdapterBank, the Trainer's steps) is not entered, and ranks find out in its first phase,
+       and then by the names of its phases (:meth:`begin_call`).
     3. Phases, the same on every rank and in the same order::
 
            with world.collective("plan the save"):
@@ -172,6 +174,14 @@ class World:
             timeouts = Timeouts(join_timeout_s=limit_s, meeting_timeout_s=limit_s)
         return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
 
+    def begin_call(self, name: str) -> None:
+        """Name the public call of the next phases, for a world that lasts longer than a call. Collective: no.
+
+        If ranks then meet in different calls, all raise one RankMismatchError, in this phase or the next one, and
+        in all later ones.
+        """
+        self._call = name
+
     def join(self) -> None:
         """Join the call, of which the ``with`` block is later or on another thread. Raises RankLostError."""
         if self.channel is not None:
@@ -213,7 +223,8 @@ class World:
         Raises:
             CheckpointError: (or a subclass) the same on every rank, if the block raised on any.
             RankLostError: a rank has been lost.
-            RankMismatchError: ranks are in different calls.
+            RankMismatchError: ranks are in different calls, or phases of a call. The first rank may raise it in its
+                next phase only.
         """
         return Exchange(self, what, _reduce_to_nothing, num_working=self.size)
 
@@ -315,10 +326,16 @@ class World:
             raise
         work.wait()  # raises its error, if it failed
 
-    def _reduce(self, local: T | Failure, reduce_fun: Callable[[list[T]], R], num_working: int | None = None) -> R:
+    def _reduce(
+        self,
+        local: T | Failure,
+        reduce_fun: Callable[[list[T]], R],
+        num_working: int | None = None,
+        what: str = "",
+    ) -> R:
         """Return on every rank the result of ``reduce_fun`` on the first rank, for the values of all.
 
-        ``num_working``: as of :class:`Exchange` (default: all).
+        ``num_working`` (default: all) and ``what``: as of :class:`Exchange`.
 
         Raises:
             CheckpointError: (or a subclass) the same on every rank, if ``local`` is a failure on any of them, or
@@ -331,10 +348,11 @@ class World:
             raise self._remember(self._later_failure.to_error())
         if isinstance(local, Failure) and not local.is_stop:
             channel.interrupt()  # before the report: ranks that are still at work leave it at once
+        name = f"{self._call} ({what})" if what else self._call
         # All ranks but the first send their outcome, and wait for the result that the first one makes.
         try:
             if self.rank:
-                result = decode(channel.report(encode(local)))
+                result = decode(channel.report(encode(local), name))
             else:
                 reports = channel.gather()
                 # Equal messages are decoded once: most ranks of a large world report the same. One that cannot be
@@ -344,10 +362,11 @@ class World:
                 failure = Failure.among(inputs, num_working or self.size, channel.global_ranks)
                 outcome = failure or attempt(reduce_fun, cast(list[T], inputs))
                 message = encode(outcome)
-                channel.publish(message)
+                # A rank that fails reports it at the end of an outer phase, or of an earlier one.
+                channel.publish(message, "" if isinstance(outcome, Failure) else name)
                 # Decoded here, too: the first rank gets what the others get, also if it could not be pickled.
                 result = decode(message)
-        except (RankLostError, TrainingError) as error:
+        except (RankLostError, RankMismatchError, TrainingError) as error:
             self.fail_later_phases(error)
             if channel.store_loss() and isinstance(local, Failure) and not local.is_stop:
                 # The first rank has ended, maybe because of this failure, of which this rank has the details.

@@ -236,8 +236,8 @@ def iter_hf_tensors(
             engine.load_weight(key, tensor)
 
     All ranks iterate in step, and may leave the loop early only after the same tensor. If the loop of one rank ends
-    early, by an exception for example, the others raise. Parameters must not change meanwhile. The caller owns each
-    tensor. It is ready on the caller's current stream.
+    early, by an exception for example, the others raise, unless all later tensors have been sent. Parameters must
+    not change meanwhile. The caller owns each tensor. It is ready on the caller's current stream.
 
     Collective: yes, from the first tensor to the last. Memory: two buckets, or one larger tensor and a bucket. If
     the ranks of a machine have the model on the CPU, that much for all of them together.
