@@ -104,11 +104,12 @@ def merge_in_place(directory: str, keywords: dict[str, Any], safe: bool) -> tupl
 
 
 def use_second_adapter(directory: str, keywords: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """The errors of passes through an adapter that PEFT adds to the sharded model."""
+    """The errors of passes through an adapter that PEFT adds to the sharded model, and of a save by PEFT."""
     model: Any = bring_up(directory, keywords)
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     tokens = reference.batch(1, 3)
     errors = {"first": attempt(lambda: model(tokens).logits.sum().backward())}
+    errors["saved by PEFT"] = attempt(lambda: model.save_pretrained("nowhere", is_main_process=not dist.get_rank()))
     model.set_adapter("second")
     errors["trained"] = attempt(lambda: model(tokens))
     with torch.no_grad():

@@ -258,6 +258,9 @@ def test_a_second_adapter_of_peft_is_a_reference_and_not_trained(tied: Path, wor
         kind, text = errors.pop("trained")
         assert kind == "ConfigError"
         assert "q_proj.lora_B.second.weight: trained, but neither sharded nor averaged over the 2 ranks" in text
+        kind, text = errors.pop("saved by PEFT")
+        assert kind == "ConfigError"
+        assert text.startswith("save_pretrained: the adapter is sharded. Call shardwise.save_adapter(")
         assert set(errors.values()) == {("", "")}
 
 
