@@ -311,6 +311,27 @@ def _save_gathered_adapter(model: Any, save_directory: str | os.PathLike[str], *
     type(model).save_pretrained(model, save_directory, *args, **options)
 
 
+def _resize_token_embeddings(
+    model: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,  # noqa: FBT001, FBT002 - as transformers has it
+) -> nn.Module:
+    """Run ``resize_token_embeddings`` of a sharded model if it changes nothing."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    wanted = rows if new_num_tokens is None else new_num_tokens
+    multiple = pad_to_multiple_of or 1
+    if -(-wanted // multiple) * multiple != rows:
+        raise ConfigError(
+            "resize_token_embeddings: the model is sharded. Pass resize_vocab= to shardwise.from_pretrained, or "
+            "resize the model before shardwise.shard"
+        )
+    embeddings: nn.Module = type(model).resize_token_embeddings(
+        model, new_num_tokens, pad_to_multiple_of, mean_resizing
+    )
+    return embeddings
+
+
 def _has_unfinished_sequences(
     model: Any,
     mesh: DeviceMesh,
@@ -331,7 +352,7 @@ def _has_unfinished_sequences(
 def mark_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
     """Mark the model, and the one in PEFT's, as sharded.
 
-    Generation synchronizes ranks (``is_fsdp_managed_module``), saving is refused.
+    Generation synchronizes ranks (``is_fsdp_managed_module``), saving and resizing are refused.
     """
     inner: Any = model
     if hasattr(model, "get_base_model"):
@@ -340,6 +361,7 @@ def mark_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
     inner._is_fsdp_managed_module = True
     if isinstance(inner, PreTrainedModel):
         vars(inner)["save_pretrained"] = functools.partial(_save_gathered, inner)
+        vars(inner)["resize_token_embeddings"] = functools.partial(_resize_token_embeddings, inner)
         if dist.is_initialized() and mesh.size() < dist.get_world_size():
             unfinished = functools.partial(_has_unfinished_sequences, inner, mesh)
             vars(inner)["_has_unfinished_sequences"] = unfinished
