@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from tests import truth
 from tests.models import reference
 from tests.support.world import attempt
@@ -117,6 +117,14 @@ def use_second_adapter(directory: str, keywords: dict[str, Any]) -> dict[str, tu
     model.set_adapter("second", inference_mode=True)
     errors["frozen"] = attempt(lambda: model(tokens))
     return errors
+
+
+def save_prompt(directory: str) -> tuple[str, str]:
+    """The error of saving what prompt tuning has added to a model before it was sharded."""
+    config: Any = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = reference.stock(directory, config)
+    shardwise.shard(model)
+    return attempt(lambda: shardwise.save_adapter(model, "nowhere"))
 
 
 def what_is_sharded(directory: str, keywords: dict[str, Any]) -> dict[str, str]:

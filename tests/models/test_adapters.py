@@ -264,6 +264,13 @@ def test_a_second_adapter_of_peft_is_a_reference_and_not_trained(tied: Path, wor
         assert set(errors.values()) == {("", "")}
 
 
+def test_what_peft_computes_from_shards_is_refused(tied: Path, worlds: Worlds) -> None:
+    for kind, text in worlds(2).run(on_ranks.save_prompt, str(tied)):
+        assert kind == "ShardingError"
+        assert "prompt_embeddings (1 in all): is not a tensor of the model, but computed by PEFT" in text
+        assert "shardwise.save(model, folder, names='internal')" in text
+
+
 def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:
     wanted = on_ranks.values_after_load(str(tied), {"tuning": ExistingLora(adapter)})
     file = adapter / "adapter_model.safetensors"
