@@ -92,14 +92,15 @@ def merged_tensors(directory: str, targets: list[str]) -> tuple[str, str]:
 
 
 def merge_in_place(directory: str, keywords: dict[str, Any], safe: bool) -> tuple[tuple[str, str], float]:
-    """The error of PEFT's merge, and how far the answers are from those before it."""
+    """The error of PEFT's merge, and how far the answers are from before. A second adapter is not merged."""
     model: Any = bring_up(directory, keywords)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     set_values(model, reference.unsettle(whole_values(model)))
     before = reference.logits(model)
     with torch.no_grad():
         error = attempt(lambda: model.merge_adapter(safe_merge=safe))
         after = reference.logits(model)
-        told = attempt(lambda: model.merge_and_unload(safe_merge=safe))
+        told = attempt(lambda: model.merge_and_unload(safe_merge=safe, adapter_names=["default"]))
     return (error if error == told else ("two errors", f"{error} {told}")), float((after - before).abs().max())
 
 

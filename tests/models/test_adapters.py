@@ -240,8 +240,8 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
     ("tuning", "safe", "told"),
     [
         (Lora(NARROW), False, ""),
-        (Lora(NARROW), True, "q_proj: is sharded, and only a plain, sharded adapter can be merged"),
-        (Lora(NARROW, placement="replicated"), False, "can be merged into it. Save the adapter"),
+        (Lora(NARROW), True, "q_proj: is sharded, and 'default' cannot be merged into it"),
+        (Lora(NARROW, placement="replicated"), False, "cannot be merged into it. Only a plain, sharded"),
     ],
 )
 def test_peft_merges_into_shards_or_the_error_names_the_reason(
