@@ -94,11 +94,14 @@ def comparable_text(config: LoraConfig) -> str:
 
 
 def _require_lora(config: object) -> None:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftConfig
 
     if type(config) is not LoraConfig:
-        what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
-        raise ConfigError(f"config: is {what}. Pass a peft.LoraConfig")
+        what = f"the class {config.__name__}" if isinstance(config, type) else f"of type {type(config).__name__}"
+        remedy = ""
+        if isinstance(config, PeftConfig):
+            remedy = ". For other kinds call peft.get_peft_model on the whole model, and shardwise.shard then"
+        raise ConfigError(f"config: is {what}. Pass a peft.LoraConfig{remedy}")
 
 
 def require_supported(config: LoraConfig, folder: str | None) -> None:
