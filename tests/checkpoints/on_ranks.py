@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise import Checkpointer, TrainState
-from shardwise.checkpoints import step_folders, write
+from shardwise.checkpoints import step_folders, summaries, write
 from shardwise.core.errors import StorageError
 from shardwise.core.phases import current_phases
 from shardwise.files.local_writer import open_writer
@@ -131,10 +131,14 @@ class Own(Positions):
     """A position that is another on every rank."""
 
 
-def save_own_positions(folder: str) -> None:
+def save_own_positions(folder: str) -> list[str]:
+    """Save a position and a schedule of each rank. Return the warnings of this rank."""
     training = Training()
     training.data = Own(10 + tiny.rank())
-    Checkpointer(folder).save(1, training.state)
+    training.schedule._step_count += tiny.rank() > 1
+    with mock.patch.object(summaries, "_log") as log:
+        Checkpointer(folder).save(1, training.state)
+    return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
 
 
 def restore_own_positions(folder: str) -> tuple[tuple[str, str], int, dict[str, Any]]:
@@ -183,6 +187,10 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
         state = TrainState(training.model, data=object())
     elif fault == "no plain data":
         training.data.at = Path("x")
+    elif fault == "shard in the data":
+        training.data.at = training.model.head.weight
+    elif fault == "shard in a schedule":
+        training.schedule.mean = [training.model.head.weight.detach()]
     elif fault == "no json":
         state = TrainState(training.model, user={"at": {1, 2}})
     elif fault == "other optimizer":

@@ -29,6 +29,8 @@ CALLS = {
     "meta": ("ShardingError", "are on meta and have no values"),
     "no state_dict": ("ConfigError", "data is a object, which has no state_dict and load_state_dict"),
     "no plain data": ("ConfigError", "data.rank_0.at: is a PosixPath that torch.load"),
+    "shard in the data": ("ConfigError", "data.rank_0.at: is a DTensor, and those are stored for the model"),
+    "shard in a schedule": ("ConfigError", "schedulers.0.mean.0: is a DTensor, and those are stored for the model"),
     "no json": ("ConfigError", "user: is not JSON"),
     "other optimizer": ("ShardingError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),

@@ -332,7 +332,11 @@ def test_random_numbers_on_other_ranks(worlds, tmp_path):
 
 
 def test_positions_of_each_rank(worlds, tmp_path):
-    worlds(3).run(on_ranks.save_own_positions, str(tmp_path))
+    warnings = worlds(3).run(on_ranks.save_own_positions, str(tmp_path))
+    assert [text[:82] for text in warnings[0]] == [
+        "The schedulers or the scaler on rank 2 are not in the state of those on rank 0, wh"
+    ]
+    assert warnings[1:] == [[], []]
     found = worlds(3).run(on_ranks.restore_own_positions, str(tmp_path))
     assert [at for _, at, _ in found] == [10, 11, 12]
     assert {error for error, _, _ in found} == {("", "")}

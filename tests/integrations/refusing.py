@@ -61,6 +61,9 @@ def marked(folder: str, place: str) -> dict[str, Any]:
     )
     inner = model.get_base_model()
     before = said(lambda: inner.save_pretrained(folder))
+    rows = inner.config.vocab_size
+    resized = said(lambda: model.resize_token_embeddings(rows + 8))
+    model.resize_token_embeddings(rows - 1, pad_to_multiple_of=rows)  # which changes nothing
     gathered = {key: value.full_tensor() for key, value in inner.state_dict().items()}
     inner.save_pretrained(Path(place) / f"gathered{dist.get_rank()}", state_dict=gathered)
     same = for_trainer(model) is model
@@ -73,6 +76,7 @@ def marked(folder: str, place: str) -> dict[str, Any]:
         "opened": opened,
         "refused": refused,
         "refused before": before,
+        "resized": resized,
         "tensor parallel": getattr(model, "_tp_size", None),
     }
 

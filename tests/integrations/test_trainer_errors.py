@@ -77,6 +77,7 @@ def test_a_marked_model_is_saved_here(two: LocalRanks, folder: Path, tmp_path: P
     assert found["opened"]
     assert found["tensor parallel"] is None, "PEFT takes 1 for tensor parallelism"
     assert "save_pretrained: the model is sharded. Call shardwise.save(" in found["refused before"]
+    assert "resize_token_embeddings: the model is sharded. Pass resize_vocab=" in found["resized"]
     assert (tmp_path / "saved" / "gathered0").is_dir(), "transformers saves on the first rank"
     assert "save_pretrained(push_to_hub)" in found["refused"]
     from safetensors.torch import load_file

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from tests import truth
 from tests.models import reference
 from tests.support.world import attempt
@@ -92,23 +92,25 @@ def merged_tensors(directory: str, targets: list[str]) -> tuple[str, str]:
 
 
 def merge_in_place(directory: str, keywords: dict[str, Any], safe: bool) -> tuple[tuple[str, str], float]:
-    """The error of PEFT's merge, and how far the answers are from those before it."""
+    """The error of PEFT's merge, and how far the answers are from before. A second adapter is not merged."""
     model: Any = bring_up(directory, keywords)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     set_values(model, reference.unsettle(whole_values(model)))
     before = reference.logits(model)
     with torch.no_grad():
         error = attempt(lambda: model.merge_adapter(safe_merge=safe))
         after = reference.logits(model)
-        told = attempt(lambda: model.merge_and_unload(safe_merge=safe))
+        told = attempt(lambda: model.merge_and_unload(safe_merge=safe, adapter_names=["default"]))
     return (error if error == told else ("two errors", f"{error} {told}")), float((after - before).abs().max())
 
 
 def use_second_adapter(directory: str, keywords: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """The errors of passes through an adapter that PEFT adds to the sharded model."""
+    """The errors of passes through an adapter that PEFT adds to the sharded model, and of a save by PEFT."""
     model: Any = bring_up(directory, keywords)
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     tokens = reference.batch(1, 3)
     errors = {"first": attempt(lambda: model(tokens).logits.sum().backward())}
+    errors["saved by PEFT"] = attempt(lambda: model.save_pretrained("nowhere", is_main_process=not dist.get_rank()))
     model.set_adapter("second")
     errors["trained"] = attempt(lambda: model(tokens))
     with torch.no_grad():
@@ -116,6 +118,14 @@ def use_second_adapter(directory: str, keywords: dict[str, Any]) -> dict[str, tu
     model.set_adapter("second", inference_mode=True)
     errors["frozen"] = attempt(lambda: model(tokens))
     return errors
+
+
+def save_prompt(directory: str) -> tuple[str, str]:
+    """The error of saving what prompt tuning has added to a model before it was sharded."""
+    config: Any = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = reference.stock(directory, config)
+    shardwise.shard(model)
+    return attempt(lambda: shardwise.save_adapter(model, "nowhere"))
 
 
 def what_is_sharded(directory: str, keywords: dict[str, Any]) -> dict[str, str]:

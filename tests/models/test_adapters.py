@@ -240,8 +240,8 @@ def test_an_adapter_of_a_tied_head_is_not_merged_as_if_it_were_none(tied: Path, 
     ("tuning", "safe", "told"),
     [
         (Lora(NARROW), False, ""),
-        (Lora(NARROW), True, "q_proj: is sharded, and only a plain, sharded adapter can be merged"),
-        (Lora(NARROW, placement="replicated"), False, "can be merged into it. Save the adapter"),
+        (Lora(NARROW), True, "q_proj: is sharded, and 'default' cannot be merged into it"),
+        (Lora(NARROW, placement="replicated"), False, "cannot be merged into it. Only a plain, sharded"),
     ],
 )
 def test_peft_merges_into_shards_or_the_error_names_the_reason(
@@ -258,7 +258,17 @@ def test_a_second_adapter_of_peft_is_a_reference_and_not_trained(tied: Path, wor
         kind, text = errors.pop("trained")
         assert kind == "ConfigError"
         assert "q_proj.lora_B.second.weight: trained, but neither sharded nor averaged over the 2 ranks" in text
+        kind, text = errors.pop("saved by PEFT")
+        assert kind == "ConfigError"
+        assert text.startswith("save_pretrained: the adapter is sharded. Call shardwise.save_adapter(")
         assert set(errors.values()) == {("", "")}
+
+
+def test_what_peft_computes_from_shards_is_refused(tied: Path, worlds: Worlds) -> None:
+    for kind, text in worlds(2).run(on_ranks.save_prompt, str(tied)):
+        assert kind == "ShardingError"
+        assert "prompt_embeddings (1 in all): is not a tensor of the model, but computed by PEFT" in text
+        assert "shardwise.save(model, folder, names='internal')" in text
 
 
 def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:

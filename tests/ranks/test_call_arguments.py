@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
 from tests import truth
 from tests.small_checkpoints import small_qwen3
 from tests.support.world import agreed, attempt, require_same_error
@@ -139,7 +139,8 @@ def test_the_file_or_the_index_of_a_variant_is_named(tmp_path):
         ({"options": LoadOptions(shared_reads="often")}, "options.shared_reads='often' is not known"),
         ({"trained_dtype": "bfloat16"}, "is not known. Pass one of 'unchanged', a dtype such as torch.float32"),
         ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', of type str. Pass device"),
-        ({"tuning": shardwise.Lora({"r": 4})}, "config: is a dict. Pass a peft.LoraConfig"),
+        ({"tuning": shardwise.Lora({"r": 4})}, "config: is of type dict. Pass a peft.LoraConfig"),
+        ({"tuning": shardwise.Lora(IA3Config())}, "IA3Config. .*call peft.get_peft_model on the whole model"),
     ],
 )
 def test_values_of_another_kind_than_is_meant(qwen3, keywords, said):

@@ -17,6 +17,7 @@ from typing import Any, Final, get_type_hints
 import numpy as np
 import torch
 from huggingface_hub.dataclasses import type_validator
+from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import ConfigError, FormatError
 from shardwise.files.checkpoint_index import TRAINING_HEADER
@@ -176,6 +177,11 @@ def to_pickle(value: object, what: str) -> bytes:
         if not isinstance(error, RecursionError):
             for key, item in items:
                 to_pickle(item, f"{what}.{key}")
+        if isinstance(value, DTensor):
+            raise ConfigError(
+                f"{what}: is a DTensor, and those are stored for the model and the optimizers only. Make it a "
+                "parameter or buffer of a module beside the model, TrainState(nn.ModuleDict({...}), ...)"
+            ) from error
         raise ConfigError(
             f"{what}: is a {type(value).__name__} that torch.load(weights_only=True) does not read. "
             "Return dicts, lists, tuples, strings, numbers, bytes and tensors"
@@ -200,6 +206,8 @@ def _on_cpu(value: Any) -> Any:
     """Copy tensors in a value to the CPU, each with storage of its own size, and make numpy's numbers Python's."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, DTensor):
+        raise TypeError("DTensor")  # a pickle would have this rank's shard only
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):

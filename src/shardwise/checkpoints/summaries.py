@@ -1,5 +1,6 @@
 """Summaries of the ranks' states, which they exchange and compare once before a checkpoint."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from shardwise.ranks.world import World
 from shardwise.state.base_identity import BaseIdentity, BaseSamples, Fingerprints
 from shardwise.transfer.replicas import ReplicaGroup, find_mismatched_groups
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class StateSummary:
@@ -19,6 +22,7 @@ class StateSummary:
         call: the arguments of the call by name, as text.
         random: state of each random generator, by name.
         data: position in the data, or "" without one.
+        first: schedulers and scaler, of which the first rank's are saved.
         settings: settings of the optimizers (learning rates, betas, ...).
         rates: learning rates, by group.
         base: fingerprints of the samples of the base, for an adapter.
@@ -28,6 +32,7 @@ class StateSummary:
     call: dict[str, str] = field(default_factory=dict)
     random: dict[str, str] = field(default_factory=dict)
     data: str = ""
+    first: str = ""
     settings: str = ""
     rates: list[float] = field(default_factory=list)
     base: Fingerprints = field(default_factory=dict)
@@ -72,6 +77,13 @@ def compare_summaries(world: World, samples: BaseSamples | None, summaries: Sequ
             f"the settings of the optimizers on rank {mismatched.text} are not those of rank "
             f"{world.global_ranks[0]} (learning rates {rates} against {expected}), because their schedules differ. "
             "Give all ranks the same settings"
+        )
+    if mismatched := world.find_mismatched([item.first for item in summaries]):
+        _log.warning(
+            "The schedulers or the scaler on rank %s are not in the state of those on rank %d, which is saved and "
+            "restored on all ranks. Pass what each rank has of its own as data=",
+            mismatched.text,
+            world.global_ranks[0],
         )
     # See [Note: Random numbers on other ranks] in ``checkpoints/train_state.py``.
     first = summaries[0].random

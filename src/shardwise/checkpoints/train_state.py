@@ -327,10 +327,13 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         contents.common[REDUCED] = collected.layout
         contents.local["optimizer", "reduced", f"rank_{rank}"] = reduced
     # Components that are equal on all ranks: the first rank's count.
+    first: dict[StatePath, Any] = {}
     if state.all_schedulers:
-        contents.common["schedulers",] = [_get_state_dict(item, "schedulers") for item in state.all_schedulers]
+        first["schedulers",] = [_get_state_dict(item, "schedulers") for item in state.all_schedulers]
     if state.scaler is not None:
-        contents.common["scaler",] = _get_state_dict(state.scaler, "scaler")
+        first["scaler",] = _get_state_dict(state.scaler, "scaler")
+    contents.common |= first
+    summary.first = compute_digest(first)
     # What each rank has of its own. Digests show whether it is equal on all.
     generators = generator_states()
     for name, words in generators.items():

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
@@ -299,6 +299,39 @@ def _save_gathered(
     type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **options)
 
 
+def _save_gathered_adapter(model: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+    """Run ``save_pretrained`` of a PEFT model, which on the first rank alone would fail on an adapter's shards."""
+    adapters = set(model.peft_config)
+    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if options.get("state_dict") is None and any(adapters.intersection(name.split(".")) for name in sharded):
+        raise ConfigError(
+            "save_pretrained: the adapter is sharded. Call shardwise.save_adapter(model, folder) on all ranks, or "
+            "pass a gathered state_dict"
+        )
+    type(model).save_pretrained(model, save_directory, *args, **options)
+
+
+def _resize_token_embeddings(
+    model: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,  # noqa: FBT001, FBT002 - as transformers has it
+) -> nn.Module:
+    """Run ``resize_token_embeddings`` of a sharded model if it changes nothing."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    wanted = rows if new_num_tokens is None else new_num_tokens
+    multiple = pad_to_multiple_of or 1
+    if -(-wanted // multiple) * multiple != rows:
+        raise ConfigError(
+            "resize_token_embeddings: the model is sharded. Pass resize_vocab= to shardwise.from_pretrained, or "
+            "resize the model before shardwise.shard"
+        )
+    embeddings: nn.Module = type(model).resize_token_embeddings(
+        model, new_num_tokens, pad_to_multiple_of, mean_resizing
+    )
+    return embeddings
+
+
 def _has_unfinished_sequences(
     model: Any,
     mesh: DeviceMesh,
@@ -317,13 +350,21 @@ def _has_unfinished_sequences(
 
 
 def mark_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Mark the model as sharded: generation synchronizes ranks (``is_fsdp_managed_module``), saving is refused."""
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]
-    if isinstance(model, PreTrainedModel):
-        vars(model)["save_pretrained"] = functools.partial(_save_gathered, model)
+    """Mark the model, and the one in PEFT's, as sharded.
+
+    Generation synchronizes ranks (``is_fsdp_managed_module``), saving and resizing are refused.
+    """
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        vars(model)["save_pretrained"] = functools.partial(_save_gathered_adapter, model)
+        inner = inner.get_base_model()
+    inner._is_fsdp_managed_module = True
+    if isinstance(inner, PreTrainedModel):
+        vars(inner)["save_pretrained"] = functools.partial(_save_gathered, inner)
+        vars(inner)["resize_token_embeddings"] = functools.partial(_resize_token_embeddings, inner)
         if dist.is_initialized() and mesh.size() < dist.get_world_size():
-            unfinished = functools.partial(_has_unfinished_sequences, model, mesh)
-            vars(model)["_has_unfinished_sequences"] = unfinished
+            unfinished = functools.partial(_has_unfinished_sequences, inner, mesh)
+            vars(inner)["_has_unfinished_sequences"] = unfinished
 
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:

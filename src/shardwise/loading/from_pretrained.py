@@ -118,6 +118,7 @@ def build_and_load(
                 wrap.prepare_blocks(tuned.base, sharding)
                 if sharding.mesh is not None:
                     wrap.wrap(tuned.base, sharding, tuned.kept_whole)
+                    wrap.mark_sharded(tuned.model, sharding.mesh)
                 else:
                     wrap.warn_of_unused_dtypes(tuned.base, sharding.mp_policy)
         if keywords.get("load_weights", True):

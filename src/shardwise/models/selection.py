@@ -54,6 +54,9 @@ def _names_in_peft(model: nn.Module, inside: Mapping[str, TensorRef], adapter: s
     if not isinstance(adapters, Mapping) or adapter not in adapters:
         has = f"Adapters: {', '.join(adapters) or 'none'}" if isinstance(adapters, Mapping) else "It has none"
         raise ConfigError(f"AdapterOnly(adapter={adapter!r}): {type(model).__name__} has no such adapter. {has}")
+    if adapters[adapter].is_prompt_learning:
+        # Before PEFT computes it, which fails on shards.
+        raise _computed_by_peft("prompt_embeddings", 1, adapter)
     stand_ins = {
         name: torch.empty(item.tensor.shape, dtype=item.tensor.dtype, device="meta")
         for name, item in inside.items()
@@ -63,13 +66,17 @@ def _names_in_peft(model: nn.Module, inside: Mapping[str, TensorRef], adapter: s
     chosen = _peft_state_dict(model, stand_ins, adapter)
     changed = [name for name, tensor in chosen.items() if id(tensor) not in known]
     if changed:
-        raise ShardingError(
-            f"{changed[0]} ({len(changed)} in all): is not a tensor of the model, but computed by PEFT when it "
-            f"saves adapter {adapter!r}. Pass only=None for the whole state"
-        )
+        raise _computed_by_peft(changed[0], len(changed), adapter)
     # Files have the names of PEFT's model, even if transformers has added the adapter to its own model.
     prefix = "" if hasattr(model, "get_base_model") else _IN_PEFT_MODEL
     return _to_canonical_keys({prefix + name: known[id(tensor)] for name, tensor in chosen.items()})
+
+
+def _computed_by_peft(name: str, count: int, adapter: str) -> ShardingError:
+    return ShardingError(
+        f"{name} ({count} in all): is not a tensor of the model, but computed by PEFT when it saves adapter "
+        f"{adapter!r}. Save the whole model: shardwise.save(model, folder, names='internal'), or pass only=None"
+    )
 
 
 def _to_canonical_keys(names: Mapping[str, str]) -> dict[str, str]:

@@ -4,12 +4,16 @@ import hashlib
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 _PLAIN = (str, int, float, complex, bool, bytes, bytearray, type(None))
 
 
 def compute_digest(value: object) -> str:
-    """Return a digest that is equal for equal values. Objects that are not plain data count by their class."""
+    """Return a digest that is equal for equal values, this rank's of a DTensor.
+
+    Objects that are not plain data count by their class.
+    """
     sha256 = hashlib.sha256()
     _digest(value, sha256)
     return sha256.hexdigest()[:32]
@@ -18,6 +22,8 @@ def compute_digest(value: object) -> str:
 def _digest(value: Any, into: Any) -> None:
     # With types and brackets, so that 1, 1.0 and True differ, and [[1], 2] from [1, [2]].
     into.update(f"{type(value).__name__}(".encode())
+    if isinstance(value, DTensor):
+        value = value.to_local()
     if isinstance(value, torch.Tensor):
         into.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

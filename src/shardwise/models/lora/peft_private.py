@@ -94,11 +94,14 @@ def comparable_text(config: LoraConfig) -> str:
 
 
 def _require_lora(config: object) -> None:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftConfig
 
     if type(config) is not LoraConfig:
-        what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
-        raise ConfigError(f"config: is {what}. Pass a peft.LoraConfig")
+        what = f"the class {config.__name__}" if isinstance(config, type) else f"of type {type(config).__name__}"
+        remedy = ""
+        if isinstance(config, PeftConfig):
+            remedy = ". For other kinds call peft.get_peft_model on the whole model, and shardwise.shard then"
+        raise ConfigError(f"config: is {what}. Pass a peft.LoraConfig{remedy}")
 
 
 def require_supported(config: LoraConfig, folder: str | None) -> None:
@@ -261,14 +264,14 @@ def _activate_deltas(layer: Any, adapters: Sequence[str]) -> Iterator[None]:
 
 def _merge_in_place(tuner: Any, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:  # noqa: FBT001, FBT002
     """Run ``BaseTuner.merge_adapter`` if it is possible in place."""
-    _require_kept_weights(tuner, safe_merge=safe_merge)
+    _require_kept_weights(tuner, adapter_names, safe_merge=safe_merge)
     type(tuner).merge_adapter(tuner, adapter_names, safe_merge)
 
 
 def _unload(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002
     """Run ``BaseTuner._unload_and_optionally_merge`` if it is possible."""
     if merge:
-        _require_kept_weights(tuner, safe_merge=safe_merge)
+        _require_kept_weights(tuner, options.get("adapter_names"), safe_merge=safe_merge)
     group = next((name for name, layer in layers(tuner) if isinstance(layer, FSDPModule)), None)
     if group is not None:
         raise ConfigError(
@@ -277,8 +280,10 @@ def _unload(tuner: Any, merge: bool = True, *args: Any, safe_merge: bool = False
     return type(tuner)._unload_and_optionally_merge(tuner, merge, *args, safe_merge=safe_merge, **options)
 
 
-def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
-    """Reject changes that would replace a weight managed by FSDP2, which would keep using the old one.
+def _require_kept_weights(tuner: Any, adapters: Sequence[str] | None, *, safe_merge: bool) -> None:
+    """Reject merges that would replace a weight managed by FSDP2, which would keep using the old one.
+
+    ``adapters`` are those to be merged; None: the active ones.
 
     Raises:
         ConfigError: the message has the first such layer.
@@ -289,11 +294,13 @@ def _require_kept_weights(tuner: Any, *, safe_merge: bool) -> None:
             raise ConfigError(f"{name}: is in four bits, and cannot be merged into in place. {MERGE_FILES}")
         if not any(isinstance(each, DTensor) for each in base.parameters(recurse=False)):
             continue
-        matrices_of_layer = [getattr(*factor) for adapter in layer.r for factor in matrices(layer, adapter)]
-        if safe_merge or layer.lora_variant or not all(isinstance(each, DTensor) for each in matrices_of_layer):
-            raise ConfigError(
-                f"{name}: is sharded, and only a plain, sharded adapter can be merged into it. {MERGE_FILES}"
-            )
+        for adapter in layer.active_adapters if adapters is None else adapters:
+            is_sharded = all(isinstance(getattr(*factor), DTensor) for factor in matrices(layer, adapter))
+            if safe_merge or adapter in layer.lora_variant or not is_sharded:
+                raise ConfigError(
+                    f"{name}: is sharded, and {adapter!r} cannot be merged into it. Only a plain, sharded adapter "
+                    f"can, without safe_merge. {MERGE_FILES}"
+                )
 
 
 def _require_synchronized(adapter: str, model: Any, _: object) -> None:
