@@ -324,6 +324,21 @@ def test_an_optimizer_that_a_checkpoint_does_not_have(users: dict[str, User]) ->
     assert ada.retrieve(ada.post("load_weights", **body, optimizer=False))["path"] == saved
 
 
+def test_a_loaded_model_has_no_part_of_a_batch(users: dict[str, User]) -> None:
+    """Of which another part was refused, or which the client sends again."""
+    ada = users["ada"]
+    model = ada.create()
+    ada.send(make_message(model, 1))
+    assert "error" in ada.retrieve(ada.send(make_message(model, 2, (1, 600))).json())
+    path = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=3, path="part"))["path"]
+    ada.post("load_weights", model_id=model, seq_id=4, path=path, optimizer=True)
+    body = {"session_id": ada.session, "model_seq_id": 2, "path": path, "optimizer": True}
+    resumed = ada.retrieve(ada.post("load_weights", **body))["model_id"]
+    for name, seq_id in ((model, 5), (resumed, 1)):
+        stepped = ada.retrieve(ada.post("optim_step", model_id=name, seq_id=seq_id, **STEP))
+        assert stepped["metrics"]["grad_norm:mean"] == 0.0
+
+
 def test_saves_under_one_name_that_are_sent_at_once(served: Served, users: dict[str, User]) -> None:
     """Neither replaces the other unless it says so. Their results are kept without their requests."""
     ada, metadata = users["ada"], {"note": "x" * 60_000}

@@ -199,6 +199,8 @@ class Engine:
             case LoadModel():
                 training_state = operation.training_state
                 bank.load(operation.model, operation.folder, training_state=training_state, reduction="sum")
+                # A model begins its batch anew: the client sends all parts of it since the last step.
+                bank.zero_grad(operation.model)
                 self._forget_failures(operation.model)
             case SaveModel():
                 bank.save(operation.model, operation.folder, training_state=operation.training_state)
