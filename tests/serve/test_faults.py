@@ -214,8 +214,9 @@ def test_a_step_that_raises(served: Served, users: dict[str, User], monkeypatch:
 def test_a_checkpoint_that_cannot_be_acknowledged(
     served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full when the weights are written already."""
+    """The disk is full when the weights are written already, also over others, which nobody samples then."""
     ada = users["ada"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
     model, replace_file = ada.create(), LocalWriter.replace
 
     def fail(writer: LocalWriter, file: str, content: bytes) -> None:
@@ -232,6 +233,14 @@ def test_a_checkpoint_that_cannot_be_acknowledged(
     assert ada.http.get(runs).json()["checkpoints"] == []
     saved = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=2, path="full"))
     assert [each["tinker_path"] for each in ada.http.get(runs).json()["checkpoints"]] == [saved["path"]]
+    sample = {"model_path": saved["path"], "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    for seq_id, fails in ((3, True), (4, False)):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(LocalWriter, "replace", fail)
+            ada.retrieve(ada.post("save_weights", model_id=model, seq_id=seq_id, path="full", overwrite=True))
+        sampled = ada.retrieve(ada.post("asample", **sample))
+        assert ("a save over it has failed" in sampled["error"]) if fails else isinstance(sampled, bytes)
 
 
 def test_results_that_nobody_retrieves(served: Served, users: dict[str, User]) -> None:
