@@ -130,6 +130,26 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
     assert (operations, len(lost)) == ([[SaveModel], [SaveModel, OffloadModels], []], 1)
 
 
+def test_what_has_expired_is_deleted_without_reading_the_rest(tmp_path: Path, monkeypatch: Any) -> None:
+    """Also what another server has saved, but not what has a later time or none since it was saved again."""
+    store, now_s = CheckpointStore(tmp_path), time.time()
+    first = [("kept", None), ("over", now_s - 1), ("again", now_s - 1)]
+    second = [("later", now_s + 900), ("soon", now_s - 1), ("again", None)]
+    for expirations in (first, second):
+        for name, expires_s in expirations:
+            checkpoint = Checkpoint("model", "weights", name, expires_s=expires_s)
+            folder = store.folder("local", checkpoint)
+            folder.mkdir(parents=True, exist_ok=True)
+            store.record(str(folder), checkpoint)
+        if expirations is first:
+            store = CheckpointStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", None)
+        store.delete_expired()
+    assert {each.name for each in store.list("local")} == {"kept", "later", "again"}
+    assert {each.name for each in folder.parent.iterdir() if each.is_dir()} == {"kept", "later", "again"}
+
+
 def test_the_time_of_a_suspended_server_does_not_end_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr("shardwise.serve.service.time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))

@@ -246,11 +246,11 @@ def _open_server(options: ServeOptions, stack: ExitStack) -> Server:
         try:
             options.state.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_here(options.state))
+            store = CheckpointStore(options.state)
         except OSError as error:
             raise StorageError(f"--state {options.state}: {error}") from error
         except StorageError as error:
             raise StorageError(f"--state {options.state}: another server has it. {error}") from error
-        store = CheckpointStore(options.state)
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
