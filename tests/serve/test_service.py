@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -372,6 +372,23 @@ def test_the_name_of_a_base_in_the_working_folder(base: Path, monkeypatch: pytes
     assert names == ["base", "base", "base", "owner/base"]
     # A server that stands still for less than a minute does not know it, and takes the time for its clients'.
     assert CliRunner().invoke(serve_command, ["base", "--session-timeout", "119"]).exit_code == 2
+
+
+def test_the_option_of_an_address_that_cannot_be_listened_on(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"ada: {{sha256: '{'0' * 64}'}}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        # The second address is of documentation, and so of no machine.
+        for host, option in (
+            ("127.0.0.1", f"--port {port}: Address already"),
+            ("192.0.2.1", "--host 192.0.2.1: "),
+        ):
+            options = ServeOptions("base", Settings("base", "base"), host, port, keys)
+            with ExitStack() as stack, pytest.raises(ConfigError, match=option):
+                run._open_server(options, stack)
 
 
 @pytest.mark.parametrize("call", ["request_stop", "finish_turn"])

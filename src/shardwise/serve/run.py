@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -262,7 +263,9 @@ def _open_server(options: ServeOptions, stack: ExitStack) -> Server:
         listener.bind((options.host, options.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--port {options.port}: {error.strerror}. Choose another one") from error
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        option = f"--port {options.port}" if is_port else f"--host {options.host}"
+        raise ConfigError(f"{option}: {error.strerror}. Choose another one") from error
     stack.callback(listener.close)
     return Server(options, Service(options.settings, store), keys, listener)
 
