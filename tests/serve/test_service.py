@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from tests.support.local_ranks import LIMIT_S
 
-from shardwise.bank.compose import Unit, compose_passes
+from shardwise.bank.compose import LENGTH_MULTIPLE, Unit, compose_passes
 from shardwise.bank.sampling import Sample, SampleOutput
 from shardwise.cli.serve import serve_command
 from shardwise.core.errors import ConfigError, TrainingError
@@ -372,6 +372,10 @@ def test_the_name_of_a_base_in_the_working_folder(base: Path, monkeypatch: pytes
     assert names == ["base", "base", "base", "owner/base"]
     # A server that stands still for less than a minute does not know it, and takes the time for its clients'.
     assert CliRunner().invoke(serve_command, ["base", "--session-timeout", "119"]).exit_code == 2
+    too_few = ["base", "--max-tokens-per-pass", str(LENGTH_MULTIPLE - 1)]
+    assert CliRunner().invoke(serve_command, too_few).exit_code == 2
+    with pytest.raises(ConfigError, match="--session-timeout nan: is not a number"):
+        CliRunner().invoke(serve_command, ["base", "--session-timeout", "nan"], catch_exceptions=False)
 
 
 def test_the_option_of_an_address_that_cannot_be_listened_on(tmp_path: Path) -> None:
