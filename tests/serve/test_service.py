@@ -107,7 +107,7 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
             *(type(each) for each in others if model.model_id in each.names),
         ]
 
-    async def close(*, is_stopped: bool) -> tuple[list[list[type]], list[str]]:
+    async def close(*, is_stopped: bool, fault: Refusal = full) -> tuple[list[list[type]], list[str]]:
         service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
         model = await create(service)
         service.close_session(model.session, "expired")
@@ -115,7 +115,7 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
         turns = [await run_turn(service, outcome=full)]
         if is_stopped:
             await service.begin_stop()
-            turns.append(await run_turn(service, outcome=full))
+            turns.append(await run_turn(service, outcome=fault))
         else:
             await service.tidy()
             service._expired_s = -1e9  # a minute has passed at the end of this turn
@@ -128,6 +128,7 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
     assert lost == []
     operations, lost = asyncio.run(close(is_stopped=True))
     assert (operations, len(lost)) == ([[SaveModel], [SaveModel, OffloadModels], []], 1)
+    assert asyncio.run(close(is_stopped=True, fault=Refusal("its last step failed")))[1] == []
 
 
 def test_what_has_expired_is_deleted_without_reading_the_rest(tmp_path: Path, monkeypatch: Any) -> None:

@@ -608,10 +608,12 @@ class Service:
 
     def _finish_own_save(self, request: QueuedRequest, model: str, result: object) -> None:
         """Note that a save by the server failed in a stop. Otherwise remove its model, or keep it to save again."""
+        # One whose last step failed has nothing to save, and is refused as its user's requests are.
+        is_unsaved = isinstance(result, Refusal) and not result.is_users
         if self.is_stopping:
-            if isinstance(result, Refusal):
+            if is_unsaved:
                 self.lost_models.append(model)
-        elif isinstance(result, Refusal) and not result.is_users:
+        elif is_unsaved:
             self._unsaved.append(request)
             self._put_own(OffloadModels(new_id(), (model,)))
         else:
