@@ -23,10 +23,10 @@ from tests.support.local_ranks import LIMIT_S
 from tinker.proto import tinker_public_pb2 as protobuf
 
 from shardwise.bank import batch, losses, passes
-from shardwise.core.errors import StorageError
+from shardwise.core.errors import StorageError, TrainingError
 from shardwise.files.local_writer import LocalWriter
 from shardwise.serve import app
-from shardwise.serve.operations import Pass, SaveModel
+from shardwise.serve.operations import OffloadModels, Pass, SaveModel
 
 STEP = {"adam_params": {"learning_rate": 1e-2}}
 
@@ -256,6 +256,20 @@ def test_results_that_nobody_retrieves(served: Served, users: dict[str, User]) -
     gone = eve.retrieve(eve.send(make_message(model, 1)).json())
     assert "its result is gone" in gone["error"]
     assert isinstance(eve.retrieve(eve.send(make_message(model, 31)).json()), bytes)
+
+
+def test_a_host_without_room_for_one_idle_model(served: Served, users: dict[str, User], monkeypatch: Any) -> None:
+    """The others are moved to it all the same."""
+    moved, names = [], tuple(users["ada"].create() for _ in range(3))
+
+    def offload(name: str) -> None:
+        moved.append(name)
+        if name == names[1]:
+            raise TrainingError("too little free memory")
+
+    monkeypatch.setattr(served.bank, "offload", offload)
+    assert served.engine._run_other(OffloadModels("request", names)) is None
+    assert [name for name in moved if name in names] == [*names], "beside what the server moves"
 
 
 def test_a_model_that_finds_no_room_is_tried_again(served: Served) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.experts import unsupported_experts_reason
 from shardwise.bank.rows import Request
-from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError
+from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
 from shardwise.models.lora.peft_private import lora_config
 from shardwise.ranks.world import World
 from shardwise.serve.checkpoints import require_saved_by
@@ -214,7 +214,10 @@ class Engine:
             case OffloadModels():
                 for name in operation.names:
                     if name in bank.names:
-                        bank.offload(name)
+                        try:
+                            bank.offload(name)
+                        except TrainingError as error:  # others may be smaller
+                            _log.warning("a model stays on the device: %s", error)
         return None
 
     def _forget_failures(self, model: str) -> None:
