@@ -294,8 +294,9 @@ def test_numbers_that_no_float_can_have(ada: User) -> None:
         refused = ada.post("asample", **{**body, "sampling_params": {"max_tokens": 2, "stop": stop}})
         assert 'stop: "" is in every text' in ada.retrieve(refused)["error"]
     model = ada.create()
-    step = ada.post("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": huge})
-    assert ada.retrieve(step)["category"] == "user"
+    for seq_id, rate in enumerate((huge, 1e38), 1):  # the second is none that torch takes
+        step = ada.post("optim_step", model_id=model, seq_id=seq_id, adam_params={"learning_rate": rate})
+        assert ada.retrieve(step)["category"] == "user"
 
 
 def test_a_snapshot_that_is_gone_fails_its_own_score_alone(ada: User) -> None:

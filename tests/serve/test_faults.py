@@ -23,10 +23,10 @@ from tests.support.local_ranks import LIMIT_S
 from tinker.proto import tinker_public_pb2 as protobuf
 
 from shardwise.bank import batch, losses, passes
-from shardwise.core.errors import StorageError
+from shardwise.core.errors import StorageError, TrainingError
 from shardwise.files.local_writer import LocalWriter
 from shardwise.serve import app
-from shardwise.serve.operations import Pass, SaveModel
+from shardwise.serve.operations import OffloadModels, Pass, SaveModel
 
 STEP = {"adam_params": {"learning_rate": 1e-2}}
 
@@ -214,8 +214,9 @@ def test_a_step_that_raises(served: Served, users: dict[str, User], monkeypatch:
 def test_a_checkpoint_that_cannot_be_acknowledged(
     served: Served, users: dict[str, User], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full when the weights are written already."""
+    """The disk is full when the weights are written already, also over others, which nobody samples then."""
     ada = users["ada"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
     model, replace_file = ada.create(), LocalWriter.replace
 
     def fail(writer: LocalWriter, file: str, content: bytes) -> None:
@@ -232,6 +233,14 @@ def test_a_checkpoint_that_cannot_be_acknowledged(
     assert ada.http.get(runs).json()["checkpoints"] == []
     saved = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=2, path="full"))
     assert [each["tinker_path"] for each in ada.http.get(runs).json()["checkpoints"]] == [saved["path"]]
+    sample = {"model_path": saved["path"], "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    for seq_id, fails in ((3, True), (4, False)):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(LocalWriter, "replace", fail)
+            ada.retrieve(ada.post("save_weights", model_id=model, seq_id=seq_id, path="full", overwrite=True))
+        sampled = ada.retrieve(ada.post("asample", **sample))
+        assert ("a save over it has failed" in sampled["error"]) if fails else isinstance(sampled, bytes)
 
 
 def test_results_that_nobody_retrieves(served: Served, users: dict[str, User]) -> None:
@@ -247,6 +256,20 @@ def test_results_that_nobody_retrieves(served: Served, users: dict[str, User]) -
     gone = eve.retrieve(eve.send(make_message(model, 1)).json())
     assert "its result is gone" in gone["error"]
     assert isinstance(eve.retrieve(eve.send(make_message(model, 31)).json()), bytes)
+
+
+def test_a_host_without_room_for_one_idle_model(served: Served, users: dict[str, User], monkeypatch: Any) -> None:
+    """The others are moved to it all the same."""
+    moved, names = [], tuple(users["ada"].create() for _ in range(3))
+
+    def offload(name: str) -> None:
+        moved.append(name)
+        if name == names[1]:
+            raise TrainingError("too little free memory")
+
+    monkeypatch.setattr(served.bank, "offload", offload)
+    assert served.engine._run_other(OffloadModels("request", names)) is None
+    assert [name for name in moved if name in names] == [*names], "beside what the server moves"
 
 
 def test_a_model_that_finds_no_room_is_tried_again(served: Served) -> None:
@@ -322,6 +345,21 @@ def test_an_optimizer_that_a_checkpoint_does_not_have(users: dict[str, User]) ->
     body = {"session_id": ada.session, "model_seq_id": 2, "path": saved}
     assert "has none" in ada.retrieve(ada.post("load_weights", **body, optimizer=True))["error"]
     assert ada.retrieve(ada.post("load_weights", **body, optimizer=False))["path"] == saved
+
+
+def test_a_loaded_model_has_no_part_of_a_batch(users: dict[str, User]) -> None:
+    """Of which another part was refused, or which the client sends again."""
+    ada = users["ada"]
+    model = ada.create()
+    ada.send(make_message(model, 1))
+    assert "error" in ada.retrieve(ada.send(make_message(model, 2, (1, 600))).json())
+    path = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=3, path="part"))["path"]
+    ada.post("load_weights", model_id=model, seq_id=4, path=path, optimizer=True)
+    body = {"session_id": ada.session, "model_seq_id": 2, "path": path, "optimizer": True}
+    resumed = ada.retrieve(ada.post("load_weights", **body))["model_id"]
+    for name, seq_id in ((model, 5), (resumed, 1)):
+        stepped = ada.retrieve(ada.post("optim_step", model_id=name, seq_id=seq_id, **STEP))
+        assert stepped["metrics"]["grad_norm:mean"] == 0.0
 
 
 def test_saves_under_one_name_that_are_sent_at_once(served: Served, users: dict[str, User]) -> None:

@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from tests.support.local_ranks import LIMIT_S
 
-from shardwise.bank.compose import Unit, compose_passes
+from shardwise.bank.compose import LENGTH_MULTIPLE, Unit, compose_passes
 from shardwise.bank.sampling import Sample, SampleOutput
 from shardwise.cli.serve import serve_command
 from shardwise.core.errors import ConfigError, TrainingError
@@ -107,7 +107,7 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
             *(type(each) for each in others if model.model_id in each.names),
         ]
 
-    async def close(*, is_stopped: bool) -> tuple[list[list[type]], list[str]]:
+    async def close(*, is_stopped: bool, fault: Refusal = full) -> tuple[list[list[type]], list[str]]:
         service = Service(Settings("base", "base"), CheckpointStore(tmp_path))
         model = await create(service)
         service.close_session(model.session, "expired")
@@ -115,7 +115,7 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
         turns = [await run_turn(service, outcome=full)]
         if is_stopped:
             await service.begin_stop()
-            turns.append(await run_turn(service, outcome=full))
+            turns.append(await run_turn(service, outcome=fault))
         else:
             await service.tidy()
             service._expired_s = -1e9  # a minute has passed at the end of this turn
@@ -128,6 +128,27 @@ def test_models_whose_session_has_ended_stay_until_they_are_saved(tmp_path: Path
     assert lost == []
     operations, lost = asyncio.run(close(is_stopped=True))
     assert (operations, len(lost)) == ([[SaveModel], [SaveModel, OffloadModels], []], 1)
+    assert asyncio.run(close(is_stopped=True, fault=Refusal("its last step failed")))[1] == []
+
+
+def test_what_has_expired_is_deleted_without_reading_the_rest(tmp_path: Path, monkeypatch: Any) -> None:
+    """Also what another server has saved, but not what has a later time or none since it was saved again."""
+    store, now_s = CheckpointStore(tmp_path), time.time()
+    first = [("kept", None), ("over", now_s - 1), ("again", now_s - 1)]
+    second = [("later", now_s + 900), ("soon", now_s - 1), ("again", None)]
+    for expirations in (first, second):
+        for name, expires_s in expirations:
+            checkpoint = Checkpoint("model", "weights", name, expires_s=expires_s)
+            folder = store.folder("local", checkpoint)
+            folder.mkdir(parents=True, exist_ok=True)
+            store.record(str(folder), checkpoint)
+        if expirations is first:
+            store = CheckpointStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", None)
+        store.delete_expired()
+    assert {each.name for each in store.list("local")} == {"kept", "later", "again"}
+    assert {each.name for each in folder.parent.iterdir() if each.is_dir()} == {"kept", "later", "again"}
 
 
 def test_the_time_of_a_suspended_server_does_not_end_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +373,27 @@ def test_the_name_of_a_base_in_the_working_folder(base: Path, monkeypatch: pytes
     assert names == ["base", "base", "base", "owner/base"]
     # A server that stands still for less than a minute does not know it, and takes the time for its clients'.
     assert CliRunner().invoke(serve_command, ["base", "--session-timeout", "119"]).exit_code == 2
+    too_few = ["base", "--max-tokens-per-pass", str(LENGTH_MULTIPLE - 1)]
+    assert CliRunner().invoke(serve_command, too_few).exit_code == 2
+    with pytest.raises(ConfigError, match="--session-timeout nan: is not a number"):
+        CliRunner().invoke(serve_command, ["base", "--session-timeout", "nan"], catch_exceptions=False)
+
+
+def test_the_option_of_an_address_that_cannot_be_listened_on(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"ada: {{sha256: '{'0' * 64}'}}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        # The second address is of documentation, and so of no machine.
+        for host, option in (
+            ("127.0.0.1", f"--port {port}: Address already"),
+            ("192.0.2.1", "--host 192.0.2.1: "),
+        ):
+            options = ServeOptions("base", Settings("base", "base"), host, port, keys)
+            with ExitStack() as stack, pytest.raises(ConfigError, match=option):
+                run._open_server(options, stack)
 
 
 @pytest.mark.parametrize("call", ["request_stop", "finish_turn"])

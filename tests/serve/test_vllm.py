@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from tests.support.local_ranks import LIMIT_S
 from tinker import types
 
 from shardwise.bank.sampling import Sample
-from shardwise.serve import app, checkpoints
+from shardwise.core.errors import ConfigError
+from shardwise.serve import app, checkpoints, run
 from shardwise.serve.operations import Generate
 from shardwise.serve.service import Settings
 from shardwise.serve.vllm import VllmClient, read_max_length
@@ -165,6 +167,12 @@ def test_samples_keep_to_the_length_of_vllm(vllm: type[StandIn], tmp_path: Path)
         with pytest.raises(tinker.RequestFailedError, match="100"):
             sampler.sample(prompt, 1, types.SamplingParams(max_tokens=98)).result()
     assert read_max_length(vllm.url, "another") is None
+
+
+@pytest.mark.parametrize("url", ["localhost:8001", "vllm", "http://", "http://vllm:80a", "http://vllm:8001/v1/"])
+def test_a_url_that_is_not_of_vllm_is_refused_before_the_base_is_loaded(url: str) -> None:
+    with ExitStack() as stack, pytest.raises(ConfigError, match=f"--vllm {url}: is not http://HOST:PORT"):
+        run._open_server(run.ServeOptions("base", Settings("base", "base"), vllm=url), stack)
 
 
 def test_texts_stop_samples_of_vllm(served: Served, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:

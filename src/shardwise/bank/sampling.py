@@ -53,7 +53,7 @@ class Sample:
         max_tokens: of each sequence, without the prompt. 0 for log probabilities of the prompt alone.
         temperature: logits are divided by it. 0 for the most probable token (greedy).
         top_k: sample from as many of the most probable tokens. 0 for all.
-        top_p: sample from the most probable tokens whose probabilities add up to it.
+        top_p: sample from the most probable tokens whose probabilities, of those of top_k, add up to it.
         stop: token ids, or lists of them, that end a sequence and are its last. None for the end of text of the
             model's generation config.
         seed: equal seeds give equal sequences, whatever else is in the call, but for rounding that depends on the
@@ -405,9 +405,11 @@ def _draw_tokens(logits: torch.Tensor, settings: torch.Tensor, numbers: torch.Te
     temperature, top_k, top_p = settings
     probabilities, ids = (logits.double() / temperature).softmax(1).sort(dim=1, descending=True, stable=True)
     # (rows, vocabulary), the most probable first. ``before`` is the sum of the more probable ones.
-    before = probabilities.cumsum(1) - probabilities
+    sums = probabilities.cumsum(1)
+    before = sums - probabilities
     places = torch.arange(logits.shape[1], device=logits.device)
-    is_allowed = (places < top_k) & (before < top_p)  # the first one always is
+    # top_p is of the sum of the top_k, as in transformers and vLLM. The first token is always allowed.
+    is_allowed = (places < top_k) & (before < top_p * sums.gather(1, top_k.long() - 1))
     sums = torch.where(is_allowed, probabilities, 0.0).cumsum(1)
     # right=True: a number equal to a sum belongs to the next token, so none of probability 0 is chosen.
     place = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)

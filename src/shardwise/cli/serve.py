@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,7 @@ _PACKAGES = ("peft", "prometheus_client", "starlette", "tinker", "uvicorn", "yam
 @click.option("--tokenizer", help="Name of the tokenizer for clients.  [default: the served name]")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, ...")
 @click.option("--max-tokens-per-turn", type=click.IntRange(min=1), default=16384, show_default=True)
-@click.option("--max-tokens-per-pass", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--max-tokens-per-pass", type=click.IntRange(min=16), default=8192, show_default=True)
 @click.option("--fuse-wait", type=click.FloatRange(min=0), help="Seconds.  [default: half of a turn, at most 0.1]")
 @click.option("--session-timeout", type=click.FloatRange(120), default=600.0, show_default=True, help="Seconds.")
 @click.option("--vllm", metavar="URL", help="Have a vLLM server sample, from adapters in --state.")
@@ -71,6 +72,9 @@ def serve_command(
 
         run_demo(nproc_per_node)
         return
+    for option, seconds in (("--session-timeout", session_timeout), ("--fuse-wait", fuse_wait)):
+        if seconds is not None and math.isnan(seconds):  # which is in any range
+            raise ConfigError(f"{option} nan: is not a number of seconds. Pass one")
     if model is None:
         raise ConfigError("MODEL: is missing. Pass a folder, or a name on the hub")
     with importing("torch and transformers"):

@@ -6,6 +6,7 @@ failed future: the client counts the place as used, and would wait forever for a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
@@ -414,13 +415,14 @@ class App:
 
     async def _list_checkpoints(self, request: Request, key: UserKey) -> Response:
         store, model_id = self._service.store, request.path_params.get("model_id")
-        listed = [] if store is None else [_describe(each) for each in store.list(key.folder, model_id)]
+        # In a thread: a user may have thousands, whose metadata are read.
+        found = [] if store is None else await asyncio.to_thread(list, store.list(key.folder, model_id))
         limit, offset = (request.query_params.get(*item) for item in (("limit", "100"), ("offset", "0")))
         if not (limit.isdecimal() and offset.isdecimal() and len(limit + offset) < 12):
             raise StatusError(400, "limit or offset: is not a number")
         begin, end = int(offset), int(offset) + int(limit)
-        cursor = {"offset": begin, "limit": int(limit), "total_count": len(listed)}
-        return JSONAnswer({"checkpoints": listed[begin:end], "cursor": cursor})
+        cursor = {"offset": begin, "limit": int(limit), "total_count": len(found)}
+        return JSONAnswer({"checkpoints": [_describe(each) for each in found[begin:end]], "cursor": cursor})
 
     async def _delete_checkpoint(self, request: Request, key: UserKey) -> Response:
         # Not decoded: name%2Fpublish is a checkpoint, and name/publish is a call that is not served.

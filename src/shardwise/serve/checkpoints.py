@@ -64,6 +64,9 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()  # vLLM, which loads from it, has another working directory
+        found = {str(file): _read(file) for file in self._root.glob(f"*/*/*/*{_METADATA}")}
+        self._expires_s = {file: each.expires_s for file, each in found.items() if each and each.expires_s}
+        """By file of metadata, when the time of its checkpoint is over. Of those that have one."""
 
     def folder(self, user: str, checkpoint: Checkpoint) -> Path:
         """Return the folder of a checkpoint, which need not exist.
@@ -85,6 +88,9 @@ class CheckpointStore:
         file = _metadata_file(Path(folder))
         content = json.dumps(asdict(replace(checkpoint, time_s=time.time())))
         LocalWriter(file.parent).replace(file.name, content.encode())
+        self._expires_s.pop(str(file), None)
+        if checkpoint.expires_s is not None:
+            self._expires_s[str(file)] = checkpoint.expires_s
 
     def find(self, user: str, path: str) -> Checkpoint | None:
         """Return a user's checkpoint, or None. Raise ConfigError if the path is invalid."""
@@ -104,21 +110,24 @@ class CheckpointStore:
                 yield checkpoint
 
     def delete(self, user: str, checkpoint: Checkpoint) -> None:
-        """Delete a checkpoint: first its metadata, so that a kill leaves none that is damaged."""
-        folder = self.folder(user, checkpoint)
-        _metadata_file(folder).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        """Delete a checkpoint."""
+        _delete(_metadata_file(self.folder(user, checkpoint)))
 
     def delete_expired(self) -> None:
-        """Delete all checkpoints whose time is over."""
-        for folder in self._root.iterdir():
-            for checkpoint in list(self.list(unquote(folder.name))) if folder.is_dir() else ():
-                if checkpoint.expires_s is not None and checkpoint.expires_s < time.time():
-                    self.delete(unquote(folder.name), checkpoint)
+        """Delete all checkpoints whose time is over. Reads none, as there may be very many."""
+        for file in [file for file, expires_s in self._expires_s.items() if expires_s < time.time()]:
+            _delete(Path(file))
+            del self._expires_s[file]
 
 
 def _metadata_file(folder: Path) -> Path:
     return folder.with_name(folder.name + _METADATA)
+
+
+def _delete(file: Path) -> None:
+    """Delete the checkpoint of a file of metadata: first this, so that a kill leaves none that is damaged."""
+    file.unlink(missing_ok=True)
+    shutil.rmtree(file.with_name(file.name.removesuffix(_METADATA)), ignore_errors=True)
 
 
 def _read(file: Path) -> Checkpoint | None:

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.experts import unsupported_experts_reason
 from shardwise.bank.rows import Request
-from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError
+from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
 from shardwise.models.lora.peft_private import lora_config
 from shardwise.ranks.world import World
 from shardwise.serve.checkpoints import require_saved_by
@@ -199,6 +199,8 @@ class Engine:
             case LoadModel():
                 training_state = operation.training_state
                 bank.load(operation.model, operation.folder, training_state=training_state, reduction="sum")
+                # A model begins its batch anew: the client sends all parts of it since the last step.
+                bank.zero_grad(operation.model)
                 self._forget_failures(operation.model)
             case SaveModel():
                 bank.save(operation.model, operation.folder, training_state=operation.training_state)
@@ -212,7 +214,10 @@ class Engine:
             case OffloadModels():
                 for name in operation.names:
                     if name in bank.names:
-                        bank.offload(name)
+                        try:
+                            bank.offload(name)
+                        except TrainingError as error:  # others may be smaller
+                            _log.warning("a model stays on the device: %s", error)
         return None
 
     def _forget_failures(self, model: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import pydantic
 from tinker import types
@@ -19,6 +20,9 @@ from shardwise.serve.service import QueuedRequest, Sampler
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
 _MAX_SAMPLES, _MAX_TOP = 1024, 100
+
+_MAX_SETTING: Final = 1e15
+"""Of a step. Products of two, and quotients by 1 - beta, are within float32, above which the step would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,10 @@ def read_step(request_id: str, values: Mapping[str, Any]) -> OptimStep:
     params = body.optim_params
     if not isinstance(params, types.AdamParams):
         raise ConfigError(f"optim_params: {params.type!r} is not served. Use AdamParams")
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-        if not 0 <= (value := getattr(params, name)) < float("inf"):
-            raise ConfigError(f"{name}={value}: is not a finite number of 0 or more")
+    limits = {"learning_rate": _MAX_SETTING, "eps": _MAX_SETTING, "weight_decay": _MAX_SETTING}
+    for name, most in {**limits, "grad_clip_norm": sys.float_info.max}.items():
+        if not 0 <= (value := getattr(params, name)) <= most:
+            raise ConfigError(f"{name}={value}: is not a number from 0 to {most:g}")
     betas = params.beta1, params.beta2
     if not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"beta1, beta2: {betas} are not at least 0 and below 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -33,7 +34,7 @@ from shardwise.serve.keys import UserKey, read_keys
 from shardwise.serve.operations import Turn
 from shardwise.serve.requests import ServedBase
 from shardwise.serve.service import QueuedRequest, Service, Settings
-from shardwise.serve.vllm import VllmClient, read_max_length
+from shardwise.serve.vllm import VllmClient, read_max_length, require_url
 
 T = TypeVar("T")
 
@@ -148,8 +149,11 @@ class Server:
         service.tokenizer = tokenizer
         if self._options.vllm is not None:
             service.vllm = VllmClient(self._options.vllm, service.settings.name)
-            longest = read_max_length(self._options.vllm, service.settings.name) or base.max_length
-            base = replace(base, max_sampled_length=min(longest, base.max_length))
+            longest = read_max_length(self._options.vllm, service.settings.name)
+            if longest is None:
+                name = service.settings.name
+                click.echo(f"--vllm: does not tell the length of {name!r}. Is it running, and serves it?", err=True)
+            base = replace(base, max_sampled_length=min(longest or base.max_length, base.max_length))
         config = uvicorn.Config(
             App(service, self._keys, base).routes(),
             log_level="warning",
@@ -239,25 +243,29 @@ def _open_server(options: ServeOptions, stack: ExitStack) -> Server:
     keys = None if options.keys is None else read_keys(options.keys)
     if keys is None and options.host not in _LOOPBACK:
         raise ConfigError(f"--host {options.host}: without --keys, anyone could use it. Pass --keys, or 127.0.0.1")
-    if options.vllm is not None and options.state is None:
-        raise ConfigError("--vllm: loads adapters from a folder. Pass --state, which both servers see")
+    if options.vllm is not None:
+        require_url(options.vllm)
+        if options.state is None:
+            raise ConfigError("--vllm: loads adapters from a folder. Pass --state, which both servers see")
     store = None
     if options.state is not None:
         try:
             options.state.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_here(options.state))
+            store = CheckpointStore(options.state)
         except OSError as error:
             raise StorageError(f"--state {options.state}: {error}") from error
         except StorageError as error:
             raise StorageError(f"--state {options.state}: another server has it. {error}") from error
-        store = CheckpointStore(options.state)
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((options.host, options.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--port {options.port}: {error.strerror}. Choose another one") from error
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        option = f"--port {options.port}" if is_port else f"--host {options.host}"
+        raise ConfigError(f"{option}: {error.strerror}. Choose another one") from error
     stack.callback(listener.close)
     return Server(options, Service(options.settings, store), keys, listener)
 

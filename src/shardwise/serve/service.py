@@ -87,6 +87,8 @@ _OWN: Final = UserKey(name="")
 
 _NOT_CARRIED_OUT: Final = Refusal("the server has not carried out the request. Send it again", is_users=False)
 
+_REPLACED: Final = Refusal("the checkpoint to sample from: a save over it has failed. Save it again")
+
 _log = logging.getLogger(__name__)
 
 
@@ -272,6 +274,8 @@ class Service:
         that a model is removed before another one of its name is created."""
         self._waiting: dict[str, dict[str, int]] = {}
         """Tokens of the requests that wait, by key and id. Without those that are early."""
+        self._unrecorded: set[str] = set()
+        """Folders whose last save could not be recorded: what they have is not what their metadata name."""
         self._unsaved: list[QueuedRequest] = []
         """Saves of models whose session has ended, which could not be written. The models stay until they are."""
         self._credits: dict[str, int] = {}
@@ -501,7 +505,8 @@ class Service:
         assert self.vllm is not None
         assert isinstance(request.operation, Generate)
         try:
-            outcome: Any = await self.vllm.sample(request.operation)
+            is_replaced = request.operation.folder in self._unrecorded
+            outcome: Any = _REPLACED if is_replaced else await self.vllm.sample(request.operation)
         except ConfigError as error:
             outcome = Refusal(str(error), is_users=False)
         except asyncio.CancelledError:  # by take_turn()
@@ -603,10 +608,12 @@ class Service:
 
     def _finish_own_save(self, request: QueuedRequest, model: str, result: object) -> None:
         """Note that a save by the server failed in a stop. Otherwise remove its model, or keep it to save again."""
+        # One whose last step failed has nothing to save, and is refused as its user's requests are.
+        is_unsaved = isinstance(result, Refusal) and not result.is_users
         if self.is_stopping:
-            if isinstance(result, Refusal):
+            if is_unsaved:
                 self.lost_models.append(model)
-        elif isinstance(result, Refusal) and not result.is_users:
+        elif is_unsaved:
             self._unsaved.append(request)
             self._put_own(OffloadModels(new_id(), (model,)))
         else:
@@ -631,7 +638,9 @@ class Service:
         if request.checkpoint is not None:
             assert isinstance(operation, SaveModel)
             assert self.store is not None
+            self._unrecorded.add(operation.folder)
             self.store.record(operation.folder, request.checkpoint)
+            self._unrecorded.remove(operation.folder)
         if isinstance(operation, CopyModel):
             if (model := self.models.get(operation.model)) is None:  # it was removed while the turn ran
                 self._put_own(ForgetModels(new_id(), (operation.new,)))
@@ -684,6 +693,10 @@ class Service:
         self._queues = {name: queues for name, queues in self._queues.items() if queues or name == _OWN.name}
         requests.sort(key=lambda request: request.cost.stage)
         self._refuse_existing(requests)
+        for request in requests:
+            if isinstance(request.operation, Generate) and request.operation.folder in self._unrecorded:
+                self._set_result(request, _REPLACED)
+                request.operation = Pass(request.request_id, None, (), is_refused=True)
         return self._make_turn(requests), requests
 
     def _refuse_existing(self, requests: Sequence[QueuedRequest]) -> None:

@@ -132,6 +132,17 @@ class VllmClient:
             raise ConfigError(f"vLLM at {self._http.base_url}: {type(error).__name__}. Is it running?") from error
 
 
+def require_url(url: str) -> None:
+    """Raise ConfigError unless a URL may be that of a vLLM server."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        parsed = httpx.URL()  # has no scheme
+    is_valid = parsed.scheme in ("http", "https") and parsed.host
+    if not is_valid or parsed.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"--vllm {url}: is not http://HOST:PORT without /v1. Pass the address of the vLLM server")
+
+
 def read_max_length(url: str, base: str) -> int | None:
     """Return the ``--max-model-len`` of a vLLM server, or None if it is not there, or does not tell."""
     try:
