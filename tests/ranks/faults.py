@@ -311,6 +311,17 @@ def terminate_when_stoppable(process: int) -> bool:
     return True
 
 
+def end_by_the_request(process: int) -> None:
+    """As a rank does that waits for another one for long after a request."""
+    if dist.get_rank() > 0:
+        threading.Event().wait()
+    with stopping_on_signals() as request:
+        os.kill(process, signal.SIGUSR1)
+        while request.number is None:
+            time.sleep(0.01)
+        stop_signals.raise_signal(request.number)
+
+
 def remove_folder() -> int:
     """Remove the folder of the parent process and its ranks."""
     if dist.get_rank() == 0:

@@ -72,6 +72,15 @@ def test_a_signal_ends_all_ranks_until_the_first_one_can_be_asked():
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("forked")
+def test_a_stop_that_could_not_wait_ends_by_its_signal(monkeypatch):
+    monkeypatch.setattr(processes, "_GRACE_S", 0.1)
+    with pytest.raises(StoppedNowError) as caught:
+        run_spawned(2, faults.end_by_the_request, os.getpid(), asks_first=True)
+    assert caught.value.code == 128 + signal.SIGUSR1
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("forked")
 def test_the_folder_of_the_ranks_may_be_removed(tmp_path):
     """As other programs clean /tmp."""
     assert run_spawned(2, faults.remove_folder) == [0, 1]

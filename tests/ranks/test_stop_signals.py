@@ -96,11 +96,18 @@ def test_nothing_is_raised_if_the_console_is_gone(capfd):
         os.close(theirs)
 
 
-def test_a_request_does_not_keep_a_rank_that_waits_for_another_one(monkeypatch, caplog):
-    monkeypatch.setattr(stop_signals, "_PATIENCE_S", 0.0)
+@pytest.mark.parametrize(
+    ("name", "number", "kind"),
+    [
+        ("_PATIENCE_S", signal.SIGTERM, StoppedNowError),
+        ("_PATIENCE_AT_CTRL_C_S", signal.SIGINT, KeyboardInterrupt),
+    ],
+)
+def test_a_request_does_not_keep_a_rank_that_waits_for_another_one(monkeypatch, caplog, name, number, kind):
+    monkeypatch.setattr(stop_signals, name, 0.0)
     monkeypatch.setattr(stop_signals, "describe_wait", lambda: "rank 1, which sleeps")
-    with stopping_on_signals(), pytest.raises(StoppedNowError):
-        end_by(signal.SIGTERM)
+    with stopping_on_signals(), pytest.raises(kind):
+        end_by(number)
     assert "stopped while waiting for rank 1, which sleeps" in caplog.text
 
 

@@ -77,6 +77,7 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     Raises:
         ShardwiseError: as raised by the function, from the rank that failed first.
         RankError: a rank failed otherwise, or ended.
+        StoppedNowError: a signal has ended the ranks. KeyboardInterrupt if it was Ctrl-C.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder, _lock(folder):
         # The folder has the port of the ranks' store, "begun" and "stoppable" of the first rank, and outcomes.
@@ -97,7 +98,13 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, ShardwiseError)}
     # The cause, not its consequences: other ranks lost their peer, or were ended because the first one had failed.
     if failures:
-        raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
+        error = failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
+        # A rank that ended by the request itself has waited for another one, which is no error of either.
+        codes = {128 + number for number in (*STOP_SIGNALS, RELAYED)}
+        has_waited = first is not None and context.processes[first].exitcode in codes
+        if stop.number is not None and has_waited and _priority(error) > 1:
+            raise_signal(stop.number)
+        raise error
     return outcomes
 
 
@@ -179,7 +186,7 @@ def _signals(ranks: Sequence[BaseProcess], stoppable: Path | None) -> Iterator[_
         if is_second or not stop.look():
             raise_signal(number)
         if requested_s is None:
-            requested_s = time.monotonic()
+            stop.number, requested_s = number, time.monotonic()
             for process in ranks:  # before anything that may fail or block
                 with suppress(OSError, ValueError):
                     if process.pid is not None and process.exitcode is None:

@@ -44,8 +44,11 @@ _RECEIVED: Final = (*STOP_SIGNALS, RELAYED)
 
 SAME_REQUEST_S: Final = 1.0
 
-_PATIENCE_S: Final = 10.0
+_PATIENCE_S: Final = 60.0
 """Seconds that a rank with a request waits for another rank, once it is known to wait for it."""
+
+_PATIENCE_AT_CTRL_C_S: Final = 10.0
+"""The same after Ctrl-C to this process itself: somebody waits for its end."""
 
 _RAISE_S: Final = 5.0
 """Seconds in which the main thread leaves the block after a request to stop now, before the process exits."""
@@ -117,8 +120,10 @@ class StopRequest:
             is_waiting = self.is_made and self._number_now is None
             if select.select([wakeups], [], [], 1.0 if is_waiting else None)[0]:
                 self._note(wakeups.recv(1)[0])
-            elif time.monotonic() - self._made_s > _PATIENCE_S:
-                self._end_wait()
+            else:
+                patience_s = _PATIENCE_AT_CTRL_C_S if self.number == signal.SIGINT else _PATIENCE_S
+                if time.monotonic() - self._made_s > patience_s:
+                    self._end_wait()
 
     def _end_wait(self) -> None:
         """End the process if it has waited for another rank for long. In a save it waits on, as was asked."""
