@@ -152,16 +152,15 @@ def test_data_workers_obey_their_parent_alone(method):
             subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
         assert [int(batch) for batch in batches] == list(range(1, 100))
         assert not request.is_made, "a signal to the worker is none to its parent"
-        del batches
+    batches = iter(loader)
+    next(batches)
+    [worker] = batches._workers
+    if method == "fork":
+        worker.terminate()
+    else:  # another thread may take that signal. The init function has what ends the worker, also with this process
+        loader.worker_init_fn = batches._worker_init_fn = None
     worker.join()
     assert worker.exitcode == 0
-    if method == "fork":  # the thread of the other one may take the signal
-        batches = iter(loader)
-        next(batches)
-        [worker] = batches._workers
-        worker.terminate()
-        worker.join()
-        assert worker.exitcode == 0
 
 
 def terminate_program() -> None:

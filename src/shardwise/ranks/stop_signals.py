@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import select
 import signal
@@ -28,6 +29,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
@@ -194,24 +197,28 @@ def shield_data_workers(loader: Any) -> None:
 
     See [Note: Signals to data workers].
     """
-    if _handlers_outside:
+    if _handlers_outside and loader.num_workers > 0:
         loader = getattr(loader, "base_dataloader", loader)  # accelerate's have torch's
         loader.worker_init_fn = _ShieldedWorker(loader.worker_init_fn)
 
 
 class _ShieldedWorker:
-    """Init function of a data worker, which calls the loader's own. Picklable if that is."""
+    """Init function of a data worker, which calls the loader's own. Picklable, for new processes, if that is."""
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:
         self._init = init
+        self._end, ours = multiprocessing.Pipe(duplex=False)
+        # Called when this process ends, before it waits for its children.
+        Finalize(self, ours.close, exitpriority=0)
 
     def __call__(self, worker: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _RECEIVED)
-        # Threads that libraries have started before do not block them. If one takes a signal of the parent, it is
-        # lost; a data loader sends one only to a worker that does not end, seconds after it was told to.
+        # A spawned worker has threads that libraries have started before, and that do not block them. A signal of
+        # the parent that one of them takes is lost, so the worker ends when the pipe is closed, too.
         for number in _RECEIVED:
             signal.signal(number, _ignore)
         threading.Thread(target=_obey_parent, name="shardwise-signals", daemon=True).start()
+        threading.Thread(target=_end_with, args=(self._end,), name="shardwise-end", daemon=True).start()
         if self._init is not None:
             self._init(worker)
 
@@ -225,6 +232,13 @@ def _obey_parent() -> None:
     while signal.sigwaitinfo(_RECEIVED).si_pid != os.getppid():
         pass
     os._exit(0)  # as torch's own handler does
+
+
+def _end_with(end: Connection) -> None:
+    """End this process when its parent closes a pipe. A forked one has both ends, and never sees that."""
+    with contextlib.suppress(EOFError):
+        end.recv_bytes()
+    os._exit(0)
 
 
 @contextmanager
