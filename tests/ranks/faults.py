@@ -1,6 +1,7 @@
 """Functions that ranks run and that fail."""
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from shardwise.core import machine
 from shardwise.core.errors import CheckpointError, FormatError, StorageError, TrainingError
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.loading.audit import require_equal_buffers
+from shardwise.ranks import stop_signals
 from shardwise.ranks.call_arguments import comparing_arguments
 from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.stop_signals import stopping_on_signals
@@ -307,6 +309,25 @@ def terminate_when_stoppable(process: int) -> bool:
             time.sleep(0.01)
         dist.barrier()
     return True
+
+
+def end_by_the_request(process: int) -> None:
+    """As a rank does that waits for another one for long after a request."""
+    if dist.get_rank() > 0:
+        threading.Event().wait()
+    with stopping_on_signals() as request:
+        os.kill(process, signal.SIGUSR1)
+        while request.number is None:
+            time.sleep(0.01)
+        stop_signals.raise_signal(request.number)
+
+
+def remove_folder() -> int:
+    """Remove the folder of the parent process and its ranks."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(stop_signals._announcements[-1].parent)
+    dist.barrier()
+    return dist.get_rank()
 
 
 def raise_here(rank: int) -> int:

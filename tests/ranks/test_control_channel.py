@@ -252,6 +252,7 @@ def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops(clock):
         clock.put_forward(0.2 * QUICK.heartbeat_timeout_s, line)
         (error,) = waiting.result()
     assert f"rank 1 (host afar, process {away.pid}) is lost: no sign of life" in str(error)
+    assert "or busy for so long in code that lets no other Python thread run" in str(error)
 
 
 def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses(clock):

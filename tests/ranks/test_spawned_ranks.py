@@ -70,6 +70,29 @@ def test_a_signal_ends_all_ranks_until_the_first_one_can_be_asked():
     assert run_spawned(2, faults.terminate_when_stoppable, os.getpid(), asks_first=True) == [True, False]
 
 
+@pytest.mark.distributed
+@pytest.mark.usefixtures("forked")
+def test_a_stop_that_could_not_wait_ends_by_its_signal(monkeypatch):
+    monkeypatch.setattr(processes, "_GRACE_S", 0.1)
+    with pytest.raises(StoppedNowError) as caught:
+        run_spawned(2, faults.end_by_the_request, os.getpid(), asks_first=True)
+    assert caught.value.code == 128 + signal.SIGUSR1
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("forked")
+def test_the_folder_of_the_ranks_may_be_removed(tmp_path):
+    """As other programs clean /tmp."""
+    assert run_spawned(2, faults.remove_folder) == [0, 1]
+    stoppable = tmp_path / "stoppable"
+    stop = processes._Stop(stoppable)
+    assert not stop.look()
+    stoppable.touch()
+    assert stop.look()
+    stoppable.unlink()
+    assert stop.look()
+
+
 def test_what_ranks_exchange_is_in_no_file_and_on_no_network(tmp_path):
     first, second = (_open_store(rank, 2, str(tmp_path)) for rank in (0, 1))
     for number in range(10):

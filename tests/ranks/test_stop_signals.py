@@ -1,5 +1,6 @@
 """Requests to stop by signals to this process."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,10 +9,19 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.support.fork_server import start_server
 from tests.support.local_ranks import LIMIT_S
+from torch.utils.data import DataLoader, get_worker_info
 
 from shardwise.ranks import processes, stop_signals
-from shardwise.ranks.stop_signals import RELAYED, STOP_SIGNALS, StoppedNowError, StopRequest, stopping_on_signals
+from shardwise.ranks.stop_signals import (
+    RELAYED,
+    STOP_SIGNALS,
+    StoppedNowError,
+    StopRequest,
+    shield_data_workers,
+    stopping_on_signals,
+)
 
 pytestmark = pytest.mark.usefixtures("terminal_signals")
 
@@ -86,11 +96,18 @@ def test_nothing_is_raised_if_the_console_is_gone(capfd):
         os.close(theirs)
 
 
-def test_a_request_does_not_keep_a_rank_that_waits_for_another_one(monkeypatch, caplog):
-    monkeypatch.setattr(stop_signals, "_PATIENCE_S", 0.0)
+@pytest.mark.parametrize(
+    ("name", "number", "kind"),
+    [
+        ("_PATIENCE_S", signal.SIGTERM, StoppedNowError),
+        ("_PATIENCE_AT_CTRL_C_S", signal.SIGINT, KeyboardInterrupt),
+    ],
+)
+def test_a_request_does_not_keep_a_rank_that_waits_for_another_one(monkeypatch, caplog, name, number, kind):
+    monkeypatch.setattr(stop_signals, name, 0.0)
     monkeypatch.setattr(stop_signals, "describe_wait", lambda: "rank 1, which sleeps")
-    with stopping_on_signals(), pytest.raises(StoppedNowError):
-        end_by(signal.SIGTERM)
+    with stopping_on_signals(), pytest.raises(kind):
+        end_by(number)
     assert "stopped while waiting for rank 1, which sleeps" in caplog.text
 
 
@@ -108,33 +125,63 @@ def test_a_process_in_a_collective_ends_all_the_same(monkeypatch):
     assert ended == [128 + signal.SIGTERM]
 
 
-def test_children_obey_their_parent_alone():
-    """Workers of a data loader, which raises an error if a signal to the process group ends one."""
-    ready, go = os.pipe()
+class Rows(list[int]):
+    """Rows with which a data worker starts a thread that blocks no signals, before its init function is called."""
+
+    def __setstate__(self, _: object) -> None:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def change_first_row(_worker: int) -> None:
+    get_worker_info().dataset[0] = -1
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_data_workers_obey_their_parent_alone(method):
+    """A data loader raises an error if a signal to the process group ends one of its workers."""
+    start_server()
+    rows = Rows(range(100))
+    rows.start = method  # so that it has a state
+    loader = DataLoader(rows, num_workers=1, multiprocessing_context=method, worker_init_fn=change_first_row)
     with stopping_on_signals() as request:
-        if (child := os.fork()) == 0:
-            os.kill(os.getpid(), signal.SIGTERM)  # of another process than its parent
-            while signal.SIGTERM in signal.sigpending():  # the next one would be lost
-                time.sleep(0.001)
-            os.write(go, b"alive")
-            threading.Event().wait()
-        assert os.read(ready, 5) == b"alive"
-        assert not request.is_made, "a signal to the child is none to its parent"
-    # The block has been left while the child lived.
-    os.kill(child, signal.SIGTERM)
-    assert os.waitpid(child, 0)[1] == 0
-    os.close(ready)
-    os.close(go)
+        shield_data_workers(loader)
+        batches = iter(loader)
+        assert int(next(batches)) == -1
+        [worker] = batches._workers
+        for number in (*STOP_SIGNALS, RELAYED):
+            subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
+        assert [int(batch) for batch in batches] == list(range(1, 100))
+        assert not request.is_made, "a signal to the worker is none to its parent"
+    batches = iter(loader)
+    next(batches)
+    [worker] = batches._workers
+    if method == "fork":
+        worker.terminate()
+    else:  # another thread may take that signal. The init function has what ends the worker, also with this process
+        loader.worker_init_fn = batches._worker_init_fn = None
+    worker.join()
+    assert worker.exitcode == 0
 
 
-def test_a_program_does_not_keep_what_shields_children():
-    """Popen(preexec_fn=...) forks as a data loader does."""
-    with stopping_on_signals(), subprocess.Popen(["sleep", "1000"], preexec_fn=os.setsid) as child:
-        try:
-            child.terminate()
-            assert child.wait(timeout=LIMIT_S) == -signal.SIGTERM
-        finally:
-            child.kill()
+def terminate_program() -> None:
+    """End with the number of the signal that has ended a program."""
+    with subprocess.Popen(["sleep", "1000"]) as program:
+        program.terminate()
+        os._exit(-program.wait(timeout=LIMIT_S))
+
+
+def test_signals_to_other_children_are_as_without_a_block():
+    """Workers of a reward that take too long, and programs that they start."""
+    context = multiprocessing.get_context("fork")
+    waiting, starting = context.Process(target=threading.Event().wait), context.Process(target=terminate_program)
+    with stopping_on_signals() as request:
+        waiting.start()
+        starting.start()
+        waiting.terminate()
+        starting.join()
+        waiting.join()
+    assert (waiting.exitcode, starting.exitcode) == (-signal.SIGTERM, signal.SIGTERM)
+    assert not request.is_made, "a signal to a child is none to its parent"
 
 
 @pytest.mark.parametrize("block", [stopping_on_signals, lambda: processes._signals([], None)])

@@ -63,6 +63,7 @@ from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.collective_errors import translate_collective_errors
 from shardwise.ranks.outcomes import Failure
+from shardwise.ranks.stop_signals import shield_data_workers
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import MismatchedRanks, World
 from shardwise.saving.locked_folder import Saving
@@ -221,7 +222,9 @@ class ShardwiseTrainer(_Trainer):
             return super().prediction_step(*positional, **keywords)
 
     def _get_dataloader(self, dataset: Any, *positional: Any, **keywords: Any) -> Any:
-        return super()._get_dataloader(split_by_row(dataset), *positional, **keywords)
+        loader = super()._get_dataloader(split_by_row(dataset), *positional, **keywords)
+        shield_data_workers(loader)
+        return loader
 
     def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
         self._sampler = super()._get_train_sampler(*positional, **keywords)

@@ -114,7 +114,8 @@ class Heartbeat:
         if self.value == _ENDED or self.process.has_ended():
             return "its process has ended"
         if silent_s > timeout_s and not self.process.is_running():
-            return f"no sign of life for {silent_s:.0f} s (killed, ended or stopped)"
+            busy = "busy for so long in code that lets no other Python thread run"
+            return f"no sign of life for {silent_s:.0f} s (killed, ended, stopped, or {busy})"
         return None
 
 

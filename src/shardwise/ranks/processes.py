@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -54,6 +55,9 @@ _log = logging.getLogger(__name__)
 _GRACE_S = 10.0
 """Seconds for which the other ranks may continue after one has failed, and as many after SIGTERM."""
 
+_LOOK_S = 1.0
+"""Seconds between two looks at whether ranks can be asked to stop."""
+
 
 class RankError(ShardwiseError):
     """A rank raised an error other than shardwise's. The text has its traceback."""
@@ -73,14 +77,15 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     Raises:
         ShardwiseError: as raised by the function, from the rank that failed first.
         RankError: a rank failed otherwise, or ended.
+        StoppedNowError: a signal has ended the ranks. KeyboardInterrupt if it was Ctrl-C.
     """
-    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder, _lock(folder):
         # The folder has the port of the ranks' store, "begun" and "stoppable" of the first rank, and outcomes.
         call = size, folder, function, args
         context: Any = start_processes(_run_rank, call, size, join=False, start_method="spawn")
-        with _signals(context.processes, Path(folder, "stoppable") if asks_first else None):
+        with _signals(context.processes, Path(folder, "stoppable") if asks_first else None) as stop:
             try:
-                first = _join_all(context, Path(folder, "begun"))
+                first = _join_all(context, Path(folder, "begun"), stop)
             # Even when a signal raises here: no rank outlives this call.
             finally:
                 for process in context.processes:
@@ -93,7 +98,13 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, ShardwiseError)}
     # The cause, not its consequences: other ranks lost their peer, or were ended because the first one had failed.
     if failures:
-        raise failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
+        error = failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
+        # A rank that ended by the request itself has waited for another one, which is no error of either.
+        codes = {128 + number for number in (*STOP_SIGNALS, RELAYED)}
+        has_waited = first is not None and context.processes[first].exitcode in codes
+        if stop.number is not None and has_waited and _priority(error) > 1:
+            raise_signal(stop.number)
+        raise error
     return outcomes
 
 
@@ -103,7 +114,33 @@ def _priority(error: BaseException) -> int:
     return 3 - next((place for place, kind in enumerate(later) if isinstance(error, kind)), 3)
 
 
-def _join_all(context: Any, begun: Path) -> int | None:
+@contextmanager
+def _lock(folder: str) -> Iterator[None]:
+    """Keep systemd-tmpfiles from removing an old folder, which it does not if the folder is locked."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class _Stop:
+    """A stop that ranks can be asked for. Attributes: number: the signal that was passed on to them, if any."""
+
+    def __init__(self, stoppable: Path | None) -> None:
+        self.number: int | None = None
+        self._stoppable = stoppable
+        self._was_stoppable = False
+
+    def look(self) -> bool:
+        """Return whether the first rank has ever made the file ``stoppable``, which others may have removed."""
+        self._was_stoppable = self._was_stoppable or (self._stoppable is not None and self._stoppable.exists())
+        return self._was_stoppable
+
+
+def _join_all(context: Any, begun: Path, stop: _Stop) -> int | None:
     """Wait for all ranks, but only a few seconds more once one has failed. Return the rank that failed first.
 
     The first rank makes the file ``begun`` when it calls the function.
@@ -112,8 +149,8 @@ def _join_all(context: Any, begun: Path) -> int | None:
         with phase(f"start {len(context.processes)} ranks, which import torch, too"):
             while not begun.exists() and not context.join(timeout=0.1, grace_period=_GRACE_S):
                 pass
-        while not context.join(grace_period=_GRACE_S):
-            pass
+        while not context.join(timeout=_LOOK_S, grace_period=_GRACE_S):
+            stop.look()
     except ProcessException as error:
         return int(error.error_index)
     return None
@@ -121,7 +158,8 @@ def _join_all(context: Any, begun: Path) -> int | None:
 
 def _read_outcome(file: Path, rank: int, exit_code: int | None) -> Any:
     """Return the value or the error of a rank."""
-    if not file.exists():
+    # A folder that was removed may have been made again by another user.
+    if not file.exists() or file.parent.stat().st_uid != os.getuid():
         return RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}")
     outcome = decode(file.read_bytes())
     if not isinstance(outcome, Failure):
@@ -130,13 +168,14 @@ def _read_outcome(file: Path, rank: int, exit_code: int | None) -> Any:
 
 
 @contextmanager
-def _signals(ranks: Sequence[BaseProcess], stoppable: Path | None) -> Iterator[None]:
+def _signals(ranks: Sequence[BaseProcess], stoppable: Path | None) -> Iterator[_Stop]:
     """Raise on stop signals. Once the file ``stoppable`` exists, the first one is passed on to the ranks instead.
 
     See [Note: One request] in ``ranks/stop_signals.py``.
     """
+    stop = _Stop(stoppable)
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield stop
         return
     requested_s: float | None = None
 
@@ -144,10 +183,10 @@ def _signals(ranks: Sequence[BaseProcess], stoppable: Path | None) -> Iterator[N
         nonlocal requested_s
         # This process ends now, and its ranks with it: no rank can be asked, or this is a second request.
         is_second = requested_s is not None and time.monotonic() - requested_s > SAME_REQUEST_S
-        if is_second or stoppable is None or not stoppable.exists():
+        if is_second or not stop.look():
             raise_signal(number)
         if requested_s is None:
-            requested_s = time.monotonic()
+            stop.number, requested_s = number, time.monotonic()
             for process in ranks:  # before anything that may fail or block
                 with suppress(OSError, ValueError):
                     if process.pid is not None and process.exitcode is None:
@@ -159,7 +198,7 @@ def _signals(ranks: Sequence[BaseProcess], stoppable: Path | None) -> Iterator[N
         if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
             signal.signal(number, pass_on)
     try:
-        yield
+        yield stop
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -181,6 +220,8 @@ def _run_rank(rank: int, size: int, folder: str, function: RankFunction, args: S
     multiprocessing.set_start_method(None, force=True)
     with surviving_console():
         outcome = _call_in_group(rank, size, folder, function, args)
+    with suppress(FileExistsError):  # all of /tmp may have been removed
+        os.mkdir(folder, 0o700)
     # By a rename: the parent process takes a file that exists for a whole outcome.
     Path(folder, f"{rank}.new").write_bytes(encode(outcome))
     os.replace(Path(folder, f"{rank}.new"), Path(folder, str(rank)))

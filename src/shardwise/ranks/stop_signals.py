@@ -10,23 +10,27 @@ thread is in a collective of torch, or computes for long. So a thread of its own
 through ``signal.set_wakeup_fd``. It makes the request, and ends a process that does not end by itself.
 
 [Note: Signals to data workers] A data loader raises an error if a signal ends one of its worker processes, and so a
-signal to the process group would cost the steps since the last checkpoint. Forked children of a process that can be
-asked to stop ignore these signals, unless it sends them itself. Programs that it starts with ``subprocess`` do not.
+signal to the process group would cost the steps since the last checkpoint. Workers of a process that can be asked
+to stop ignore these signals, unless it sends them itself. They begin to when they call their init function: before,
+a forked one has run for milliseconds, and a spawned one imports. Programs that they start have the signals blocked.
+Other children of the process, also programs, get the signals as those of any program do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
@@ -43,8 +47,11 @@ _RECEIVED: Final = (*STOP_SIGNALS, RELAYED)
 
 SAME_REQUEST_S: Final = 1.0
 
-_PATIENCE_S: Final = 10.0
+_PATIENCE_S: Final = 60.0
 """Seconds that a rank with a request waits for another rank, once it is known to wait for it."""
+
+_PATIENCE_AT_CTRL_C_S: Final = 10.0
+"""The same after Ctrl-C to this process itself: somebody waits for its end."""
 
 _RAISE_S: Final = 5.0
 """Seconds in which the main thread leaves the block after a request to stop now, before the process exits."""
@@ -116,8 +123,10 @@ class StopRequest:
             is_waiting = self.is_made and self._number_now is None
             if select.select([wakeups], [], [], 1.0 if is_waiting else None)[0]:
                 self._note(wakeups.recv(1)[0])
-            elif time.monotonic() - self._made_s > _PATIENCE_S:
-                self._end_wait()
+            else:
+                patience_s = _PATIENCE_AT_CTRL_C_S if self.number == signal.SIGINT else _PATIENCE_S
+                if time.monotonic() - self._made_s > patience_s:
+                    self._end_wait()
 
     def _end_wait(self) -> None:
         """End the process if it has waited for another rank for long. In a save it waits on, as was asked."""
@@ -159,8 +168,8 @@ class StopRequest:
             os._exit(128 + number)
 
 
-_shielded: list[StopRequest] = []
-"""The requests of this process whose blocks have not been left."""
+_handlers_outside: list[dict[signal.Signals, Any]] = []
+"""For each block that this process is in, the handlers that signals had before, the outermost block first."""
 
 _announcements: list[Path] = []
 """Files that a parent process looks for before it passes a request on."""
@@ -171,25 +180,65 @@ def announce_stoppable(file: Path) -> None:
     _announcements.append(file)
 
 
-def _shield_child() -> None:
-    """Keep stop signals from a child that was forked within a block. See [Note: Signals to data workers]."""
-    if not _shielded:
-        return
-    signal.set_wakeup_fd(-1)  # it belongs to the parent, which would take the child's signals for its own
-    # Popen(preexec_fn=...) forks in this way, too. The program that it starts would have the mask, but no thread.
-    if sys._getframe(1).f_globals.get("__name__") != "subprocess":
+def _leave_in_child() -> None:
+    """Give signals to a child that was forked within a block the handlers that they had outside of it."""
+    if _handlers_outside:
+        signal.set_wakeup_fd(-1)  # it belongs to the parent, which would take the child's signals for its own
+        for number, handler in _handlers_outside[0].items():
+            signal.signal(number, handler)
+        _handlers_outside.clear()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
+
+
+def shield_data_workers(loader: Any) -> None:
+    """Keep stop signals from the workers of a data loader, torch's or accelerate's, if this process is in a block.
+
+    See [Note: Signals to data workers].
+    """
+    if _handlers_outside and loader.num_workers > 0:
+        loader = getattr(loader, "base_dataloader", loader)  # accelerate's have torch's
+        loader.worker_init_fn = _ShieldedWorker(loader.worker_init_fn)
+
+
+class _ShieldedWorker:
+    """Init function of a data worker, which calls the loader's own. Picklable, for new processes, if that is."""
+
+    def __init__(self, init: Callable[[int], Any] | None) -> None:
+        self._init = init
+        self._end, ours = multiprocessing.Pipe(duplex=False)
+        # Called when this process ends, before it waits for its children.
+        Finalize(self, ours.close, exitpriority=0)
+
+    def __call__(self, worker: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _RECEIVED)
+        # A spawned worker has threads that libraries have started before, and that do not block them. A signal of
+        # the parent that one of them takes is lost, so the worker ends when the pipe is closed, too.
+        for number in _RECEIVED:
+            signal.signal(number, _ignore)
         threading.Thread(target=_obey_parent, name="shardwise-signals", daemon=True).start()
+        threading.Thread(target=_end_with, args=(self._end,), name="shardwise-end", daemon=True).start()
+        if self._init is not None:
+            self._init(worker)
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal to a data worker. Unlike SIG_IGN, it is not kept by programs that the worker starts."""
 
 
 def _obey_parent() -> None:
     """End this process when its parent sends it a signal, as a data loader does at its end."""
     while signal.sigwaitinfo(_RECEIVED).si_pid != os.getppid():
         pass
+    os._exit(0)  # as torch's own handler does
+
+
+def _end_with(end: Connection) -> None:
+    """End this process when its parent closes a pipe. A forked one has both ends, and never sees that."""
+    with contextlib.suppress(EOFError):
+        end.recv_bytes()
     os._exit(0)
-
-
-os.register_at_fork(after_in_child=_shield_child)
 
 
 @contextmanager
@@ -215,14 +264,14 @@ def stopping_on_signals() -> Iterator[StopRequest]:
         # Started ranks ignore SIGINT, since the parent process passes Ctrl-C on, and outside of the block RELAYED.
         if handler != signal.SIG_IGN or number == RELAYED:
             signal.signal(number, request.handle)
-    _shielded.append(request)
+    _handlers_outside.append(handlers)
     try:
         # After the handlers: the parent process passes requests on once the file exists.
         for file in _announcements:
             file.touch()
         yield request
     finally:
-        _shielded.remove(request)
+        del _handlers_outside[-1:]  # a forked child that comes here has none
         # First: the thread ends a process whose main thread does not leave the block in time.
         request.leave()
         for number, handler in handlers.items():
