@@ -331,6 +331,19 @@ def test_a_checkpoint_that_is_not_there_keeps_its_place(served: Served, users: d
     assert isinstance(ada.retrieve(ada.send(make_message(model, 5)).json()), bytes)
 
 
+def test_a_load_of_another_rank_or_of_a_checkpoint_that_is_deleted_meanwhile(users: dict[str, User]) -> None:
+    ada = users["ada"]
+    model, other = ada.create(), ada.create(rank=2)
+    path = ada.retrieve(ada.post("save_weights", model_id=model, seq_id=1, path="first"))["path"]
+    refused = ada.retrieve(ada.post("load_weights", model_id=other, seq_id=1, path=path, optimizer=True))
+    assert "has rank 4 (attn, mlp, unembed), and the model has rank 2 (attn, mlp, unembed)" in refused["error"]
+    # Before the request that it waits for.
+    loaded = ada.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True)
+    assert ada.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/first").status_code == 204
+    ada.send(make_message(model, 2))
+    assert "the checkpoint: was deleted, or its time is over" in ada.retrieve(loaded)["error"]
+
+
 def test_an_optimizer_that_a_checkpoint_does_not_have(users: dict[str, User]) -> None:
     """The load is refused, and the model is as before."""
     ada = users["ada"]

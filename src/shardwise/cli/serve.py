@@ -33,6 +33,7 @@ _PACKAGES = ("peft", "prometheus_client", "starlette", "tinker", "uvicorn", "yam
 @click.option("--served-model-name", help="Name of the base for clients.  [default: MODEL, or its folder's name]")
 @click.option("--tokenizer", help="Name of the tokenizer for clients.  [default: the served name]")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, ...")
+@click.option("--load-in-4bit", is_flag=True, help="Pack the base into four bits (NF4).")
 @click.option("--max-tokens-per-turn", type=click.IntRange(min=1), default=16384, show_default=True)
 @click.option("--max-tokens-per-pass", type=click.IntRange(min=16), default=8192, show_default=True)
 @click.option("--fuse-wait", type=click.FloatRange(min=0), help="Seconds.  [default: half of a turn, at most 0.1]")

@@ -285,6 +285,7 @@ class App:
                         # Without its place, the next request would wait forever.
                         except StatusError as error:
                             raise ConfigError(str(error)) from error
+                        _require_equal_matrices(model, checkpoint)
                         _set_load(queued, model_id, checkpoint, folder, load)
                     case _:
                         raise ConfigError(
@@ -528,6 +529,15 @@ class App:
 
     async def _status(self, _request: Request, key: UserKey) -> Response:
         return HTMLResponse(write_page(self._service, key))
+
+
+def _require_equal_matrices(model: Model, checkpoint: Checkpoint) -> None:
+    if (model.rank, model.parts) != (checkpoint.rank, frozenset(checkpoint.parts)):
+        stored, own = (f"rank {each.rank} ({', '.join(sorted(each.parts))})" for each in (checkpoint, model))
+        raise ConfigError(
+            f"path {checkpoint.path!r}: has {stored}, and the model has {own}. Call "
+            "create_training_client_from_state, which makes another model"
+        )
 
 
 def _set_load(queued: QueuedRequest, model_id: str, checkpoint: Checkpoint, folder: str, body: Any) -> None:

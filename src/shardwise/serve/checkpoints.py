@@ -139,11 +139,17 @@ def _read(file: Path) -> Checkpoint | None:
         return None
 
 
-def require_saved_by(save_id: str, folder: str) -> Checkpoint:
-    """Return the checkpoint in a folder. Raise ConfigError if it is gone, or of another save."""
+def require_saved(folder: str) -> Checkpoint:
+    """Return the checkpoint in a folder. Raise ConfigError if it is gone."""
     checkpoint = _read(_metadata_file(Path(folder)))
     if checkpoint is None:
-        raise ConfigError("the checkpoint to sample from: was deleted, or its time is over. Save it again")
+        raise ConfigError("the checkpoint: was deleted, or its time is over. Save it again")
+    return checkpoint
+
+
+def require_saved_by(save_id: str, folder: str) -> Checkpoint:
+    """Return the checkpoint in a folder. Raise ConfigError if it is gone, or of another save."""
+    checkpoint = require_saved(folder)
     if checkpoint.save_id != save_id:
         raise ConfigError(
             f"checkpoint {checkpoint.name!r}: was saved again since this sampling client was opened. Open a new "

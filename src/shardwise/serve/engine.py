@@ -15,7 +15,7 @@ from shardwise.bank.rows import Request
 from shardwise.core.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
 from shardwise.models.lora.peft_private import lora_config
 from shardwise.ranks.world import World
-from shardwise.serve.checkpoints import require_saved_by
+from shardwise.serve.checkpoints import require_saved, require_saved_by
 from shardwise.serve.operations import (
     CopyModel,
     CreateModel,
@@ -198,6 +198,9 @@ class Engine:
                 )
             case LoadModel():
                 training_state = operation.training_state
+                with self._world.collective("find the checkpoint"):
+                    if self._world.rank == 0:
+                        require_saved(operation.folder)
                 bank.load(operation.model, operation.folder, training_state=training_state, reduction="sum")
                 # A model begins its batch anew: the client sends all parts of it since the last step.
                 bank.zero_grad(operation.model)

@@ -24,6 +24,7 @@ from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.compose import LENGTH_MULTIPLE
 from shardwise.core.errors import ConfigError, StorageError, TrainingError
 from shardwise.loading.from_pretrained import from_pretrained
+from shardwise.models.four_bit.config import Nf4
 from shardwise.ranks.stop_signals import StopRequest, stopping_on_signals
 from shardwise.ranks.world import World
 from shardwise.saving.locked_folder import lock_here
@@ -58,6 +59,7 @@ class ServeOptions:
     state: Path | None = None
     max_tokens_per_pass: int = 8192
     dtype: str = "auto"
+    load_in_4bit: bool = False
     vllm: str | None = None
     log_requests: bool = True
 
@@ -75,7 +77,10 @@ def serve(options: ServeOptions) -> None:
         world = stack.enter_context(World.current(call="serve"))
         with world.collective("open the server"):
             server = _open_server(options, stack) if world.rank == 0 else None
-        model = from_pretrained(options.model, dtype=options.dtype)
+        if options.load_in_4bit:
+            model = from_pretrained(options.model, dtype=options.dtype, quantization=Nf4())
+        else:
+            model = from_pretrained(options.model, dtype=options.dtype)
         bank = AdapterBank(model, max_tokens_per_pass=options.max_tokens_per_pass)
         engine = Engine(world, bank, model)
         if server is not None:

@@ -338,7 +338,9 @@ class Service:
         if entry is None and name in self._gone:
             raise StatusError(410, f"{kind} {name!r}: is gone")
         if entry is None:
-            raise StatusError(404, f"{kind} {name!r}: does not exist")
+            raise StatusError(
+                404, f"{kind} {name!r}: does not exist. After a restart of the server, make a new ServiceClient"
+            )
         if entry.key is not key:
             raise StatusError(403, f"this {kind} is that of another key")
         return entry

@@ -49,7 +49,7 @@ def collect_file_tensors(tensors: Sequence[TensorRef]) -> list[TensorRef]:
         if is_packed and not _is_mxfp4(slot.module, slot.name):
             raise ConfigError(
                 f"{slot.fqn}: its experts are in four bits, and files of bitsandbytes have no form for them. Pass "
-                "names='internal', which quantization=Nf4() reads, or load dequantized experts: "
+                "names='internal', which from_pretrained reads, or load dequantized experts: "
                 'quantization=Nf4(skip_modules=("experts",)), or "dequantize"'
             )
     # weight_scales becomes weight.absmax, as floats if it is not nested, and weight_nested_scales
