@@ -5,8 +5,8 @@ ranges. A *policy* describes the access pattern that suits a storage. Plans size
 not depend on the kind of storage. A *request* is one range of one file. For a reader it is one call of
 :meth:`StorageReader.read_vectored` with the destination buffers
 (:class:`shardwise.transfer.file_requests.FileRequest`), and for a writer one call of :meth:`StorageWriter.write`
-with the source buffers. For a custom storage, subclass one of them and pass it to a verb. ``tests/support``
-contains tests for such classes.
+with the source buffers. A storage of one's own is a class that answers one of them. ``shardwise.load`` takes such a
+reader. ``tests/support`` contains tests for both.
 """
 
 from collections.abc import Sequence
