@@ -17,7 +17,7 @@ from tests.support.world import attempt
 from torch import nn
 
 from shardwise.core import machine
-from shardwise.core.errors import CheckpointError, FormatError, StorageError, TrainingError
+from shardwise.core.errors import CheckpointError, FormatError, StorageError
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.loading.audit import require_equal_buffers
 from shardwise.ranks import stop_signals
@@ -213,10 +213,7 @@ def fail_in_training(failure: Exception) -> tuple[str, str]:
 
 
 def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
-    """Both ranks raise an error, the first one later. Return it, and whether the first heard of the other.
-
-    The other rank raises a MemoryError unchanged, as callbacks' errors are raised.
-    """
+    """Both ranks raise an error, the first one later. Return it, and whether the first heard of the other."""
     world = World.current(timeouts=Timeouts(heartbeat_interval_s=0.1), call="training")
     world.all_gather_object(None)
     is_told = False
@@ -226,14 +223,10 @@ def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
                 with world.collective("save"):
                     if world.rank == 1:
                         raise failure
-            except CheckpointError as error:
-                if world.rank == 1 and isinstance(failure, MemoryError):
-                    raise failure from error
-                raise
             finally:
                 time.sleep(0.0 if world.rank else 0.6)
                 is_told = world.channel is not None and world.channel.loss() is not None
-    except (CheckpointError, TrainingError) as error:
+    except CheckpointError as error:
         return str(error), is_told
     raise AssertionError
 
