@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -210,6 +211,27 @@ def fail_in_training(failure: Exception) -> tuple[str, str]:
             world.all_gather_object(None)
 
     return attempt(step)
+
+
+def start_no_thread() -> list[tuple[str, str]]:
+    """The second rank may start no thread, with which it fails in a phase, and then leaves a call."""
+
+    def read() -> None:
+        with World.current(call="load") as world, world.collective("read"):
+            if world.rank == 1:
+                threading.Thread(target=print).start()
+
+    def step() -> None:
+        world = World.current(call="training")
+        world.all_gather_object(None)
+        with world:
+            if world.rank == 1:
+                raise ValueError("row 7 is odd")
+            world.all_gather_object(None)
+
+    no_thread = RuntimeError("can't start new thread")
+    with mock.patch.object(threading.Thread, "start", side_effect=no_thread) if dist.get_rank() else nullcontext():
+        return [attempt(read), attempt(step)]
 
 
 def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
