@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_copy_its_state_fails_the_save(worlds, tmp_path):
     found = worlds(2).run(on_ranks.fail_to_stage, str(tmp_path))
     assert found[0] == found[1]
     error, left, steps = found[0]
-    assert error == ("CheckpointError", "rank 1: MemoryError: struck")
+    assert error == ("CheckpointError", "rank 1: out of memory (struck). See docs/out_of_memory.md")
     assert left == ["step-1"]
     assert steps == [1, 2]
 

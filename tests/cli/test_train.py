@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import resource
 import select
 import signal
@@ -22,6 +23,7 @@ from shardwise.cli import main
 from shardwise.cli.launch import read_launch, run_ranks
 from shardwise.cli.train import SOME_FAILED, STOPPED, _exit_code, _print_outcome
 from shardwise.core.errors import ConfigError
+from shardwise.training.run_outcome import TrlOutcome
 
 
 def config(folder: Path, **values: object) -> str:
@@ -154,8 +156,6 @@ def saved_steps(out: Path) -> list[int]:
 
 
 def test_the_outcome_is_json_even_if_a_loss_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwise.training.train_model import TrlOutcome
-
     outcome = TrlOutcome("out", 2, False, {"loss": math.nan}, ({"loss": math.inf},), ("NaN",))
     _print_outcome(outcome, as_json=True)
     told = capsys.readouterr().out
@@ -164,9 +164,17 @@ def test_the_outcome_is_json_even_if_a_loss_is_not_finite(capsys: pytest.Capture
     assert json.loads(told)["summary"] == ["NaN"]
 
 
-def test_an_adapter_that_has_failed_is_in_the_exit_code() -> None:
-    from shardwise.training.train_model import TrlOutcome
+def test_the_outcome_is_read_without_importing_libraries() -> None:
+    """By the process that has started the ranks: a scheduler may kill it while it imports."""
+    message = pickle.dumps(TrlOutcome("out", 2, True, {"loss": 0.5}, ({},), ()))
+    code = (
+        "import pickle, sys\npickle.load(sys.stdin.buffer)\n"
+        "assert not {'torch', 'transformers', 'trl', 'datasets'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, input=message)
 
+
+def test_an_adapter_that_has_failed_is_in_the_exit_code() -> None:
     metrics = {"ada": {"failure": "failed in step 2"}, "bob": {"loss": 0.5}}
     assert _exit_code(TrlOutcome("out", 2, False, metrics, ({},), ())) == SOME_FAILED == 3
     assert _exit_code(TrlOutcome("out", 2, False, {"bob": metrics["bob"]}, ({},), ())) == 0

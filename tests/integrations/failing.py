@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from tests.integrations.runs import Run, launched, made, rank
+from tests.support.world import attempt
 
+from shardwise.integrations.agreed_events import raise_together
 from shardwise.ranks import collective_errors
+from shardwise.ranks.world import World
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,17 @@ def fail_alone(run: Run, place: str) -> Ended:
             left = [name for name in ("get_batch_samples", "compute_loss") if name in vars(trainer)]
             assert left == (["compute_loss"] if rank() == 1 and place == "loss" else [])
     raise AssertionError("it has come to its end")
+
+
+def share_memory_error() -> tuple[str, str]:
+    """A callback of the second rank has run out of memory."""
+    world = World.current(call="training")
+
+    def step() -> None:
+        with collective_errors.translate_collective_errors(world, lambda: "in step 2"):
+            raise_together(world, MemoryError() if world.rank else None)
+
+    return attempt(step)
 
 
 def _fail(trainer: Any, place: str) -> None:

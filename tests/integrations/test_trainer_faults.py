@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from tests.integrations.failing import fail_alone
+from tests.integrations.failing import fail_alone, share_memory_error
 from tests.integrations.requirements import require_patched_names
 from tests.integrations.runs import Run, train
 from tests.support.local_ranks import LocalRanks
@@ -33,3 +33,8 @@ def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp
     assert place == "model" or (first.step, second.step) == (1, 1)
     if place == "batches":
         assert [outcome.last_step for outcome in two.run(train, run)] == [4, 4]
+
+
+def test_a_callback_out_of_memory_on_one_rank_is_a_training_error_on_all(two: LocalRanks) -> None:
+    told = two.run(share_memory_error)
+    assert told == [("TrainingError", "rank 1: out of memory (MemoryError). See docs/out_of_memory.md")] * 2

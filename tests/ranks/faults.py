@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from tests.support.world import attempt
 from torch import nn
 
 from shardwise.core import machine
-from shardwise.core.errors import CheckpointError, FormatError, StorageError, TrainingError
+from shardwise.core.errors import CheckpointError, FormatError, StorageError
 from shardwise.fsdp.named_tensors import collect_tensors
 from shardwise.loading.audit import require_equal_buffers
 from shardwise.ranks import stop_signals
@@ -212,11 +213,29 @@ def fail_in_training(failure: Exception) -> tuple[str, str]:
     return attempt(step)
 
 
-def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
-    """Both ranks raise an error, the first one later. Return it, and whether the first heard of the other.
+def start_no_thread() -> list[tuple[str, str]]:
+    """The second rank may start no thread, with which it fails in a phase, and then leaves a call."""
 
-    The other rank raises a MemoryError unchanged, as callbacks' errors are raised.
-    """
+    def read() -> None:
+        with World.current(call="load") as world, world.collective("read"):
+            if world.rank == 1:
+                threading.Thread(target=print).start()
+
+    def step() -> None:
+        world = World.current(call="training")
+        world.all_gather_object(None)
+        with world:
+            if world.rank == 1:
+                raise ValueError("row 7 is odd")
+            world.all_gather_object(None)
+
+    no_thread = RuntimeError("can't start new thread")
+    with mock.patch.object(threading.Thread, "start", side_effect=no_thread) if dist.get_rank() else nullcontext():
+        return [attempt(read), attempt(step)]
+
+
+def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
+    """Both ranks raise an error, the first one later. Return it, and whether the first heard of the other."""
     world = World.current(timeouts=Timeouts(heartbeat_interval_s=0.1), call="training")
     world.all_gather_object(None)
     is_told = False
@@ -226,14 +245,10 @@ def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
                 with world.collective("save"):
                     if world.rank == 1:
                         raise failure
-            except CheckpointError as error:
-                if world.rank == 1 and isinstance(failure, MemoryError):
-                    raise failure from error
-                raise
             finally:
                 time.sleep(0.0 if world.rank else 0.6)
                 is_told = world.channel is not None and world.channel.loss() is not None
-    except (CheckpointError, TrainingError) as error:
+    except CheckpointError as error:
         return str(error), is_told
     raise AssertionError
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.ranks.collective_errors import is_collective_error, is_out_of_memory, translate_collective_errors
+from shardwise.ranks.collective_errors import is_collective_error, translate_collective_errors
+from shardwise.ranks.outcomes import is_out_of_memory
 from shardwise.ranks.world import World
 
 GLOO = (

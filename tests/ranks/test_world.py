@@ -54,15 +54,20 @@ def test_an_error_of_ours_on_one_rank_alone_ends_the_others_too(worlds):
     assert re.search(r"rank 1 \(.*\) has left the call: FormatError: row 7 is odd", lost[1])
 
 
+def test_a_rank_that_may_start_no_thread_says_so(worlds):
+    worlds(2).run(faults.raise_on, (), True)  # which starts the heartbeats
+    first, second = worlds(2).run(faults.start_no_thread)
+    assert first[0] == second[0] == ("CheckpointError", "rank 1: RuntimeError: can't start new thread")
+    assert second[1] == ("ValueError", "row 7 is odd")
+    assert first[1][0] == "RankLostError"
+    assert first[1][1].endswith("has left the call: ValueError: row 7 is odd")
+
+
 def test_an_error_that_all_ranks_raise_is_not_announced_to_one_that_still_tidies_up(worlds):
     told = worlds(2).run(faults.fail_together_in_training, StorageError("the disk is full"))
     assert told == [("rank 1: the disk is full", False)] * 2
-    told = worlds(2).run(faults.fail_together_in_training, MemoryError("no more"))
-    assert told[0] == ("rank 1: MemoryError: no more", False)
-    assert told[1] == (
-        "in step 2: out of memory (no more). Use smaller batches, activation checkpointing or more ranks",
-        False,
-    )
+    told = worlds(2).run(faults.fail_together_in_training, MemoryError())
+    assert told == [("rank 1: out of memory (MemoryError). See docs/out_of_memory.md", False)] * 2
 
 
 def test_ranks_that_disagree_are_named(worlds):

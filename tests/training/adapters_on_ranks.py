@@ -17,7 +17,7 @@ from shardwise.training import train_adapters, trl_objects
 from shardwise.training.adapters_config import read_adapters
 from shardwise.training.run_config import read_run_config
 from shardwise.training.run_inputs import lock_output
-from shardwise.training.train_model import TrlOutcome
+from shardwise.training.run_outcome import TrlOutcome
 
 
 def prepare(folder: Path) -> Path:

@@ -44,7 +44,7 @@ from transformers import (
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.training import trl_objects
-from shardwise.training.train_model import TrlOutcome
+from shardwise.training.run_outcome import TrlOutcome
 
 _FIRST = 259
 """Id of the first token after those of ``tiny.tokenizer``."""

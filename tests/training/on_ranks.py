@@ -41,7 +41,7 @@ from shardwise.ranks import slow_ranks
 from shardwise.training import train_model, trl_objects
 from shardwise.training.arguments import REWARDED
 from shardwise.training.run_config import read_run_config
-from shardwise.training.train_model import TrlOutcome
+from shardwise.training.run_outcome import TrlOutcome
 
 COMMON: dict[str, Any] = {
     "max_steps": 3,

@@ -23,7 +23,7 @@ from tests.training.adapters_on_ranks import (
 )
 from tests.training.on_ranks import errors_of_all, size_of_png
 
-from shardwise.training.train_model import TrlOutcome
+from shardwise.training.run_outcome import TrlOutcome
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

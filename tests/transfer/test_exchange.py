@@ -26,4 +26,4 @@ def test_a_failure_after_a_round_is_raised_on_all_ranks(worlds, budget):
 
 def test_a_buffer_that_cannot_be_copied_is_an_error_on_all_ranks(worlds):
     errors = worlds(2).run(transfers.copy_without_memory)
-    require_same_error(errors, "CheckpointError", "rank 1: MemoryError: none is left")
+    require_same_error(errors, "CheckpointError", "rank 1: out of memory (none is left). See docs/out_of_memory.md")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.core.estimate_report import Estimate
     from shardwise.loading.estimate import PlanOptions
     from shardwise.training.run_config import RunConfig
-    from shardwise.training.train_model import TrlOutcome
+    from shardwise.training.run_outcome import TrlOutcome
 
 
 STOPPED = 75

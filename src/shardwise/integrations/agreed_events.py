@@ -9,10 +9,11 @@ import torch.distributed as dist
 from transformers import TrainerControl
 from transformers.trainer_callback import ExportableState
 
-from shardwise.core.errors import RankLostError, ShardwiseError
+from shardwise.core.errors import RankLostError, ShardwiseError, TrainingError
 from shardwise.core.phases import busy_with
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.named_tensors import reshard
+from shardwise.ranks.outcomes import describe_out_of_memory, is_out_of_memory
 from shardwise.ranks.world import World
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -118,13 +119,19 @@ def _any_by_place(by_rank: Sequence[Sequence[bool]]) -> list[bool]:
 
 
 def raise_together(world: World, failure: Exception | None) -> None:
-    """Raise the failure of one rank on all ranks. That rank raises it unchanged. Collective: yes."""
+    """Raise the failure of one rank on all ranks. That rank raises it unchanged. Collective: yes.
+
+    Raises:
+        TrainingError: a rank has run out of memory. The same on every rank.
+    """
     try:
         with world.collective("run callbacks"):
+            if failure is not None and is_out_of_memory(failure):
+                raise TrainingError(describe_out_of_memory(failure)) from failure
             if failure is not None:
                 raise failure
     except ShardwiseError as error:
         # This rank raises its own error, with the traceback of the callback, unless a rank is lost.
-        if failure is not None and not isinstance(error, RankLostError):
+        if failure is not None and not is_out_of_memory(failure) and not isinstance(error, RankLostError):
             raise failure from error
         raise

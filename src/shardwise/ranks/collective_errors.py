@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from shardwise.core.errors import RankLostError, ShardwiseError, TrainingError
 from shardwise.ranks.control_channel import ADVICE_ON_WAITS, ControlChannel
 from shardwise.ranks.failure_detection import describe_wait
+from shardwise.ranks.outcomes import describe_out_of_memory, is_out_of_memory
 
 if TYPE_CHECKING:
     from shardwise.ranks.world import World
@@ -32,9 +32,7 @@ _COLLECTIVE = re.compile(
 )
 """Found in errors of the backends of process groups; gloo raises nothing but a RuntimeError."""
 
-
-_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|not enough memory", re.IGNORECASE)
-
+_ADVICE_ON_MEMORY = "Use smaller batches, activation checkpointing or more ranks"
 
 _STUCK_S = 5.0
 """A rank that is still in a collective this long after another was lost will not return from it in time."""
@@ -73,13 +71,11 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
             watching.join(timeout=_CHECK_S)  # its arguments may keep the model alive
     except Exception as error:
         if channel is not None and _was_raised_together(error):
-            if is_out_of_memory(error):
-                raise TrainingError(f"{where()}: {_out_of_memory(error)}") from error
             raise
         is_out, is_broken = is_out_of_memory(error), is_collective_error(error)
         # Before await_verdict(): this rank waits no longer, and the next heartbeat forgets for whom it did.
         slow = describe_wait() if is_broken else ""
-        cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
+        cause = describe_out_of_memory(error, _ADVICE_ON_MEMORY) if is_out else f"{type(error).__name__}: {error}"
         kind = TrainingError if is_out else RankLostError
         if channel is None:
             if is_out:
@@ -124,19 +120,6 @@ def _watch(
         if lost is not None and time.monotonic() - lost_s >= _STUCK_S:
             when_stuck(type(lost)(f"{where()}: {lost}"))
             return
-
-
-def _out_of_memory(error: BaseException) -> str:
-    detail = str(error).partition("\n")[0] or type(error).__name__
-    return f"out of memory ({detail}). Use smaller batches, activation checkpointing or more ranks"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if this process, or its device, has no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    is_torch_error = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
-    return is_torch_error and _MEMORY.search(str(error)) is not None
 
 
 def is_collective_error(error: BaseException) -> bool:

@@ -223,7 +223,14 @@ class ControlChannel:
                 self._detector.error = error
                 future.set_exception(self.loss() or error)
 
-        threading.Thread(target=run, name=f"shardwise-meeting-{self.rank}", daemon=True).start()
+        thread = threading.Thread(target=run, name=f"shardwise-meeting-{self.rank}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The system allows no more threads. On this one then: the others have to hear of what fails for it.
+            if "can't start new thread" not in str(error):  # the interpreter ends
+                raise
+            run()
         return future
 
     # On the thread of a task

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from shardwise.core import errors
 from shardwise.core.errors import CheckpointError, ShardwiseError
@@ -14,6 +18,8 @@ from shardwise.core.phases import current_phases
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator|can.t allocate memory|not enough memory", re.IGNORECASE)
 
 
 class Stopped(Exception):
@@ -41,6 +47,8 @@ class Failure:
         # The nearest public class: subclasses that other modules define may not exist on the other ranks.
         public = [base for base in type(error).__mro__ if base is Stopped or base.__module__ == errors.__name__]
         message = str(error) if public else f"{type(error).__name__}: {error}"
+        if not public and is_out_of_memory(error):
+            message = describe_out_of_memory(error)
         phase = getattr(error, "phase", "") or current_phases()
         return cls((public or [CheckpointError])[0].__name__, message, phase, error)
 
@@ -73,6 +81,19 @@ class Failure:
     def to_error(self) -> ShardwiseError:
         kind: type[ShardwiseError] = getattr(errors, self.kind, CheckpointError)
         return at_phase(kind(self.message), self.phase)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if this process, or its device, has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    is_torch_error = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
+    return is_torch_error and _MEMORY.search(str(error)) is not None
+
+
+def describe_out_of_memory(error: BaseException, advice: str = "See docs/out_of_memory.md") -> str:
+    detail = str(error).partition("\n")[0] or type(error).__name__
+    return f"out of memory ({detail}). {advice}"
 
 
 def at_phase(error: ShardwiseError, phase: str) -> ShardwiseError:

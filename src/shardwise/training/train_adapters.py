@@ -38,6 +38,7 @@ from shardwise.training.dataset_preparation import require_embedded_tokens
 from shardwise.training.preference_pairs import compute_dpo_loss, compute_margins
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_inputs import RunInputs, TrainingRecord, honor_timeout, name_adapter, open_inputs
+from shardwise.training.run_outcome import TrlOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ _ROWS_AT_ONCE: Final = 1024
 """Rows of an evaluation in one call, on all ranks. The bank cuts them into passes."""
 
 
-def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome:
+def train_adapters(config: RunConfig, local_rank: int) -> TrlOutcome:
     """Train many LoRAs from a configuration. Collective: yes, over the default process group.
 
     Returns:
@@ -73,7 +74,7 @@ def train_adapters(config: RunConfig, local_rank: int) -> train_model.TrlOutcome
         history += [{"adapter": name, **entry} for entry in state.log_history]
     with_pairs = {adapter.name for adapter in adapters if adapter.has_pairs}
     ranked = dict(sorted(metrics.items(), key=lambda item: (item[0] in with_pairs, _sort_key(item[1]))))
-    return train_model.TrlOutcome(
+    return TrlOutcome(
         output_dir=str(output),
         steps=_total_steps(adapters),
         has_stopped=has_stopped,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import resource
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +27,9 @@ from shardwise.training.image_rows import ImageRows, TowerCallback
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_estimate import plan_run
 from shardwise.training.run_inputs import SINGLE, TrainingRecord, honor_timeout, open_inputs
+from shardwise.training.run_outcome import TrlOutcome
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TrlOutcome:
-    """Outcome of a training run on one rank.
-
-    Attributes:
-        output_dir: folder of the model, or of the checkpoints of a training run that was stopped.
-        steps: optimizer steps.
-        has_stopped: whether a signal ended it before its last step.
-        metrics: metrics returned by TRL's ``train``.
-        history: entries logged by the trainer.
-        summary: lines to print.
-    """
-
-    output_dir: str
-    steps: int
-    has_stopped: bool
-    metrics: Mapping[str, Any]
-    history: tuple[Mapping[str, Any], ...]
-    summary: tuple[str, ...]
 
 
 def train(config: RunConfig, local_rank: int) -> TrlOutcome:

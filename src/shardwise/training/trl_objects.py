@@ -35,7 +35,8 @@ from shardwise.loading.meta_model import PretrainedOptions
 from shardwise.loading.prepare import LoadOptions
 from shardwise.models.four_bit.config import Fp4, Nf4
 from shardwise.models.tunings import Freeze, Full, Lora, Tuning
-from shardwise.ranks.collective_errors import is_collective_error, is_out_of_memory
+from shardwise.ranks.collective_errors import is_collective_error
+from shardwise.ranks.outcomes import is_out_of_memory
 from shardwise.ranks.world import World
 from shardwise.training import dataset_loading, dataset_preparation, image_rows
 from shardwise.training.arguments import REWARDED, SAMPLING, ShardwiseArguments, TrainMethod
