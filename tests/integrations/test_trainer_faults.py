@@ -33,3 +33,9 @@ def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp
     assert place == "model" or (first.step, second.step) == (1, 1)
     if place == "batches":
         assert [outcome.last_step for outcome in two.run(train, run)] == [4, 4]
+
+
+def test_an_error_of_one_ranks_metrics_ends_the_others(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    first, second = two.run(fail_alone, Run(str(folder), arguments={"output_dir": str(tmp_path)}), "evaluate")
+    assert second.error == "ValueError: row 7 is odd"
+    assert re.fullmatch(r"RankLostError: rank 1 \(.*\) has left the call: ValueError: row 7 is odd", first.error)
