@@ -27,7 +27,7 @@ class Ended:
 def fail_alone(run: Run, place: str) -> Ended:
     """The second rank's data loader ("batches"), loss ("loss") or model ("model") raises in the second step.
 
-    Or its metrics do ("evaluate"), where it does not train.
+    Or its metrics do, in a training ("metrics") or outside of one ("evaluate").
     """
     torch.manual_seed(0)
     collective_errors._STUCK_S = 0.5
@@ -58,7 +58,7 @@ def _fail(trainer: Any, place: str) -> None:
             nonlocal calls
             calls += 1
             done = own(*positional, **keywords)
-            if calls == (1 if place == "evaluate" else 4):
+            if calls == (1 if place in ("metrics", "evaluate") else 4):
                 raise ValueError("row 7 is odd")
             return done
 
@@ -66,7 +66,7 @@ def _fail(trainer: Any, place: str) -> None:
 
     if place == "batches":
         trainer.data_collator = failing(trainer.data_collator)
-    elif place == "evaluate":
+    elif place in ("metrics", "evaluate"):
         trainer.compute_metrics = failing(lambda _: {})
     elif place == "loss":
         trainer.compute_loss = failing(trainer.compute_loss)

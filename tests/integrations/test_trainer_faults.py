@@ -35,7 +35,11 @@ def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp
         assert [outcome.last_step for outcome in two.run(train, run)] == [4, 4]
 
 
-def test_an_error_of_one_ranks_metrics_ends_the_others(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
-    first, second = two.run(fail_alone, Run(str(folder), arguments={"output_dir": str(tmp_path)}), "evaluate")
+@pytest.mark.parametrize("place", ["metrics", "evaluate"])
+def test_an_error_of_one_ranks_metrics_ends_the_others(
+    two: LocalRanks, folder: Path, tmp_path: Path, place: str
+) -> None:
+    arguments = {"output_dir": str(tmp_path), "eval_strategy": "steps", "eval_steps": 1}
+    first, second = two.run(fail_alone, Run(str(folder), arguments=arguments), place)
     assert second.error == "ValueError: row 7 is odd"
     assert re.fullmatch(r"RankLostError: rank 1 \(.*\) has left the call: ValueError: row 7 is odd", first.error)

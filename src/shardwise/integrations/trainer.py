@@ -137,8 +137,7 @@ class ShardwiseTrainer(_Trainer):
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model
         compat.redirect_through_root(self)
-        world = World.current(call="the Trainer's callbacks")
-        self._events = AgreedEvents(self.callback_handler.call_event, world, self)
+        self._events = AgreedEvents(self.callback_handler.call_event, self)
         # On the instance, over the handler's method: on_step_end and all others go through it.
         vars(self.callback_handler)["call_event"] = self._events
         self.is_stop_requested = False
@@ -339,6 +338,7 @@ class ShardwiseTrainer(_Trainer):
         # translate_collective_errors needs ranks that have met over the control channel.
         if step_world.size > 1:
             step_world.all_gather_object(None)
+        self._events.world = step_world
         try:
             translated = translate_collective_errors(step_world, self._where, _end_stuck)
             with translated, self._synchronized(step_world):
