@@ -264,7 +264,8 @@ def agreements() -> list[int]:
         is_stop_requested = False
         model = torch.nn.Module()
 
-    events = AgreedEvents(lambda *_args, **_others: TrainerControl(), OfTwo(), OfTwo())  # type: ignore[arg-type]
+    events = AgreedEvents(lambda *_args, **_others: TrainerControl(), OfTwo())
+    events.world = OfTwo()  # type: ignore[assignment]
     with simulated.counting() as counted:
         control = events("on_step_end", None, None, TrainerControl())
     assert not control.should_training_stop

@@ -28,7 +28,10 @@ class Ended:
 
 
 def fail_alone(run: Run, place: str) -> Ended:
-    """The second rank's data loader ("batches"), loss ("loss") or model ("model") raises in the second step."""
+    """The second rank's data loader ("batches"), loss ("loss") or model ("model") raises in the second step.
+
+    Or its metrics do, in a training ("metrics") or outside of one ("evaluate").
+    """
     torch.manual_seed(0)
     collective_errors._STUCK_S = 0.5
     with launched():
@@ -36,7 +39,7 @@ def fail_alone(run: Run, place: str) -> Ended:
         if rank() == 1:
             _fail(trainer, place)
         try:
-            trainer.train()
+            trainer.evaluate() if place == "evaluate" else trainer.train()
         except Exception as error:
             first_end = Path(run.arguments["output_dir"], "first rank has ended")
             if rank() == 0:
@@ -69,7 +72,7 @@ def _fail(trainer: Any, place: str) -> None:
             nonlocal calls
             calls += 1
             done = own(*positional, **keywords)
-            if calls == 4:
+            if calls == (1 if place in ("metrics", "evaluate") else 4):
                 raise ValueError("row 7 is odd")
             return done
 
@@ -77,6 +80,8 @@ def _fail(trainer: Any, place: str) -> None:
 
     if place == "batches":
         trainer.data_collator = failing(trainer.data_collator)
+    elif place in ("metrics", "evaluate"):
+        trainer.compute_metrics = failing(lambda _: {})
     elif place == "loss":
         trainer.compute_loss = failing(trainer.compute_loss)
     else:

@@ -523,7 +523,7 @@ def test_a_stop_waits_for_no_upload(tmp_path: Path) -> None:
 
 def test_a_best_checkpoint_that_is_gone_is_forgotten() -> None:
     trainer = SimpleNamespace(is_in_train=True, model=nn.Module(), callback_handler=SimpleNamespace(callbacks=[]))
-    events = AgreedEvents(lambda *_: TrainerControl(), World(0, 1), trainer)
+    events = AgreedEvents(lambda *_: TrainerControl(), trainer)
     resumed: Any = SimpleNamespace(best_model_checkpoint="gone", max_steps=1, compute_steps=lambda *_: None)
     events("on_train_begin", None, resumed, TrainerControl())
     assert resumed.best_model_checkpoint is None

@@ -38,3 +38,13 @@ def test_an_error_of_one_rank_ends_the_others(two: LocalRanks, folder: Path, tmp
 def test_a_callback_out_of_memory_on_one_rank_is_a_training_error_on_all(two: LocalRanks) -> None:
     told = two.run(share_memory_error)
     assert told == [("TrainingError", "rank 1: out of memory (MemoryError). See docs/out_of_memory.md")] * 2
+
+
+@pytest.mark.parametrize("place", ["metrics", "evaluate"])
+def test_an_error_of_one_ranks_metrics_ends_the_others(
+    two: LocalRanks, folder: Path, tmp_path: Path, place: str
+) -> None:
+    arguments = {"output_dir": str(tmp_path), "eval_strategy": "steps", "eval_steps": 1}
+    first, second = two.run(fail_alone, Run(str(folder), arguments=arguments), place)
+    assert second.error == "ValueError: row 7 is odd"
+    assert re.fullmatch(r"RankLostError: rank 1 \(.*\) has left the call: ValueError: row 7 is odd", first.error)

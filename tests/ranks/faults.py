@@ -199,8 +199,8 @@ def unreadable() -> tuple[str, str]:
     return attempt(call)
 
 
-def fail_in_training(failure: Exception) -> tuple[str, str]:
-    """The second rank fails, out of memory for example, while the first waits for it."""
+def fail_in_training(failure: BaseException) -> tuple[str, str]:
+    """The second rank fails, out of memory for example, while the first waits for it. Its process lives on."""
     world = World.current(call="training")
     world.all_gather_object(None)
 
@@ -210,7 +210,10 @@ def fail_in_training(failure: Exception) -> tuple[str, str]:
                 raise failure
             world.all_gather_object(None)
 
-    return attempt(step)
+    try:
+        return attempt(step)
+    except SystemExit as error:
+        return "SystemExit", str(error)
 
 
 def start_no_thread() -> list[tuple[str, str]]:

@@ -52,6 +52,9 @@ def test_an_error_of_ours_on_one_rank_alone_ends_the_others_too(worlds):
     assert failed == ("FormatError", "row 7 is odd")
     assert lost[0] == "RankLostError"
     assert re.search(r"rank 1 \(.*\) has left the call: FormatError: row 7 is odd", lost[1])
+    lost, failed = worlds(2).run(faults.fail_in_training, SystemExit(3))
+    assert failed == ("SystemExit", "3")
+    assert re.search(r"rank 1 \(.*\) has left the call: SystemExit: 3", lost[1])
 
 
 def test_a_rank_that_may_start_no_thread_says_so(worlds):

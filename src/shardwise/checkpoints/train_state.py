@@ -332,7 +332,8 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         first["schedulers",] = [_get_state_dict(item, "schedulers") for item in state.all_schedulers]
     if state.scaler is not None:
         first["scaler",] = _get_state_dict(state.scaler, "scaler")
-    contents.common |= first
+    # On all ranks, and before the digest: what cannot be written is one error, by name.
+    pickled_first = _pickle_each(first)
     summary.first = compute_digest(first)
     # What each rank has of its own. Digests show whether it is equal on all.
     generators = generator_states()
@@ -346,7 +347,7 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
         summary.data = compute_digest(position)
         contents.local["data", f"rank_{rank}"] = position
     # Other ranks' common values are not written: pickling them would cost time on each rank.
-    contents.common = {} if rank else _pickle_each(contents.common)
+    contents.common = {} if rank else {**_pickle_each(contents.common), **pickled_first}
     contents.local = _pickle_each(contents.local)
     return contents
 

@@ -43,7 +43,7 @@ class Job:
         step: optimizer steps done.
         newest: newest complete step of this run.
         keep: number of checkpoints to keep. None keeps all.
-        plan: plan of the tensors of all ranks.
+        plan: plan of the tensors: of all ranks on the first one, else of this rank.
         chunks: this rank's chunks of tensors.
         values: this rank's pickled values that are not tensors.
         header: header, without the files and their checksums.

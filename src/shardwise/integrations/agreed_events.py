@@ -31,13 +31,16 @@ class AgreedEvents:
 
     Args:
         call_event: the handler's method.
-        world: the ranks.
         trainer: the Trainer. When it does not train, ranks may call different methods.
+
+    Attributes:
+        world: the ranks of a training, which sets it. One world for all its meetings: a rank that fails alone is
+            announced in it.
     """
 
-    def __init__(self, call_event: Callable[..., TrainerControl], world: World, trainer: Any) -> None:
+    def __init__(self, call_event: Callable[..., TrainerControl], trainer: Any) -> None:
         self._call_event = call_event
-        self._world = world
+        self.world = World(0, 1)
         self._trainer = trainer
         self._failure: Exception | None = None
         self.best: str | None = None
@@ -51,7 +54,7 @@ class AgreedEvents:
         """
         if event == "on_train_begin":
             self._complete(args, state)
-        if self._world.size == 1 or not self._trainer.is_in_train:
+        if self.world.size == 1 or not self._trainer.is_in_train:
             return self._run(event, args, state, control, **others)
         if event == "on_evaluate":  # before callbacks, as of early stopping, read them
             self.share_metrics(others["metrics"])
@@ -79,8 +82,8 @@ class AgreedEvents:
 
         Collective: yes.
         """
-        with self._world.broadcast("compare the metrics") as exchange:
-            if self._world.rank == 0:
+        with self.world.broadcast("compare the metrics") as exchange:
+            if self.world.rank == 0:
                 exchange.local = {name: float(each) for name, each in metrics.items() if isinstance(each, Real)}
         metrics.update(exchange.result)
 
@@ -102,13 +105,13 @@ class AgreedEvents:
             setattr(control, name, value)
         if is_failed:
             failure, self._failure = self._failure, None
-            raise_together(self._world, failure)
+            raise_together(self.world, failure)
 
     def _reduce_any(self, local: list[bool]) -> list[bool]:
         """Return which of these are true on any rank, without waiting for an accelerator. Collective: yes."""
         # A process group of NCCL alone has no collectives on the host. Then the store carries the values.
         if not torch_private.has_collectives(torch.device("cpu")):
-            return self._world.all_reduce_object(local, _any_by_place)
+            return self.world.all_reduce_object(local, _any_by_place)
         flags = torch.tensor(local, dtype=torch.int32, device="cpu")
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return [bool(value) for value in flags.tolist()]

@@ -7,7 +7,8 @@ wait for it. So they synchronize first, over the store, which takes about a mill
 not after the loss: its numerical errors appear only after synchronizing with the device, too slow for each step.
 
 If a rank raises elsewhere, the others are in a collective already, which cannot be interrupted. A rank that is
-still in one some seconds after another has left reports it and exits.
+still in one some seconds after another has left reports it and exits. So it is in an evaluation outside of a
+training, at whose begin and end the ranks synchronize.
 
 If a tracker on the first rank fails, or a callback stops the training because of local data, the others would enter
 a collective and wait. So exceptions of callbacks are kept until the next synchronization (the end of each step,
@@ -136,8 +137,7 @@ class ShardwiseTrainer(_Trainer):
             if self._save_only_model is not None:
                 self.args.save_only_model = self._save_only_model
         compat.redirect_through_root(self)
-        world = World.current(call="the Trainer's callbacks")
-        self._events = AgreedEvents(self.callback_handler.call_event, world, self)
+        self._events = AgreedEvents(self.callback_handler.call_event, self)
         # On the instance, over the handler's method: on_step_end and all others go through it.
         vars(self.callback_handler)["call_event"] = self._events
         self.is_stop_requested = False
@@ -148,6 +148,8 @@ class ShardwiseTrainer(_Trainer):
         """
         self.is_evaluating = False
         """Whether an evaluation of the training is in progress, which is left out if a stop is requested."""
+        self._is_announced = False
+        """Whether this rank is in :meth:`_announced`."""
         self._saved_step: int | None = None
         self._header: TrainerHeader | None = None
         """Header of the checkpoint that a training run resumes from."""
@@ -243,6 +245,41 @@ class ShardwiseTrainer(_Trainer):
         bind_optimizers([optimizer], tensors, by_rank=True)
         return optimizer
 
+    def evaluate(self, *positional: Any, **keywords: Any) -> dict[str, float]:
+        """Evaluate like the Trainer. Collective: yes.
+
+        Raises:
+            RankLostError: a rank is lost, or another one has left the evaluation by an error of its own.
+            TrainingError: a rank has run out of memory. The same on every rank.
+        """
+        with self._announced("evaluate"):
+            return super().evaluate(*positional, **keywords)
+
+    def predict(self, *positional: Any, **keywords: Any) -> Any:
+        """Predict like the Trainer. Collective: yes. Errors: as of :meth:`evaluate`."""
+        with self._announced("predict"):
+            return super().predict(*positional, **keywords)
+
+    @contextmanager
+    def _announced(self, name: str) -> Iterator[None]:
+        """Announce this rank's error to the others, which may be stuck in a collective of the block.
+
+        Within a training or another such block, that one does. See [Note: A rank that fails alone].
+        """
+        if self.is_in_train or self._is_announced:
+            yield
+            return
+        self._is_announced = True
+        try:
+            with World.current(call=f"Trainer.{name}") as world:
+                world.all_gather_object(None)  # translate_collective_errors needs ranks that have met
+                with translate_collective_errors(world, lambda: f"in {name}", _end_stuck):
+                    yield
+                    # A rank that fails after the last collective, as in compute_metrics, fails all.
+                    world.all_gather_object(None)
+        finally:
+            self._is_announced = False
+
     # Training
 
     def train(
@@ -301,6 +338,7 @@ class ShardwiseTrainer(_Trainer):
         # translate_collective_errors needs ranks that have met over the control channel.
         if step_world.size > 1:
             step_world.all_gather_object(None)
+        self._events.world = step_world
         try:
             translated = translate_collective_errors(step_world, self._where, _end_stuck)
             with translated, self._synchronized(step_world):

@@ -45,8 +45,8 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
     """Translate errors of torch's own collectives in this block, which fail when a rank is lost.
 
     An error of a collective then becomes one that names the lost rank. A rank that runs out of memory, or
-    raises any other error, announces it to the others. ``where`` is a description of the operation, the same on all
-    ranks. They must have met over the control channel before.
+    raises any other error, also KeyboardInterrupt or SystemExit, announces it to the others. ``where`` is a
+    description of the operation, the same on all ranks. They must have met over the control channel before.
 
     A collective may also wait for a lost rank for as long as its backend does, and cannot be canceled. After some
     seconds of this, ``when_stuck`` is called on another thread, which does not depend on the store, because this
@@ -94,6 +94,10 @@ def translate_collective_errors(world: World, where: Where, when_stuck: WhenStuc
             channel.abort(cause, kind)
         if slow:
             raise RankLostError(f"{where()}: waited in a collective for {slow}. {ADVICE_ON_WAITS}") from error
+        raise
+    except (KeyboardInterrupt, SystemExit) as error:  # its process may live on, to upload or to tidy up
+        if channel is not None:
+            channel.abort(f"{type(error).__name__}: {error}")
         raise
 
 

@@ -8,8 +8,8 @@ publishes the verdict, and every rank raises it. A rank that fails announces it 
 stop.
 
 The n-th call of a rank meets the n-th of every other. If these are not the same call, all ranks raise an error
-that names two of them, and their next calls meet again. Likewise for the meetings of a call: the result of each
-has the name of the first rank's.
+that names two of them, and their next calls meet again. The result of a meeting has the name of the first rank's: a
+rank that is in another one raises, and all ranks do in the next meeting of the call.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ControlChannel:
     def publish(self, result: bytes, name: str = "") -> None:
         """On the first rank: end the meeting. Raises as :meth:`gather` does.
 
-        Ranks that are in a meeting with another ``name`` raise RankMismatchError, and this one in its next meeting.
+        Ranks that are in a meeting with another ``name`` raise RankMismatchError, and all in their next meeting.
         With "", names are not compared.
         """
         self._run(self._publish, name.encode() + b"\n" + result)

@@ -177,8 +177,8 @@ class World:
     def begin_call(self, name: str) -> None:
         """Name the public call of the next phases, for a world that lasts longer than a call. Collective: no.
 
-        If ranks then meet in different calls, all raise one RankMismatchError, in this phase or the next one, and
-        in all later ones.
+        If ranks then meet in different calls, all raise one RankMismatchError in all later phases, and those that are
+        not in the call of the first rank in this one.
         """
         self._call = name
 
@@ -223,8 +223,8 @@ class World:
         Raises:
             CheckpointError: (or a subclass) the same on every rank, if the block raised on any.
             RankLostError: a rank has been lost.
-            RankMismatchError: ranks are in different calls, or phases of a call. The first rank may raise it in its
-                next phase only.
+            RankMismatchError: ranks are in different calls, or phases of a call. A rank whose phase is that of the
+                first rank raises it in its next phase.
         """
         return Exchange(self, what, _reduce_to_nothing, num_working=self.size)
 

@@ -24,9 +24,10 @@ def _digest(value: Any, into: Any) -> None:
     into.update(f"{type(value).__name__}(".encode())
     if isinstance(value, DTensor):
         value = value.to_local()
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         into.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        into.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for key, item in value.items():
             _digest(key, into)

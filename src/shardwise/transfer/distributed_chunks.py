@@ -178,7 +178,7 @@ class MetadataTemplate:
     The file has an entry for each chunk of each rank: 3.5 million for a model of 405 billion parameters with AdamW
     on 1,024 ranks, which take a minute to pickle. All of them are as in the last checkpoint. Only the values that
     are not tensors have other sizes. So the file is pickled once, with numbers of eight bytes for the place and the
-    size of each value, and each save writes its own over these bytes.
+    size of each value, and each save writes its own over these bytes. It is kept between saves (330 MB then).
 
     Attributes:
         files: names of the ranks' files.
