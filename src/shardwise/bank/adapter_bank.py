@@ -79,7 +79,8 @@ class AdapterBank:
 
     When a rank is lost, or leaves a pass in which others wait for it, the bank has ended: this call and every later
     one raise the same RankLostError. When ranks are in different methods, it has ended with one RankMismatchError,
-    which the first rank, and those in its method, raise in their next call. Start all ranks again, and :meth:`load` what was saved.
+    which the first rank, and those in its method, raise in their next call. Start all ranks again, and :meth:`load`
+    what was saved.
 
     Args:
         model: a model of ``shardwise.from_pretrained`` without ``tuning=``, sharded or not. It is frozen.

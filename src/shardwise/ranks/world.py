@@ -177,8 +177,8 @@ class World:
     def begin_call(self, name: str) -> None:
         """Name the public call of the next phases, for a world that lasts longer than a call. Collective: no.
 
-        If ranks then meet in different calls, all raise one RankMismatchError in all later phases, and those that are
-        not in the call of the first rank in this one.
+        If ranks then meet in different calls, all raise one RankMismatchError in all later phases, and those that
+        are not in the call of the first rank already in this one.
         """
         self._call = name
 
