@@ -36,6 +36,8 @@ def fail_alone(run: Run, place: str) -> Ended:
     collective_errors._STUCK_S = 0.5
     with launched():
         trainer = made(run)
+        if place in ("metrics", "evaluate"):  # on all ranks: without metrics the Trainer gathers losses alone
+            trainer.compute_metrics = lambda _: {}
         if rank() == 1:
             _fail(trainer, place)
         try:
@@ -81,7 +83,7 @@ def _fail(trainer: Any, place: str) -> None:
     if place == "batches":
         trainer.data_collator = failing(trainer.data_collator)
     elif place in ("metrics", "evaluate"):
-        trainer.compute_metrics = failing(lambda _: {})
+        trainer.compute_metrics = failing(trainer.compute_metrics)
     elif place == "loss":
         trainer.compute_loss = failing(trainer.compute_loss)
     else:
