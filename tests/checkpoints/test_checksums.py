@@ -9,7 +9,8 @@ from tests.support.files import flip_bit
 
 from shardwise import FormatError
 from shardwise.checkpoints import header
-from shardwise.checkpoints.header import BlockSums, CheckedReader, content_nbytes, gaps, with_checksums
+from shardwise.checkpoints.header import BlockSums, CheckedReader, content_nbytes, with_checksums
+from shardwise.core.tensors import gaps
 from shardwise.transfer.fingerprints import digest
 
 BLOCK = 64
