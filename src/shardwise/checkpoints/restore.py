@@ -222,10 +222,9 @@ _GROUPS = ("optimizer", "param_groups")
 def _common_values(reader: CheckedReader, opened: OpenCheckpoint) -> dict[KeyPath, Any]:
     paths = [REDUCED, ("rng", "rank_0"), ("schedulers",), ("scaler",)]
     values: dict[KeyPath, Any] = {}
-    numbers: dict[bytes, Any] = {}  # by pickle: hundreds of groups have most settings in common
     for path in opened.objects:
         if path in paths or (path[0] == "optimizer" and path[1] != "reduced"):
-            values[path] = _read_value(reader, opened, path, numbers)
+            values[path] = _read_value(reader, opened, path)
     # By number of the group. Earlier checkpoints have one value with all groups in it.
     groups: dict[int, dict[str, Any]] = {}
     for path in [path for path in values if path[:2] == _GROUPS and len(path) == 4]:
@@ -364,10 +363,8 @@ def _rebind(collected: CollectedState) -> OptimizerTargets:
     return OptimizerTargets.from_optimizers(model_tensors, collected.bounds)
 
 
-def _read_value(
-    reader: StorageReader, opened: OpenCheckpoint, path: KeyPath, numbers: dict[bytes, Any] | None = None
-) -> Any:
-    """Read a value that is not a tensor. Immutable ones are taken from ``numbers``, or added there.
+def _read_value(reader: StorageReader, opened: OpenCheckpoint, path: KeyPath) -> Any:
+    """Read a value that is not a tensor.
 
     Raises:
         FormatError: the value is missing, or is not plain data.
@@ -377,9 +374,4 @@ def _read_value(
     if place is None:
         raise FormatError(f"{what}: is missing. Restore another checkpoint")
     content = reader.read(place.file, place.bytes.start, place.bytes.stop)
-    if numbers is not None and content in numbers:
-        return numbers[content]
-    value = load_value(content, what)
-    if numbers is not None and isinstance(value, (int, float, str, type(None))):
-        numbers[content] = value
-    return value
+    return load_value(content, what)

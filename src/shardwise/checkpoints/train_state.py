@@ -353,6 +353,7 @@ def collect_contents(collected: CollectedState, state: TrainState, rank: int) ->
 
 
 def _pickle_each(values: Mapping[StatePath, Any]) -> dict[StatePath, bytes]:
+    """Pickle values. Raises :class:`ConfigError` for one that is not plain data."""
     pickles: dict[StatePath, bytes] = {}
     # Hundreds of groups have most settings in common. By text, because 1, 1.0 and True are equal, and 0.0 and -0.0.
     by_text: dict[str, bytes] = {}

@@ -319,9 +319,9 @@ def _resize_token_embeddings(
 ) -> nn.Module:
     """Run ``resize_token_embeddings`` of a sharded model if it changes nothing."""
     rows = model.get_input_embeddings().weight.shape[0]
-    wanted = rows if new_num_tokens is None else new_num_tokens
+    num_tokens = rows if new_num_tokens is None else new_num_tokens
     multiple = pad_to_multiple_of or 1
-    if -(-wanted // multiple) * multiple != rows:
+    if -(-num_tokens // multiple) * multiple != rows:
         raise ConfigError(
             "resize_token_embeddings: the model is sharded. Pass resize_vocab= to shardwise.from_pretrained, or "
             "resize the model before shardwise.shard"

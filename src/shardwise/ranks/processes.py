@@ -127,7 +127,11 @@ def _lock(folder: str) -> Iterator[None]:
 
 
 class _Stop:
-    """A stop that ranks can be asked for. Attributes: number: the signal that was passed on to them, if any."""
+    """A stop that ranks can be asked for.
+
+    Attributes:
+        number: the signal that was passed on to them, if any.
+    """
 
     def __init__(self, stoppable: Path | None) -> None:
         self.number: int | None = None

@@ -417,13 +417,13 @@ class App:
     async def _list_checkpoints(self, request: Request, key: UserKey) -> Response:
         store, model_id = self._service.store, request.path_params.get("model_id")
         # In a thread: a user may have thousands, whose metadata are read.
-        found = [] if store is None else await asyncio.to_thread(list, store.list(key.folder, model_id))
+        checkpoints = [] if store is None else await asyncio.to_thread(list, store.list(key.folder, model_id))
         limit, offset = (request.query_params.get(*item) for item in (("limit", "100"), ("offset", "0")))
         if not (limit.isdecimal() and offset.isdecimal() and len(limit + offset) < 12):
             raise StatusError(400, "limit or offset: is not a number")
         begin, end = int(offset), int(offset) + int(limit)
-        cursor = {"offset": begin, "limit": int(limit), "total_count": len(found)}
-        return JSONAnswer({"checkpoints": [_describe(each) for each in found[begin:end]], "cursor": cursor})
+        cursor = {"offset": begin, "limit": int(limit), "total_count": len(checkpoints)}
+        return JSONAnswer({"checkpoints": [_describe(each) for each in checkpoints[begin:end]], "cursor": cursor})
 
     async def _delete_checkpoint(self, request: Request, key: UserKey) -> Response:
         # Not decoded: name%2Fpublish is a checkpoint, and name/publish is a call that is not served.
@@ -532,10 +532,11 @@ class App:
 
 
 def _require_equal_matrices(model: Model, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if a checkpoint is not of the model's rank and parts."""
     if (model.rank, model.parts) != (checkpoint.rank, frozenset(checkpoint.parts)):
-        stored, own = (f"rank {each.rank} ({', '.join(sorted(each.parts))})" for each in (checkpoint, model))
+        stored, trained = (f"rank {each.rank} ({', '.join(sorted(each.parts))})" for each in (checkpoint, model))
         raise ConfigError(
-            f"path {checkpoint.path!r}: has {stored}, and the model has {own}. Call "
+            f"path {checkpoint.path!r}: has {stored}, and the model has {trained}. Call "
             "create_training_client_from_state, which makes another model"
         )
 

@@ -64,8 +64,8 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()  # vLLM, which loads from it, has another working directory
-        found = {str(file): _read(file) for file in self._root.glob(f"*/*/*/*{_METADATA}")}
-        self._expires_s = {file: each.expires_s for file, each in found.items() if each and each.expires_s}
+        checkpoints = {str(file): _read(file) for file in self._root.glob(f"*/*/*/*{_METADATA}")}
+        self._expires_s = {file: each.expires_s for file, each in checkpoints.items() if each and each.expires_s}
         """By file of metadata, when the time of its checkpoint is over. Of those that have one."""
 
     def folder(self, user: str, checkpoint: Checkpoint) -> Path:

@@ -110,7 +110,7 @@ class TensorsPlan:
         by_rank: the chunks of a rank's file, by rank. On the first rank, which writes ``.metadata``, of all ranks,
             and on another of itself.
         aliases: further names of tensors that have several, with the keys of their first ones.
-        metadata: the last one that :func:`build_metadata` made for this plan.
+        metadata: of the last save, which :func:`build_metadata` uses again.
     """
 
     tensors: Mapping[str, tuple[StatePath, tuple[int, ...], torch.dtype]]
@@ -172,19 +172,19 @@ def plan_tensors(
 
 @dataclass(frozen=True, slots=True)
 class MetadataTemplate:
-    """The file ``.metadata`` with zeros in place of the numbers that differ between saves of one plan.
+    """The file ``.metadata`` with placeholders for the numbers that differ between saves of one plan.
 
     [Note: One pickle for many saves]
     The file has an entry for each chunk of each rank: 3.5 million for a model of 405 billion parameters with AdamW
     on 1,024 ranks, which take a minute to pickle. All of them are as in the last checkpoint. Only the values that
-    are not tensors have other sizes. So the file is pickled once, with numbers of eight bytes for the place and the
-    size of each value, and each save writes its own over these bytes. It is kept between saves (330 MB then).
+    are not tensors have other sizes. So the file is pickled once, with numbers of eight bytes for the offset and
+    the length of each value, and each save writes its own over these bytes. It is kept between saves (330 MB then).
 
     Attributes:
         files: names of the ranks' files.
         names: paths of the values in each rank's file, in order.
         content: the pickle.
-        places: where in it the eight bytes of each value's place begin, in order, and then those of its size.
+        places: of each value, in order: the bytes of the pickle at which its offset and its length begin.
     """
 
     files: Sequence[str]
@@ -194,7 +194,7 @@ class MetadataTemplate:
 
 
 _PLACEHOLDER = 1 << 62
-"""Plus the number of a value. Pickled in eight bytes, and larger than any place in a file."""
+"""The first of consecutive numbers, each larger than any offset in a file, that are pickled in eight bytes."""
 
 _LONG1 = pickle.LONG1 + b"\x08"
 """What is before a number of eight bytes in a pickle."""
@@ -224,8 +224,9 @@ def build_metadata(plan: TensorsPlan, values: Sequence[Mapping[StatePathT, int]]
     for rank, sizes in enumerate(values):
         position = plan.nbytes(rank)
         for nbytes in sizes.values():
-            for place, value in zip(next(places), (position, nbytes), strict=True):
-                content[place : place + 8] = value.to_bytes(8, "little")
+            offset_at, length_at = next(places)
+            content[offset_at : offset_at + 8] = position.to_bytes(8, "little")
+            content[length_at : length_at + 8] = nbytes.to_bytes(8, "little")
             position += nbytes
     return bytes(content)
 
@@ -275,14 +276,12 @@ def _pickle_metadata(
             f"ranks, {MAX_METADATA_BYTES} is the limit for reading it. Save from fewer ranks, or fewer tensors "
             "(the model without its optimizer)"
         )
-    # In the order in which they were pickled. A number has a code of its own and its length before it.
-    found: list[int] = []
-    end = 0
+    # Searched for from the last one on, since values are pickled in this order.
+    starts: list[int] = []
     for number in range(_PLACEHOLDER, placeholder):
-        start = content.index(_LONG1 + number.to_bytes(8, "little"), end) + len(_LONG1)
-        end = start + 8
-        found.append(start)
-    return MetadataTemplate(files, names, content, list(zip(found[::2], found[1::2], strict=True)))
+        code = _LONG1 + number.to_bytes(8, "little")
+        starts.append(content.index(code, starts[-1] if starts else 0) + len(_LONG1))
+    return MetadataTemplate(files, names, content, list(zip(starts[::2], starts[1::2], strict=True)))
 
 
 Views = Mapping[ArchivedChunk, torch.Tensor]
