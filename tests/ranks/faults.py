@@ -237,6 +237,18 @@ def start_no_thread() -> list[tuple[str, str]]:
         return [attempt(read), attempt(step)]
 
 
+def meet_in_other_calls() -> list[tuple[str, str]]:
+    """Of a world that lasts longer than a call, the second rank is in another call than the first and the third."""
+    world = World.current(call="a bank")
+
+    def meet() -> None:
+        with world.collective("find the adapter"):
+            pass
+
+    world.begin_call("save" if world.rank == 1 else "load")
+    return [attempt(meet), attempt(meet)]
+
+
 def fail_together_in_training(failure: Exception) -> tuple[str, bool]:
     """Both ranks raise an error, the first one later. Return it, and whether the first heard of the other."""
     world = World.current(timeouts=Timeouts(heartbeat_interval_s=0.1), call="training")

@@ -73,6 +73,17 @@ def test_an_error_that_all_ranks_raise_is_not_announced_to_one_that_still_tidies
     assert told == [("rank 1: out of memory (MemoryError). See docs/out_of_memory.md", False)] * 2
 
 
+def test_ranks_in_other_calls_of_a_lasting_world_are_named(worlds):
+    """A rank that is in the first rank's call may be told in its next phase only."""
+    first, second, third = worlds(3).run(faults.meet_in_other_calls)
+    kind, text = second[0]
+    assert kind == "RankMismatchError"
+    assert text.startswith("rank 0 is in load (find the adapter), and rank 1 is in save (find the adapter): a call")
+    assert [first[1], second[1], third[1]] == [second[0]] * 3
+    for told in (first[0], third[0]):
+        assert told in (("", ""), second[0])
+
+
 def test_ranks_that_disagree_are_named(worlds):
     wanted = [("RankMismatchError", "the number on rank 2 is not that of rank 0")] * 3
     assert worlds(3).run(faults.disagree) == wanted
