@@ -35,6 +35,7 @@ from tests.integrations import refusing  # noqa: E402
 
 from shardwise.integrations import ShardwiseTrainer, for_trainer, trainer_checkpoints  # noqa: E402
 from shardwise.integrations.agreed_events import AgreedEvents  # noqa: E402
+from shardwise.integrations.trainer_rows import describe_order, describe_rows  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ ORDERED: dict[str, Any] = {
 }
 
 
-def test_the_order_of_rows_that_depends_on_the_ranks(tmp_path: Path) -> None:
+def test_the_order_of_rows_that_depends_on_the_ranks() -> None:
     """And, of a stream with several workers, on their number. That of others is the same on any ranks."""
     more_ranks = {"gradient_accumulation_steps": 1}  # a step has 8 rows
     grouped = {"train_sampling_strategy": "group_by_length"}
@@ -238,19 +239,17 @@ def test_the_order_of_rows_that_depends_on_the_ranks(tmp_path: Path) -> None:
     ]
     for rows, first, then, is_same in cases:
         orders = [
-            unbuilt(object, tmp_path, args={**ORDERED, **changes}, train_dataset=rows)._describe_order(8)
+            describe_order(SimpleNamespace(**{**ORDERED, **changes}), rows, rows_per_step=8)
             for changes in (first, {**first, **then})
         ]
         assert (orders[0] == orders[1]) is is_same, orders
 
 
-def test_rows_and_the_seed_that_shuffles_them(tmp_path: Path) -> None:
+def test_rows_and_the_seed_that_shuffles_them() -> None:
     """A stream has no number of rows, and is not shuffled unless TRL does it."""
 
     def described(rows: Any, **changes: Any) -> str:
-        args = ORDERED | {"seed": 7} | changes
-        described: str = unbuilt(object, tmp_path, args=args, train_dataset=rows)._describe_rows()
-        return described
+        return describe_rows(SimpleNamespace(**ORDERED | {"seed": 7} | changes), rows)
 
     assert described([1, 2]) == "2 rows with seed 7"
     assert described([1, 2], data_seed=0) == "2 rows with seed 7 and data_seed 0"
@@ -481,7 +480,7 @@ def test_a_checkpoint_is_pushed_after_its_commit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     hub = {"hub_strategy": HubStrategy.ALL_CHECKPOINTS, "hub_always_push": True, "hub_token": None}
     args = {**ORDERED, "push_to_hub": True, "hub_revision": None, "save_strategy": SaveStrategy.STEPS, **hub}
-    trainer = unbuilt(Pushing, tmp_path, args=args, _saved_step=None, train_dataset=[])
+    trainer = unbuilt(Pushing, tmp_path, args=args, _saved_step=None, train_dataset=[], model=nn.Module())
     trainer._save_checkpoint(None, None)
     ignored = ["_*", "checkpoint-*", ".shardwise-*"]
     deleted = [old, new]  # but for those that are uploaded

@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -44,7 +44,6 @@ from shardwise.checkpoints.trainer_folders import MODEL_ALONE, STATE_FOLDER, Tra
 from shardwise.core.errors import (
     ConfigError,
     FormatError,
-    KeyMismatchError,
     RankLostError,
     RankMismatchError,
     ShardwiseError,
@@ -60,6 +59,7 @@ from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations.agreed_events import AgreedEvents, raise_together
 from shardwise.integrations.streamed_rows import split_by_row
 from shardwise.integrations.trainer_restoring import load_trainer_checkpoint
+from shardwise.integrations.trainer_rows import describe_order, describe_rows, require_resumable
 from shardwise.integrations.trl_engine import engine_class
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters
 from shardwise.ranks.collective_errors import translate_collective_errors
@@ -324,7 +324,7 @@ class ShardwiseTrainer(_Trainer):
             source, has_incomplete, (header, self._events.best, self._position, is_evaluated) = exchange.result
             if source is not None:
                 with world.collective("compare with the run"):
-                    self._require_resumable(header, source)
+                    require_resumable(header, self._describe(world.size), self.args, source)
             self._header = header
             # After all checks, so that a training run that is refused leaves the folder as it was.
             if has_incomplete:
@@ -438,77 +438,18 @@ class ShardwiseTrainer(_Trainer):
         assert isinstance(self.model, nn.Module), "the constructor has checked it"
         return self.model
 
-    def _require_resumable(self, header: TrainerHeader, source: Path) -> None:
-        what = f"resume_from_checkpoint={str(source)!r}"
-        current = describe_selection(self._only())
-        if header.holds not in (current, MODEL_ALONE):
-            raise KeyMismatchError(
-                f"{what}: holds the state of {header.holds}, and this training has {current}. Resume it with the "
-                "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
-            )
-        # The position in the data is a number of steps. It is the same row only if steps have as many rows, and the
-        # order of rows does not depend on their division among ranks.
+    def _describe(self, world_size: int) -> TrainerHeader:
+        """Return the header that a checkpoint of this step has."""
         rows = self.get_total_train_batch_size(self.args)
-        if rows != header.rows_per_step and not self.args.ignore_data_skip:
-            raise ConfigError(
-                f"{what}: was saved with {header.rows_per_step} rows in a step, and this training has {rows} "
-                "(per_device_train_batch_size * gradient_accumulation_steps * ranks; it was saved by "
-                f"{header.world_size} ranks), so that its position in the data cannot be restored. Keep the number "
-                "of rows in a step, or pass ignore_data_skip=True"
-            )
-        is_ordered = self.args.dataloader_num_workers <= 1 or getattr(self.args, "dataloader_in_order", True)
-        if not is_ordered and not self.args.ignore_data_skip:
-            raise ConfigError(
-                f"{what}: with dataloader_in_order=False rows come in any order, so that a position in the data "
-                "cannot be restored. Leave it out, or pass ignore_data_skip=True"
-            )
-        order = self._describe_order(rows)
-        if header.order not in (None, order) and not self.args.ignore_data_skip:
-            raise ConfigError(
-                f"{what}: was saved with rows in the order of {header.order or 'any ranks'}, and this training has "
-                f"that of {order or 'any ranks'}, so that its position in the data cannot be restored. Keep these "
-                "settings and the number of ranks, or pass ignore_data_skip=True"
-            )
-
-        data = self._describe_rows()
-        if header.rows not in (None, data) and not self.args.ignore_data_skip:
-            raise ConfigError(
-                f"{what}: was saved by a training on {header.rows}, and this one is on {data}, so that its "
-                "position in the data cannot be restored. Keep the rows and the seed, or pass ignore_data_skip=True"
-            )
-
-    def _describe_rows(self) -> str:
-        """Return the number of rows, if it is known, and the seeds that they are shuffled with."""
-        args: Any = self.args
-        rows, is_shuffled = "a stream", False
-        if compat.has_length(self.train_dataset):
-            rows, is_shuffled = f"{len(self.train_dataset)} rows", args.train_sampling_strategy != "sequential"
-        if not is_shuffled and not getattr(args, "shuffle_dataset", False):
-            return rows
-        # The Trainer's samplers take data_seed if it is there, and TRL's always seed.
-        seeds = "" if args.data_seed is None else f" and data_seed {args.data_seed}"
-        return f"{rows} with seed {args.seed}{seeds}"
-
-    def _describe_order(self, rows_per_step: int) -> str:
-        """Return the settings and ranks on which the order of rows depends, "" if it does not."""
-        args: Any = self.args
-        batch = f"per_device_train_batch_size={args.train_batch_size}"
-        settings = []
-        if args.dataloader_drop_last:  # of the last batch of all ranks, so that it changes the steps of an epoch
-            settings.append(f"dataloader_drop_last with {batch}")
-        if compat.has_length(self.train_dataset):
-            if args.train_sampling_strategy == "group_by_length":
-                settings.append("train_sampling_strategy=group_by_length")
-        elif args.dataloader_num_workers > 1:  # each reads batches of its own files
-            settings.append(f"dataloader_num_workers={args.dataloader_num_workers} with {batch}")
-        # With cp_size several ranks have the same rows.
-        ranks = rows_per_step // (args.train_batch_size * args.gradient_accumulation_steps)
-        described = [f"{', '.join(settings)} on {ranks} ranks"] if settings else []
-        # TRL takes so many answers at once, and repeats their prompts. By default they are those of a step.
-        num_answers = getattr(args, "generation_batch_size", None)
-        if num_answers not in (None, rows_per_step):
-            described.append(f"generation_batch_size={num_answers}")
-        return " and ".join(described)
+        return TrainerHeader(
+            self.state.global_step,
+            describe_selection(self._only()),
+            rows,
+            world_size,
+            order=describe_order(self.args, self.train_dataset, rows),
+            rows=describe_rows(self.args, self.train_dataset),
+            is_stop=self.is_stop_requested,
+        )
 
     # Saving
 
@@ -533,17 +474,9 @@ class ShardwiseTrainer(_Trainer):
                 failure = saving.find_cause(error)
             # Before the commit: a checkpoint must not count if any rank has failed to write its part.
             raise_together(world, failure)
-            holds = MODEL_ALONE if self.args.save_only_model else describe_selection(self._only())
-            rows = self.get_total_train_batch_size(self.args)
-            header = TrainerHeader(
-                step,
-                holds,
-                rows,
-                world.size,
-                order=self._describe_order(rows),
-                rows=self._describe_rows(),
-                is_stop=self.is_stop_requested,
-            )
+            header = self._describe(world.size)
+            if self.args.save_only_model:
+                header = replace(header, holds=MODEL_ALONE)
             with world.broadcast("complete the save"):
                 if world.rank == 0:
                     trainer_checkpoints.complete(saving, folder, header)
