@@ -21,7 +21,7 @@ from shardwise.ranks.world import World
 from shardwise.serve import run
 from shardwise.serve.engine import Engine
 from shardwise.serve.keys import make_key
-from shardwise.serve.service import Settings
+from shardwise.serve.records import Settings
 
 VOCAB_SIZE = 96
 

@@ -19,7 +19,7 @@ from tests.serve.cookbook_loops import LOOPS, MAX_LENGTH, MODEL, PEERS, VOCAB_SI
 from tests.serve.test_stops import Controls, wait_for
 from tests.support.local_ranks import LIMIT_S
 
-from shardwise.serve.service import Settings
+from shardwise.serve.records import Settings
 
 missing = [name for name in PEERS if not Path(sys.prefix, "peers", name).is_dir()]
 pytestmark = [

@@ -25,7 +25,7 @@ from shardwise import AdapterBank
 from shardwise.ranks.world import World
 from shardwise.serve.engine import Engine
 from shardwise.serve.operations import SaveModel
-from shardwise.serve.service import Settings
+from shardwise.serve.records import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

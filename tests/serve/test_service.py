@@ -44,8 +44,9 @@ from shardwise.serve.operations import (
     SaveModel,
     Turn,
 )
+from shardwise.serve.records import Model, Settings, name_model
 from shardwise.serve.run import ServeOptions, Server, _load_tokenizer
-from shardwise.serve.service import Model, Service, Settings, name_model
+from shardwise.serve.service import Service
 
 
 async def run_turn(service: Service, duration_s: float = 0.0, outcome: object = None) -> Turn:

@@ -22,7 +22,7 @@ from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError
 from shardwise.serve import app, checkpoints, run
 from shardwise.serve.operations import Generate
-from shardwise.serve.service import Settings
+from shardwise.serve.records import Settings
 from shardwise.serve.vllm import VllmClient, read_max_length
 
 # What vLLM takes from the base's generation config otherwise.

@@ -79,8 +79,8 @@ def serve_command(
     if model is None:
         raise ConfigError("MODEL: is missing. Pass a folder, or a name on the hub")
     with importing("torch and transformers"):
+        from shardwise.serve.records import Settings
         from shardwise.serve.run import ServeOptions
-        from shardwise.serve.service import Settings
 
     # A path on this machine tells clients nothing, so they see the name of the folder.
     name = served_model_name or (os.path.basename(os.path.abspath(model)) if Path(model).exists() else model)

@@ -31,16 +31,9 @@ from shardwise.serve.checkpoints import KINDS, Checkpoint, describe_fault, requi
 from shardwise.serve.keys import UserKey, find_key
 from shardwise.serve.messages import StatusError
 from shardwise.serve.operations import CopyModel, CreateModel, LoadModel, Refusal, SampleAnswer, SaveModel
+from shardwise.serve.records import Model, QueuedRequest, Sampler, digest_of, name_model
 from shardwise.serve.requests import Body, ServedBase, parse, read_sample, read_step
-from shardwise.serve.service import (
-    OWN_NAMES,
-    Model,
-    QueuedRequest,
-    Sampler,
-    Service,
-    digest_of,
-    name_model,
-)
+from shardwise.serve.service import OWN_NAMES, Service
 from shardwise.serve.status import write_metrics, write_page
 
 _log = logging.getLogger(__name__)

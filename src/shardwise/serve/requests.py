@@ -15,7 +15,7 @@ from shardwise.bank.sampling import Sample, require_sample
 from shardwise.core.errors import ConfigError
 from shardwise.serve.keys import describe_faults
 from shardwise.serve.operations import Generate, OptimStep, Pass, SampleAnswer
-from shardwise.serve.service import QueuedRequest, Sampler
+from shardwise.serve.records import QueuedRequest, Sampler
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 

@@ -33,8 +33,9 @@ from shardwise.serve.checkpoints import CheckpointStore
 from shardwise.serve.engine import Engine
 from shardwise.serve.keys import UserKey, read_keys
 from shardwise.serve.operations import Turn
+from shardwise.serve.records import QueuedRequest, Settings
 from shardwise.serve.requests import ServedBase
-from shardwise.serve.service import QueuedRequest, Service, Settings
+from shardwise.serve.service import Service
 from shardwise.serve.vllm import VllmClient, read_max_length, require_url
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""State of a server: sessions, models, queues and futures. All of it belongs to one event loop.
+"""The queues of a server: requests come in, turns of them go out, results come back. All in one event loop.
 
 [Note: A request] A call of a client opens a request in a ``with`` block, whose body sets the operation. When the
 block ends, the request is in its queue; if the body raised ConfigError, it has failed instead::
@@ -15,15 +15,12 @@ A turn takes operations from the queues (:meth:`Service.take_turn`), ranks carry
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
-import secrets
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from shardwise.core.errors import ConfigError, StorageError
@@ -47,7 +44,19 @@ from shardwise.serve.operations import (
     Turn,
     TurnOperation,
 )
-from shardwise.serve.turns import Cost, Stage, find_early_steps, next_turn
+from shardwise.serve.records import (
+    OWN,
+    Counters,
+    Model,
+    QueuedRequest,
+    Sampler,
+    Session,
+    Settings,
+    digest_of,
+    name_model,
+    new_id,
+)
+from shardwise.serve.turns import find_early_steps, next_turn
 from shardwise.serve.vllm import VllmClient
 
 _KEPT_S: Final = 600.0
@@ -60,9 +69,6 @@ _MAX_FUSE_WAIT_S: Final = 0.1
 
 _NUM_GONE: Final = 4096
 """Ids of sessions and models that are gone and get 410. Older ones get 404."""
-
-_FUTURE_BYTES: Final = 2048
-"""Bytes of a future with its event and its places in dicts, about."""
 
 _NUM_SAMPLERS: Final = 1024
 """Sampling sessions of a user. A loop of reinforcement learning opens one in each step, and closes none."""
@@ -82,9 +88,6 @@ _STOPPING_TURN_S: Final = 0.05
 _STOPPING_SAMPLES_S: Final = 60.0
 """Seconds for which a stop waits for samples of vLLM, which may have been cut off."""
 
-_OWN: Final = UserKey(name="")
-"""The key of the server's own requests, whose results nobody retrieves. No user has this name."""
-
 _NOT_CARRIED_OUT: Final = Refusal("the server has not carried out the request. Send it again", is_users=False)
 
 _REPLACED: Final = Refusal("the checkpoint to sample from: a save over it has failed. Save it again")
@@ -92,155 +95,7 @@ _REPLACED: Final = Refusal("the checkpoint to sample from: a save over it has fa
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of a server.
-
-    Attributes:
-        name: name of the base for clients.
-        tokenizer: name of the tokenizer for clients.
-        max_tokens_per_turn: of passes and samples.
-        fuse_wait_s: seconds that a turn waits, after each request, for models that stepped lately. None for half of
-            the last turn, at most 0.1.
-        session_timeout_s: seconds without a heartbeat after which the models of a session are saved and removed,
-            and without a sample after which a checkpoint that was loaded to sample from is forgotten.
-        retrieval_s: seconds for which a request for a result waits. The client waits for 45.
-        max_rows: rows of a request. Clients cut a batch into requests.
-    """
-
-    name: str
-    tokenizer: str
-    max_tokens_per_turn: int = 16384
-    fuse_wait_s: float | None = None
-    session_timeout_s: float = 600.0
-    retrieval_s: float = 30.0
-    max_rows: int = 1024
-
-
-@dataclass(slots=True)
-class QueuedRequest:
-    """A request, from its submission until its result is forgotten. See [Note: A request].
-
-    Attributes:
-        request_id: clients retrieve the result by it.
-        key: the user.
-        is_new: False for one that was sent before. Only its id is used.
-        operation: what ranks carry out. None once the request is done.
-        answer: what the result needs beside the operation's outcome, or all of the result.
-        checkpoint: is recorded when the operation is done.
-        may_replace: whether the checkpoint may replace one of its name.
-        sampler: is opened when the operation is done.
-        result: bytes of protobuf, a JSON object, or a refusal, which there may be before its turn.
-        submitted_s: when it was queued.
-    """
-
-    request_id: str
-    key: UserKey = _OWN
-    is_new: bool = True
-    operation: TurnOperation | None = None
-    answer: Mapping[str, Any] | SampleAnswer = field(default_factory=dict)
-    checkpoint: Checkpoint | None = None
-    may_replace: bool = True
-    sampler: Sampler | None = None
-    result: bytes | Mapping[str, Any] | Refusal | None = None
-    is_done: asyncio.Event = field(default_factory=asyncio.Event)
-    submitted_s: float = field(default_factory=time.monotonic)
-    retrieved_s: float | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in memory, of the objects around a result, too, which have more than most results."""
-        return _FUTURE_BYTES + (len(self.result) if isinstance(self.result, bytes) else 0)
-
-    @property
-    def cost(self) -> Cost:
-        match self.operation:
-            case Pass(num_tokens=num_tokens):
-                return Cost(Stage.PASS, num_tokens)
-            case OptimStep():
-                return Cost(Stage.STEP)
-            case Generate(sample=sample):
-                return Cost(Stage.OTHER, len(sample.prompt) + sample.max_tokens * sample.n)
-            case SaveModel() | LoadModel() | CreateModel():
-                return Cost(Stage.OTHER, is_slow=True)
-        return Cost(Stage.OTHER)
-
-
-@dataclass
-class Session:
-    session_id: str
-    key: UserKey
-    heartbeat_s: float
-
-
-@dataclass
-class Model:
-    """A model of a user.
-
-    Attributes:
-        creation_id: request that created it.
-        next_seq_id: that of the request that runs next.
-        early: requests that wait for an earlier one, by seq_id.
-        early_tokens: of these requests.
-        seen: digest and future of each request, by seq_id, so that a repeated one is answered again.
-        losses: loss per trained token of the last passes.
-        num_steps: steps that were taken.
-    """
-
-    model_id: str
-    session: Session
-    creation_id: str
-    rank: int
-    parts: frozenset[str]
-    user_metadata: Mapping[str, Any] | None = None
-    next_seq_id: int = 1
-    early: dict[int, QueuedRequest] = field(default_factory=dict)
-    early_tokens: int = 0
-    seen: dict[int, tuple[str, str]] = field(default_factory=dict)
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=200))
-    request_s: float = field(default_factory=time.monotonic)
-    stepped_turn: int = -10
-    num_steps: int = 0
-    is_ready: bool = False
-
-    @property
-    def key(self) -> UserKey:
-        return self.session.key
-
-    @property
-    def is_created(self) -> bool:
-        """Whether there is a model to save: now, or before its requests that are queued have run."""
-        return self.is_ready or self.next_seq_id > 1
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """What a sampling session samples from: a copy in memory, a checkpoint, or the base.
-
-    With ``ttl_s`` it is a snapshot in a folder, which is kept for as many seconds after each use.
-    """
-
-    key: UserKey
-    session_id: str
-    name: str | None = None
-    folder: str | None = None
-    save_id: str = ""
-    ttl_s: int | None = None
-    seen: dict[int, tuple[str, str]] = field(default_factory=dict)
-
-
 _Owned = TypeVar("_Owned", Session, Model, Sampler)
-
-
-@dataclass
-class Counters:
-    """Sums for metrics."""
-
-    turns: int = 0
-    tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    failures: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    adapters: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
-    waits_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Service:
@@ -269,7 +124,7 @@ class Service:
         self.lost_models: list[str] = []
         """Models that could not be saved when the server stopped."""
         self._gone: deque[str] = deque(maxlen=_NUM_GONE)
-        self._queues: dict[str, dict[str, deque[QueuedRequest]]] = {_OWN.name: {}}
+        self._queues: dict[str, dict[str, deque[QueuedRequest]]] = {OWN.name: {}}
         """By key and name: a model, the samples of a key, or a request of the server itself. These come first, so
         that a model is removed before another one of its name is created."""
         self._waiting: dict[str, dict[str, int]] = {}
@@ -359,7 +214,7 @@ class Service:
         self._drop_model(model, "the model was removed")
         self._gone.append(model.model_id)
         if name:
-            self._put_save(model, name, _OWN, new_id())  # which removes it
+            self._put_save(model, name, OWN, new_id())  # which removes it
         else:
             self._put_own(ForgetModels(new_id(), (model.model_id,)))
         self._forget_copies([copy for copy, (owner, _) in self._copies.items() if owner is model])
@@ -368,7 +223,7 @@ class Service:
         del self.models[model.model_id]
         self._offloaded.discard(model.model_id)
         for request in [*self._queues.get(model.key.name, {}).pop(model.model_id, ()), *model.early.values()]:
-            if request.key is not _OWN:  # its save at a stop is not needed
+            if request.key is not OWN:  # its save at a stop is not needed
                 self._finish(request, Refusal(text))
         model.early.clear()
 
@@ -537,7 +392,7 @@ class Service:
 
     def _put_own(self, operation: TurnOperation) -> None:
         """Queue an operation of the server itself, whose outcome nobody waits for."""
-        self._enqueue(_OWN, operation.request_id, QueuedRequest(operation.request_id, operation=operation))
+        self._enqueue(OWN, operation.request_id, QueuedRequest(operation.request_id, operation=operation))
 
     def make_save(self, request_id: str, model: Model, checkpoint: Checkpoint) -> SaveModel:
         """Return the save of a model. Raise ConfigError if the name cannot be that of a folder."""
@@ -596,7 +451,7 @@ class Service:
             except Exception:  # of a tokenizer, for example: no request ends the server for all users
                 _log.exception("a result cannot be written")
                 result = Refusal("the result failed on the server, whose log has the reason", is_users=False)
-        if request.key is _OWN:
+        if request.key is OWN:
             if isinstance(result, Refusal):
                 _log.error("an operation of the server failed: %s", result.text)
             if isinstance(request.operation, SaveModel):
@@ -624,7 +479,7 @@ class Service:
     def _save_unsaved(self) -> None:
         """Queue the saves again that could not be written."""
         for request in self._unsaved:
-            self._enqueue(_OWN, request.request_id, request)
+            self._enqueue(OWN, request.request_id, request)
         self._unsaved = []
 
     def _make_result(self, request: QueuedRequest, outcome: Any) -> bytes | Mapping[str, Any]:
@@ -692,7 +547,7 @@ class Service:
         # No await since the queues were read, so nothing has come in between that the event would miss.
         if not any(any(queues.values()) for queues in self._queues.values()):
             self._has_work.clear()
-        self._queues = {name: queues for name, queues in self._queues.items() if queues or name == _OWN.name}
+        self._queues = {name: queues for name, queues in self._queues.items() if queues or name == OWN.name}
         requests.sort(key=lambda request: request.cost.stage)
         self._refuse_existing(requests)
         for request in requests:
@@ -766,7 +621,7 @@ class Service:
             # A request that failed before its turn has its result; its Pass without rows has no outcome.
             outcome = request.result or outcomes.get(request.request_id, _NOT_CARRIED_OUT)
             model = self.models.get(getattr(operation, "model", None) or "")
-            if request.key is not _OWN:
+            if request.key is not OWN:
                 counters.tokens[request.key.name] += request.cost.tokens
             if model is not None:
                 self._offloaded.discard(model.model_id)  # its values may be back on the device
@@ -897,17 +752,3 @@ def _require_early_room(model: Model, tokens: int) -> None:
         raise ConfigError(f"max_requests: the batch has more than {key.max_requests} parts. Send smaller batches")
     if model.early and model.early_tokens + tokens > key.max_tokens:
         raise ConfigError(f"max_tokens: the batch has more than {key.max_tokens} tokens. Send smaller batches")
-
-
-def name_model(session: Session, number: int) -> str:
-    """Return the id of a session's model. Clients derive it, too."""
-    return f"{session.session_id}:train:{number}"
-
-
-def digest_of(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
-
-
-def new_id() -> str:
-    """Return an id of 128 random bits."""
-    return secrets.token_hex(16)
