@@ -95,6 +95,8 @@ def test_trainers_of_trl() -> None:
     assert "model.get_parameter(ref_name)" in inspect.getsource(trl.DPOTrainer)
     for kind in (trl.GRPOTrainer, trl.RLOOTrainer):
         assert "self.ref_model = create_model_from_path(" in inspect.getsource(kind)
+        assert "self.reward_func_names = []" in inspect.getsource(kind)
+        assert "rewards_per_func = gather(rewards_per_func)" in inspect.getsource(kind._calculate_rewards)
     for kind in (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer):
         assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(kind)
         assert f"or self.{compat.ANSWERS} is None:" in inspect.getsource(kind._prepare_inputs)

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import datasets
 import pytest
 import torch
@@ -15,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 require_patched_names()
 
+from shardwise.core.phases import busy_with, main_thread_work  # noqa: E402
 from shardwise.integrations import ShardwiseTrainer, for_trainer  # noqa: E402
+from shardwise.integrations.trainer_compat import ComputesInNormalMode  # noqa: E402
 from shardwise.training.run_config import read_run_config  # noqa: E402
 from shardwise.training.trl_objects import ResumableEarlyStopping, import_reward_functions, load_frozen, parse  # noqa: E402
 
@@ -202,7 +205,12 @@ def test_what_was_evaluated_without_a_word_in_the_log_is_not_evaluated_again(
     assert evaluated == [2, 3]
 
 
+WORK: list[str] = []
+"""What other ranks would be told of this one, in each call of a reward function."""
+
+
 def score(completions: list[str], unit: float = 1.0, **_: Any) -> list[float]:
+    WORK.append(main_thread_work()[1])
     return [sum(map(ord, text)) / unit for text in completions]
 
 
@@ -240,12 +248,22 @@ class SampledTrainer(ShardwiseTrainer, trl.GRPOTrainer):
 
 
 @pytest.mark.filterwarnings("ignore:.*save_steps", "ignore:`gradient_checkpointing.*:FutureWarning")
-def test_sampled_answers_are_to_the_same_prompts_when_resumed(tmp_path: Path) -> None:
+def test_sampled_answers_are_to_the_same_prompts_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps train on the answers to a prompt. A training ends between them, resumes, and begins again."""
     paths = [f"{__name__}.{name}" for name in REWARDS.values()]
     words = ["grpo", "--reward_funcs", *paths, "--model_name_or_path", "m", "--bf16", "false", "--beta", "0"]
     arguments = parse(read_run_config(words))
     rewards = load_frozen(arguments, import_reward_functions(arguments))["reward_funcs"]
+
+    gathering: list[str] = []
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        gathering.append(main_thread_work()[1])
+        return tensor
+
+    monkeypatch.setattr(accelerate.utils, "gather", gather)
 
     def train_sampled(folder: str, *callbacks: TrainerCallback, resumes: Sequence[bool] = (False,)) -> list[Any]:
         settings = {"max_steps": 5, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False}
@@ -270,6 +288,19 @@ def test_sampled_answers_are_to_the_same_prompts_when_resumed(tmp_path: Path) ->
     assert whole[0] == whole[1] != whole[2] == whole[3] != whole[4]
     stopped = train_sampled("stopped", StopAt(3))
     assert [*stopped, *train_sampled("stopped", resumes=(True,))] == whole[:5] == whole[5:]
+    assert {*WORK} == {f"the reward functions {', '.join(REWARDS)}"}
+    assert {*gathering} == {""}
+
+
+def test_a_reward_model_is_work_of_all_ranks() -> None:
+    class Scorer(torch.nn.Module):
+        def forward(self) -> str:
+            return main_thread_work()[1]
+
+    model = Scorer()
+    ComputesInNormalMode(model)
+    with busy_with("rewards"), torch.inference_mode():
+        assert (model(), main_thread_work()[1]) == ("", "rewards")
 
 
 def test_early_stopping_counts_anew_in_another_training(tmp_path: Path) -> None:

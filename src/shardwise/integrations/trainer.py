@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
+import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
@@ -222,6 +223,16 @@ class ShardwiseTrainer(_Trainer):
             raise _EvaluationLeftOut
         with busy_with(""):
             return super().prediction_step(*positional, **keywords)
+
+    def _calculate_rewards(self, *positional: Any, **keywords: Any) -> Any:
+        """Compute rewards like TRL: in functions, which are work of this rank alone, and with the other ranks."""
+        trainer: Any = super()
+        if not compat.loads_reference(type(self)):  # trainers that gather in another way
+            return trainer._calculate_rewards(*positional, **keywords)
+        names = ", ".join(getattr(self, "reward_func_names", ()))
+        gather = busy_with("")(accelerate.utils.gather)
+        with busy_with(f"the reward functions {names}"), compat.replaced_in_trl(type(self), gather=gather):
+            return trainer._calculate_rewards(*positional, **keywords)
 
     def _get_dataloader(self, dataset: Any, *positional: Any, **keywords: Any) -> Any:
         loader = super()._get_dataloader(split_by_row(dataset), *positional, **keywords)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length as has_length
 
 from shardwise.core.errors import ConfigError, lacks, private, require_private, require_version
+from shardwise.core.phases import busy_with
 from shardwise.fsdp.named_tensors import find_fsdp_root
 from shardwise.fsdp.torch_private import original_class
 
@@ -144,24 +145,25 @@ def redirect_through_root(trainer: Any) -> None:
 
 
 class ComputesInNormalMode:
-    """Hooks by which a sharded model leaves torch's inference mode while it computes.
+    """Hooks by which a sharded model leaves torch's inference mode while it computes, with the other ranks.
 
     TRL asks reward models in that mode, in which FSDP2 cannot gather on one rank. The model must be frozen.
     """
 
     def __init__(self, model: nn.Module) -> None:
         # One for each forward pass that has begun. Entered and left by hand, because these are two hooks.
-        self._left: list[torch.inference_mode] = []
+        self._left: list[ExitStack] = []
         model.register_forward_pre_hook(self._leave, prepend=True)  # before FSDP2's, which gathers
         model.register_forward_hook(self._enter_again, always_call=True)
 
     def _leave(self, *_: Any) -> None:
-        mode = torch.inference_mode(mode=False)
-        mode.__enter__()
-        self._left.append(mode)
+        computing = ExitStack()
+        computing.enter_context(torch.inference_mode(mode=False))
+        computing.enter_context(busy_with(""))
+        self._left.append(computing)
 
     def _enter_again(self, *_: Any) -> None:
-        self._left.pop().__exit__(None, None, None)
+        self._left.pop().close()
 
 
 @contextmanager

@@ -20,11 +20,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.import_utils import is_vllm_available
-from trl.trainer.utils import get_callable_name, get_peft_config, is_async_callable
+from trl.trainer.utils import get_peft_config
 
 from shardwise.core.consents import Ignore, Initialize
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.phases import busy_with
 from shardwise.files.urls import redact, without_secrets
 from shardwise.fsdp.policies import Classes, WrapPolicy
 from shardwise.fsdp.torch_private import accelerator
@@ -684,23 +683,9 @@ def _import_reward_function(name: str) -> Callable[..., Any]:
     if name.startswith("get_") and "." not in name and name != "get_soft_overlong_punishment":
         raise ConfigError(f"reward_funcs: {name} makes a reward function. Call it in a file, and name its result")
     try:
-        function = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
+        function: Callable[..., Any] = pkgutil.resolve_name(name if "." in name else f"trl.rewards.{name}")
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"reward_funcs: {name} cannot be imported, {error}. Check the path") from error
     if name == "get_soft_overlong_punishment":
         function = function(max_completion_len=1280, soft_punish_cache=256)  # as TRL's script does
-    return _name_work(function)
-
-
-def _name_work(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that tells other ranks when this rank is busy with it."""
-    if is_async_callable(function):  # TRL awaits it on another thread
-        return function
-    name = get_callable_name(function)
-
-    def reward(*args: Any, **kwargs: Any) -> Any:
-        with busy_with(f"the reward function {name}"):
-            return function(*args, **kwargs)
-
-    reward.__name__ = name  # of its metrics
-    return reward
+    return function
