@@ -339,6 +339,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"lr_scheduler_kwargs": {"power": 2}}, "{'power': 2} do not fit lr_scheduler_type "),
     ({**_SAMPLED, "use_vllm": True}, "use_vllm: vLLM is not installed"),
+    ({"dataset_name": "one.jsonl", "dataloader_drop_last": True}, "has fewer rows (1) than a batch of all ranks"),
 ]
 
 
@@ -347,6 +348,7 @@ def test_invalid_configurations_are_one_error_on_all_ranks(folder: Path) -> None
     tiny.write_rows(folder / "nulls.jsonl", {"text": "Hi"}, {"text": None})
     tiny.write_rows(folder / "long.jsonl", *[{"prompt": "Hi " * 9, "completion": "Ho"} for _ in range(4)])
     tiny.write_rows(folder / "words.jsonl", {"text": "Hi"}, {"text": "Hi <9>"})
+    tiny.write_rows(folder / "one.jsonl", tiny.chat("Hi", "Ho"))
     (folder / "half.json").write_text('{"mixed_precision": "fp16", "fsdp_config": {"fsdp_version": 2}}')
     tiny.write_model(folder / "padded")
     padded = tiny.tokenizer()

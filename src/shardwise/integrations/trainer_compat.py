@@ -59,7 +59,7 @@ def require_names() -> None:
     require_private(
         "transformers:Trainer", "_determine_best_metric _evaluate _get_train_sampler _maybe_log_save_evaluate"
     )
-    require_private("transformers:Trainer", "create_accelerator_and_postprocess")
+    require_private("transformers:Trainer", "create_accelerator_and_postprocess set_initial_training_values")
 
 
 def add_marks(model: PreTrainedModel, replicas: int) -> None:
