@@ -14,17 +14,17 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tests.support.local_ranks import RankError
 from tests.support.world import run_forked as run_world
 from tests.training import images, on_ranks, tiny
 from tests.training.images import MODELS
 from transformers import AutoProcessor
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from shardwise.core.errors import ConfigError
 from shardwise.training import trl_objects
 from shardwise.training.adapter_rows import tokenize
 from shardwise.training.arguments import ShardwiseArguments
-from shardwise.training.image_rows import ImageRowCheck, ImageRows
+from shardwise.training.image_rows import ImageCollator, ImageRowCheck, ImageRows
 
 pytestmark = pytest.mark.distributed
 
@@ -330,10 +330,36 @@ def test_an_image_that_cannot_be_read_is_one_error_on_all_ranks(folder: Path) ->
     assert "row 6 of the dataset: images: cannot be read, OSError: image file is truncated" in told[0]
 
 
+CUT = "row 2 of the dataset: max_length: 96 may be less than its images and text need, Mismatch in `image` token"
+
+
+def test_a_row_whose_images_are_cut_is_named(folder: Path) -> None:
+    processor = trl_objects.load_processor(arguments(folder / "llava"))
+    [short, long] = write_cut_rows(folder)
+    dataset = datasets.Dataset.from_list([short, long, short])
+    rows = ImageRows(dataset, "images", processor)
+    collator = ImageCollator(DataCollatorForVisionLanguageModeling(processor, max_length=96), 96)
+    assert set(collator([rows[0], rows[2]])["input_ids"].shape) <= {*range(97)}
+    with pytest.raises(ConfigError, match=CUT):
+        collator([rows[2], rows[1]])
+
+
 @pytest.mark.slow
-def test_rows_that_are_cut_within_an_image_say_so(folder: Path) -> None:
-    with pytest.raises(RankError, match="Likely due to `truncation="):
-        losses(folder, 1, keys(folder, "llava", max_length=8))
+def test_a_row_whose_images_are_cut_is_one_error_on_all_ranks(folder: Path) -> None:
+    write_cut_rows(folder)
+    values = keys(folder, "llava", dataset_name=str(folder / "long.jsonl"), output_dir=str(folder / "long"))
+    told = run_world(2, partial(images.error, before_the_model=False), {**values, "max_length": 96})
+    assert told[0] == told[1]
+    assert CUT in told[0]
+
+
+def write_cut_rows(folder: Path) -> list[dict[str, Any]]:
+    """Rows of which the second has more images than 96 tokens."""
+    row = json.loads((folder / "chats.jsonl").read_text().splitlines()[0])
+    texts = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    made = [{"images": row["images"][:1] * count, "messages": texts} for count in (1, 6)]
+    tiny.write_rows(folder / "long.jsonl", *made)
+    return made
 
 
 INLINE = r"row 2 of the dataset: {}\[0\].content\[1\]: has image inside of a message. Put images into a column"

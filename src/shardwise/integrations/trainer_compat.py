@@ -60,6 +60,7 @@ def require_names() -> None:
         "transformers:Trainer", "_determine_best_metric _evaluate _get_train_sampler _maybe_log_save_evaluate"
     )
     require_private("transformers:Trainer", "create_accelerator_and_postprocess set_initial_training_values")
+    require_private("transformers:Trainer", "_set_signature_columns_if_needed")
 
 
 def add_marks(model: PreTrainedModel, replicas: int) -> None:
@@ -142,6 +143,12 @@ def redirect_through_root(trainer: Any) -> None:
             return super().__call__(root, root, method, *args, **keywords)
 
     setattr(trainer, REDIRECTION, RootRedirection())
+
+
+def keep_column(trainer: Any, name: str) -> None:
+    """Have a trainer hand a column to its collator, also with ``remove_unused_columns``."""
+    trainer._set_signature_columns_if_needed()
+    trainer._signature_columns.append(name)
 
 
 class ComputesInNormalMode:

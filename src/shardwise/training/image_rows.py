@@ -41,6 +41,10 @@ def require_processor(column: str, method: str, processor: Any) -> None:
         )
 
 
+ROW = "row_index"
+"""Column of :class:`ImageRows` with the index of a row."""
+
+
 class ImageRowCheck:
     """A check of one row with images.
 
@@ -222,7 +226,41 @@ class ImageRows(torch.utils.data.Dataset[dict[str, Any]]):
             except Exception as error:  # of Pillow and its plugins, of the network: any
                 why = redact(f"{type(error).__name__}: {error}", "", {})
                 raise MalformedRowError(f"{self._column}: cannot be read, {why}. Replace it") from error
-        return row
+        return {**row, ROW: index}
+
+
+class ImageCollator:
+    """TRL's collator, of rows of :class:`ImageRows`: an error names the row.
+
+    Args:
+        collator: of a trainer of TRL.
+        max_length: of the training, in tokens.
+    """
+
+    def __init__(self, collator: Any, max_length: int) -> None:
+        self._collator = collator
+        self._max_length = max_length
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Return a batch.
+
+        Raises:
+            ConfigError: a row cannot be in one, such as one whose images are cut to ``max_length``.
+        """
+        try:
+            return self._collator([{**row} for row in rows])  # copies, because TRL writes into them
+        except ValueError:
+            for row in rows:
+                with naming_row(row[ROW]):
+                    self._require_usable(row)
+            raise
+
+    def _require_usable(self, row: Mapping[str, Any]) -> None:
+        try:
+            self._collator([{**row}])
+        except ValueError as error:
+            limit = f"max_length: {self._max_length} may be less than its images and text need"
+            raise MalformedRowError(f"{limit}, {error} Raise it, or use fewer or smaller images") from error
 
 
 class TowerCallback(TrainerCallback):

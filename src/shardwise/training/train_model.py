@@ -17,13 +17,14 @@ from shardwise.files.urls import without_secrets
 from shardwise.fsdp.torch_private import accelerator
 from shardwise.integrations.trainer import ShardwiseTrainer
 from shardwise.integrations.trainer_checkpoints import complete_steps
+from shardwise.integrations.trainer_compat import keep_column
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
 from shardwise.training import trl_objects
 from shardwise.training.curves import MemoryCallback, device_peak_bytes, draw_curves
 from shardwise.training.dataset_preparation import find_image_column, get_tokenizer
-from shardwise.training.image_rows import ImageRows, TowerCallback
+from shardwise.training.image_rows import ROW, ImageCollator, ImageRows, TowerCallback
 from shardwise.training.run_config import RunConfig
 from shardwise.training.run_estimate import plan_run
 from shardwise.training.run_inputs import SINGLE, TrainingRecord, honor_timeout, open_inputs
@@ -54,6 +55,10 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
             for name in ("train_dataset", "eval_dataset"):
                 if isinstance(rows := getattr(trainer, name), datasets.Dataset):
                     setattr(trainer, name, ImageRows(rows, column, processor))
+            max_length = arguments.training.max_length
+            if max_length is not None and isinstance(trainer.train_dataset, ImageRows):
+                keep_column(trainer, ROW)
+                trainer.data_collator = ImageCollator(trainer.data_collator, max_length)
             checkpointing = arguments.training.gradient_checkpointing_kwargs or {}
             is_reentrant = bool(checkpointing.get("use_reentrant"))
             trainer.add_callback(TowerCallback(trainer.model, is_reentrant=is_reentrant))
