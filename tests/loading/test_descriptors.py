@@ -73,9 +73,11 @@ def _opened() -> dict[int, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
+        if not target.startswith("/proc/"):  # the thread that tells other ranks of this one reads them at any time
+            found[int(name)] = target
     return found
 
 
