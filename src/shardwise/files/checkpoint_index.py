@@ -502,6 +502,17 @@ def invalid_file(what: str, cause: str) -> FormatError:
     return FormatError(f"{what}: {cause}. The file is damaged or of another format: download or write it again")
 
 
+_LFS: Final = b"version https://git-lfs"
+FIRST_BYTES: Final = len(_LFS)
+"""Length of the beginning of a file by which :func:`reject_pointer` tells."""
+
+
+def reject_pointer(first: bytes, what: str) -> None:
+    """Raise :class:`FormatError` if a file begins as a pointer of git-lfs does. ``what`` names it in messages."""
+    if first.startswith(_LFS):
+        raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself. Run `git lfs pull`")
+
+
 def _require_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content: dict[str, object] = {}
     for key, value in pairs:

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 
 from shardwise.core.errors import FormatError
 from shardwise.core.tensors import ByteRange, Strided
-from shardwise.files import join_entries
+from shardwise.files import checkpoint_index, join_entries
 from shardwise.files.checkpoint_index import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, each, listed
 from shardwise.files.join_entries import MAX_DEPTH, Chunk, FoundTensor, KeyPath, StoredView
 from shardwise.files.pickles import Other, PickledTensor, Record, read_pickle
@@ -209,7 +209,6 @@ MAX_PICKLE_BYTES = 100_000_000
 """Limit on the size of a pickle, the same as that of the header of a safetensors file."""
 
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_LFS = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,14 +346,13 @@ def reject_others(reader: StorageReader, file: str) -> None:
 
 
 def _require_archive(window: FileWindow, what: str) -> None:
-    first = window.read_range(0, min(window.nbytes, len(_LFS)))
+    first = window.read_range(0, min(window.nbytes, checkpoint_index.FIRST_BYTES))
+    checkpoint_index.reject_pointer(first, what)
     if first.startswith(_LEGACY):
         raise FormatError(
             f"{what}: it is in the format that torch wrote before 1.6, which cannot be read in parts. Load it once "
             "and write it again: torch.save(torch.load(file, weights_only=True), file)"
         )
-    if first == _LFS:
-        raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself. Run `git lfs pull`")
 
 
 def _walk(
