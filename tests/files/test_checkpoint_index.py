@@ -239,6 +239,19 @@ def test_nothing_there_but_something_else(names: list[str], words: str) -> None:
     assert words in refusal(dict.fromkeys(names, b""))
 
 
+def test_folders_with_tensors_are_named_and_links_that_lead_nowhere(tmp_path: Path) -> None:
+    for name in ("checkpoint-5/model.safetensors", "checkpoint-9/pytorch_model_fsdp_0/.metadata", "runs/events"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.touch()
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/0123")
+    with pytest.raises(FormatError) as raised:
+        open_checkpoint(tmp_path)
+    message = str(raised.value)
+    assert "folders there: checkpoint-5, checkpoint-9: if one of them holds the model, pass its path" in message
+    assert "model.safetensors: a link to ../../blobs/0123, which is not there. Copy it by cp -L" in message
+
+
 def test_a_folder_of_thousands_of_files_is_listed_in_part() -> None:
     message = refusal({f"{number:04}.txt": b"" for number in range(1000)})
     assert "0019.txt, ... and 980 more" in message

@@ -179,7 +179,7 @@ def _select(
         selection = item.find(reader, names, faults)
         if selection is not None:
             return item, selection
-    raise _nothing_there(reader.root, [name for name in names if "/" not in name])
+    raise _nothing_there(reader.root, names)
 
 
 def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
@@ -221,13 +221,24 @@ def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tup
     return chosen, chosen.select(reader, name, faults)
 
 
-def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
+def _nothing_there(root: str, paths: Sequence[str]) -> FormatError:
+    names = [path for path in paths if "/" not in path]
+    of_tensors = [path for path in paths if any(item.is_named(path) for item in _formats())]
+    folders = sorted({path.partition("/")[0] for path in of_tensors}.difference(names))
     looked_for = [*_usual(), *itertools.chain.from_iterable(item.looked_for for item in _formats())]
     lines = [
         f"{root}: no weights found",
         f"  looked for: {', '.join(looked_for)}",
         f"  files there: {checkpoint_index.listed(map(shown, names)) or 'none'}",
     ]
+    if folders:
+        inside = checkpoint_index.listed(map(shown, folders))
+        lines.append(f"  folders there: {inside}: if one of them holds the model, pass its path")
+    # Not listed by the storage: a folder of the hub's cache that was copied without what its links lead to.
+    for link in sorted(Path(root).glob("*")):
+        if link.is_symlink() and not os.path.exists(link):
+            target = shown(os.readlink(link))
+            lines.append(f"  {shown(link.name)}: a link to {target}, which is not there. Copy it by cp -L")
     if any(fnmatchcase(name, "adapter_model*") for name in names):
         lines.append(
             "  There is an adapter without its base model. Open the base's folder, or name the adapter's file"
