@@ -41,6 +41,9 @@ OF_RANKS: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 TRAINING_HEADER: Final = "shardwise.checkpoint.json"
 """The header of a checkpoint of a training."""
 
+MODELOPT_CONFIG: Final = "hf_quant_config.json"
+"""The name of modelopt's config of the codes beside it."""
+
 DISTRIBUTED: Final = "torch distributed checkpoint"
 DISTRIBUTED_SAFETENSORS: Final = "distributed checkpoint of transformers"
 """Descriptions of layouts, see :class:`CheckpointIndex`."""

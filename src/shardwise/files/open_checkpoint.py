@@ -19,6 +19,7 @@ from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
     DISTRIBUTED,
     DISTRIBUTED_SAFETENSORS,
+    MODELOPT_CONFIG,
     OF_RANKS,
     TRAINING_HEADER,
     CheckpointFormat,
@@ -250,7 +251,6 @@ def _nothing_there(root: str, paths: Sequence[str]) -> FormatError:
 
 
 _CONFIG: Final = "config.json"
-_MODELOPT_CONFIG: Final = "hf_quant_config.json"
 _MAX_CONFIG_BYTES: Final = 16 << 20
 _ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
 
@@ -315,7 +315,7 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
     # The config of mixed forms may leave out which layer has which.
     is_mixed = config is not None and config.get("quant_algo") == "MIXED_PRECISION"
     if (config is None or (is_mixed and "quantized_layers" not in config)) and (
-        content := read_object(reader, _MODELOPT_CONFIG)
+        content := read_object(reader, MODELOPT_CONFIG)
     ):
         config = {"quant_method": "modelopt", **content}
     if config is None:
