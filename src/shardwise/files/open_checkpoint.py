@@ -252,7 +252,7 @@ def _nothing_there(root: str, paths: Sequence[str]) -> FormatError:
 
 _CONFIG: Final = "config.json"
 _MAX_CONFIG_BYTES: Final = 16 << 20
-_ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
+_ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32, DType.U32)
 
 FormOf: TypeAlias = Callable[[Mapping[str, Any]], QuantizedForm]
 """Function that returns the form of a ``quantization_config``, or raises a ConfigError for an invalid one."""
@@ -279,9 +279,15 @@ def find_form(config: Mapping[str, Any]) -> QuantizedForm:
     """
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in QUANTIZED:
-        raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
+        is_mlx = method is None and _is_of_mlx(config)
+        raise checkpoint_index.unknown_form("MLX's form" if is_mlx else f"quant_method {shown(repr(method))}")
     form_of: FormOf = import_object(QUANTIZED[method])
     return form_of(config)
+
+
+def _is_of_mlx(config: object) -> bool:
+    """Return whether this is MLX's ``quantization``, which it also writes as ``quantization_config``."""
+    return isinstance(config, Mapping) and {"bits", "group_size"} <= config.keys()
 
 
 def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -311,13 +317,16 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
     # Only a checkpoint with dtypes that codes have can be quantized.
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
         return index  # without opening a file
-    config = find_quantization_config(read_object(reader, _CONFIG))
+    content_of_config = read_object(reader, _CONFIG)
+    config = find_quantization_config(content_of_config)
     # The config of mixed forms may leave out which layer has which.
     is_mixed = config is not None and config.get("quant_algo") == "MIXED_PRECISION"
     if (config is None or (is_mixed and "quantized_layers" not in config)) and (
         content := read_object(reader, MODELOPT_CONFIG)
     ):
         config = {"quant_method": "modelopt", **content}
+    if config is None and _is_of_mlx(content_of_config.get("quantization")):
+        config = content_of_config["quantization"]
     if config is None:
         return replace(index, quant_type=_trained_quant_type(reader)) if index.layout == DISTRIBUTED else index
     method = str(config.get("quant_method"))
