@@ -222,6 +222,14 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         (["model.gguf"], "model.gguf: this layout is not supported for loading"),
         (["weights.pt", "optimizer.bin"], "optimizer.bin, weights.pt: if one of them holds the model, pass its"),
         (["pytorch_model_fsdp_0_rank1.bin"], "load_accelerate_model and accelerate load them on the same number"),
+        (
+            ["model_world_size_2_rank_0.pt", "optim_world_size_2_rank_0.pt"],
+            "optim_world_size_2_rank_0.pt: contain the shards of one rank each. Merge them, and pass the result (v",
+        ),
+        (["latest", "zero_to_fp32.py"], "zero_to_fp32.py: DeepSpeed's, whose files hold shards of ranks. Run"),
+        (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "that has it (python zero_to_fp32.py . OUT"),
+        (["mp_rank_00_model_states.pt"], "mp_rank_00_model_states.pt: if one of them holds the model"),
+        (["latest_checkpointed_iteration.txt"], "(Megatron: Megatron Bridge. verl: python -m verl.model_merger"),
         (["__0_0.distcp", "__1_0.distcp"], "there are 2 .distcp files, but no .metadata"),
         (["adapter_model.safetensors"], "There is an adapter without its base model"),
         (["adapter_model.bin"], "There is an adapter without its base model"),
@@ -229,6 +237,19 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 )
 def test_nothing_there_but_something_else(names: list[str], words: str) -> None:
     assert words in refusal(dict.fromkeys(names, b""))
+
+
+def test_folders_with_tensors_are_named_and_links_that_lead_nowhere(tmp_path: Path) -> None:
+    for name in ("checkpoint-5/model.safetensors", "checkpoint-9/pytorch_model_fsdp_0/.metadata", "runs/events"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.touch()
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/0123")
+    with pytest.raises(FormatError) as raised:
+        open_checkpoint(tmp_path)
+    message = str(raised.value)
+    assert "folders there: checkpoint-5, checkpoint-9: if one of them holds the model, pass its path" in message
+    assert "model.safetensors: a link to ../../blobs/0123, which is not there. Copy it by cp -L" in message
 
 
 def test_a_folder_of_thousands_of_files_is_listed_in_part() -> None:

@@ -104,7 +104,7 @@ def test_a_header_that_lies(header: object, data: bytes, words: str) -> None:
         (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "is the limit"),
         (struct.pack("<Q", MAX_HEADER_BYTES) + b"{}", "but the file ends after 10 bytes"),
         (b"PK\x03\x04" + bytes(100), "announced"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "announced"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Run `git lfs pull`"),
     ],
 )
 def test_a_file_that_is_none(content: bytes, words: str) -> None:

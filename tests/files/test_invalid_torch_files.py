@@ -77,6 +77,7 @@ def test_a_state_changes_no_function_and_no_class() -> None:
         (b"\x80\x02X\xff\xff\xff\x7fabc.", "some.bin: archive/data.pkl: it c"),
         (b"\x80\x02X\x03\0\0\0\xed\xa0\x80.", "it holds a str"),
         (b"\x80\x02ctorch", "it refers to torc"),
+        (b"\x80\x02ctorch._utils\n_rebuild_wrapper_subclass\n.", "the shard of one rank. Write it by"),
         (b"\x80\x02NNa.", "it cannot be decoded"),
         (b"\x80\x02}(K\x01NK\x01Nu.", "a dict has the key 1 twice"),
         (b"(i__main__\nX\n.", "some.bin: archive/data.pkl: it c"),

@@ -2,11 +2,12 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from shardwise.core.errors import ConfigError, FormatError
-from shardwise.files.peft_adapter import LoraConfig, parse_adapter_config
+from shardwise.files.peft_adapter import LoraConfig, find_adapter_weights, parse_adapter_config
 
 
 def parsed(**content) -> LoraConfig:
@@ -108,3 +109,11 @@ def test_initializations_that_leave_the_base_alone():
     found = parsed(lora_dropout=0.1, fan_in_fan_out=True, target_modules=["q"])
     assert found == LoraConfig(8, 8, adapted_names=("q",))
     assert parsed(layers_to_transform=0, target_modules=["q"]) == LoraConfig(8, 8)
+
+
+def test_adapters_in_folders_of_their_own_are_named(tmp_path: Path) -> None:
+    for name in ("reference", "policy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").touch()
+    with pytest.raises(FormatError, match=r"has no adapter_config.json. Pass .* in it: policy, reference"):
+        find_adapter_weights(tmp_path)

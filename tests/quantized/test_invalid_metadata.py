@@ -158,3 +158,10 @@ def test_an_offset_of_scales_must_be_float32(offset: object) -> None:
     reader = in_four_bits({**STATE, "nested_offset": offset})
     with pytest.raises(FormatError, match="m.weight: its quant_state has the nested_offset"):
         dequantize_index(reader, open_checkpoint(reader))
+
+
+@pytest.mark.parametrize("name", ["quantization", "quantization_config"])
+def test_the_form_of_mlx_is_named(name: str) -> None:
+    reader = MemoryReader({"config.json": json.dumps({name: {"bits": 4, "group_size": 64}}).encode()})
+    with pytest.raises(ConfigError, match="not supported \\(MLX's form\\)"):
+        dequantize_index(reader, index_of(("m.weight", DType.U32, (2, 8))))

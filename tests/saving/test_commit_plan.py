@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardwise.core.tensors import DType
-from shardwise.saving.commit_plan import find_obsolete, get_folder_state
+from shardwise.saving.commit_plan import find_obsolete, get_folder_state, plan_commit
 from shardwise.saving.plan import plan_save
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,6 +30,13 @@ def test_a_single_file_takes_precedence_over_an_index():
     assert folder_state.listed == {"a.safetensors"}, "what the index names may be about to count"
     assert find_obsolete(ONE, folder_state) == [INDEX]
     assert find_obsolete(SEVERAL, folder_state) == [SINGLE]
+
+
+def test_the_config_of_older_codes_is_removed_after_the_commit_only():
+    folder_state = get_folder_state([SINGLE, "config.json", "hf_quant_config.json"], None)
+    assert find_obsolete(ONE, folder_state) == []
+    assert plan_commit(ONE, folder_state, {}).obsolete == ("hf_quant_config.json",)
+    assert plan_commit(SEVERAL, folder_state, {}).obsolete == (SINGLE, "hf_quant_config.json")
 
 
 def test_files_of_ranks_are_removed_in_any_case():

@@ -41,6 +41,9 @@ OF_RANKS: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 TRAINING_HEADER: Final = "shardwise.checkpoint.json"
 """The header of a checkpoint of a training."""
 
+MODELOPT_CONFIG: Final = "hf_quant_config.json"
+"""The name of modelopt's config of the codes beside it."""
+
 DISTRIBUTED: Final = "torch distributed checkpoint"
 DISTRIBUTED_SAFETENSORS: Final = "distributed checkpoint of transformers"
 """Descriptions of layouts, see :class:`CheckpointIndex`."""
@@ -500,6 +503,17 @@ def parse_object(text: bytes, *, what: str, allow_constants: bool = False) -> di
 def invalid_file(what: str, cause: str) -> FormatError:
     """Return the error for a file whose content contradicts its format."""
     return FormatError(f"{what}: {cause}. The file is damaged or of another format: download or write it again")
+
+
+_LFS: Final = b"version https://git-lfs"
+FIRST_BYTES: Final = len(_LFS)
+"""Length of the beginning of a file by which :func:`reject_pointer` tells."""
+
+
+def reject_pointer(first: bytes, what: str) -> None:
+    """Raise :class:`FormatError` if a file begins as a pointer of git-lfs does. ``what`` names it in messages."""
+    if first.startswith(_LFS):
+        raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself. Run `git lfs pull`")
 
 
 def _require_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

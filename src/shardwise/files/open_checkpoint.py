@@ -19,6 +19,7 @@ from shardwise.files import checkpoint_index
 from shardwise.files.checkpoint_index import (
     DISTRIBUTED,
     DISTRIBUTED_SAFETENSORS,
+    MODELOPT_CONFIG,
     OF_RANKS,
     TRAINING_HEADER,
     CheckpointFormat,
@@ -179,7 +180,7 @@ def _select(
         selection = item.find(reader, names, faults)
         if selection is not None:
             return item, selection
-    raise _nothing_there(reader.root, [name for name in names if "/" not in name])
+    raise _nothing_there(reader.root, names)
 
 
 def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
@@ -221,13 +222,24 @@ def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tup
     return chosen, chosen.select(reader, name, faults)
 
 
-def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
+def _nothing_there(root: str, paths: Sequence[str]) -> FormatError:
+    names = [path for path in paths if "/" not in path]
+    of_tensors = [path for path in paths if any(item.is_named(path) for item in _formats())]
+    folders = sorted({path.partition("/")[0] for path in of_tensors}.difference(names))
     looked_for = [*_usual(), *itertools.chain.from_iterable(item.looked_for for item in _formats())]
     lines = [
         f"{root}: no weights found",
         f"  looked for: {', '.join(looked_for)}",
         f"  files there: {checkpoint_index.listed(map(shown, names)) or 'none'}",
     ]
+    if folders:
+        inside = checkpoint_index.listed(map(shown, folders))
+        lines.append(f"  folders there: {inside}: if one of them holds the model, pass its path")
+    # Not listed by the storage: a folder of the hub's cache that was copied without what its links lead to.
+    for link in sorted(Path(root).glob("*")):
+        if link.is_symlink() and not os.path.exists(link):
+            target = shown(os.readlink(link))
+            lines.append(f"  {shown(link.name)}: a link to {target}, which is not there. Copy it by cp -L")
     if any(fnmatchcase(name, "adapter_model*") for name in names):
         lines.append(
             "  There is an adapter without its base model. Open the base's folder, or name the adapter's file"
@@ -239,9 +251,8 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
 
 
 _CONFIG: Final = "config.json"
-_MODELOPT_CONFIG: Final = "hf_quant_config.json"
 _MAX_CONFIG_BYTES: Final = 16 << 20
-_ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32)
+_ELEMENT_DTYPES: Final = (DType.F8_E4M3, DType.F8_E5M2, DType.U8, DType.I8, DType.I32, DType.U32)
 
 FormOf: TypeAlias = Callable[[Mapping[str, Any]], QuantizedForm]
 """Function that returns the form of a ``quantization_config``, or raises a ConfigError for an invalid one."""
@@ -268,9 +279,15 @@ def find_form(config: Mapping[str, Any]) -> QuantizedForm:
     """
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in QUANTIZED:
-        raise checkpoint_index.unknown_form(f"quant_method {shown(repr(method))}")
+        is_mlx = method is None and _is_of_mlx(config)
+        raise checkpoint_index.unknown_form("MLX's form" if is_mlx else f"quant_method {shown(repr(method))}")
     form_of: FormOf = import_object(QUANTIZED[method])
     return form_of(config)
+
+
+def _is_of_mlx(config: object) -> bool:
+    """Return whether this is MLX's ``quantization``, which it also writes as ``quantization_config``."""
+    return isinstance(config, Mapping) and {"bits", "group_size"} <= config.keys()
 
 
 def find_quantization_config(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -300,13 +317,16 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
     # Only a checkpoint with dtypes that codes have can be quantized.
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
         return index  # without opening a file
-    config = find_quantization_config(read_object(reader, _CONFIG))
+    content_of_config = read_object(reader, _CONFIG)
+    config = find_quantization_config(content_of_config)
     # The config of mixed forms may leave out which layer has which.
     is_mixed = config is not None and config.get("quant_algo") == "MIXED_PRECISION"
     if (config is None or (is_mixed and "quantized_layers" not in config)) and (
-        content := read_object(reader, _MODELOPT_CONFIG)
+        content := read_object(reader, MODELOPT_CONFIG)
     ):
         config = {"quant_method": "modelopt", **content}
+    if config is None and _is_of_mlx(content_of_config.get("quantization")):
+        config = content_of_config["quantization"]
     if config is None:
         return replace(index, quant_type=_trained_quant_type(reader)) if index.layout == DISTRIBUTED else index
     method = str(config.get("quant_method"))

@@ -260,6 +260,11 @@ def adapter_prefix(name: str) -> str:
     return f"(adapter {name})"
 
 
+def find_inner_adapters(folder: Path) -> list[str]:
+    """Return the names of the adapters in folders of their own, where PEFT saves all but the default one."""
+    return sorted(config.parent.name for config in folder.glob(f"*/{ADAPTER_CONFIG}"))
+
+
 def find_adapter_weights(folder: Path) -> str:
     """Return the name of the file of tensors in the folder of an adapter.
 
@@ -267,7 +272,13 @@ def find_adapter_weights(folder: Path) -> str:
         FormatError: it is not there, or no config is.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise FormatError(f"{folder}: has no {ADAPTER_CONFIG}. Pass the folder of an adapter that PEFT saved")
+        inside = ", ".join(map(shown, find_inner_adapters(folder)))
+        remedy = (
+            f"Pass one of the folders in it: {inside}"
+            if inside
+            else "Pass the folder of an adapter that PEFT saved"
+        )
+        raise FormatError(f"{folder}: has no {ADAPTER_CONFIG}. {remedy}")
     file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise FormatError(f"{folder}: has neither {' nor '.join(ADAPTER_WEIGHTS)}. Save the adapter again")

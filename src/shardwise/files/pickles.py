@@ -113,9 +113,14 @@ class _Unpickler(pickle._Unpickler):
         key = f"{module}.{name}"
         # Never imported: the name is only looked up in the table.
         if key not in _GLOBALS:
+            remedy = "Save the state dict alone (torch.save(model.state_dict(), ...)), or as safetensors"
+            if key == "torch._utils._rebuild_wrapper_subclass":
+                remedy = (
+                    "It is of a DTensor, of which this is the shard of one rank. Write it by "
+                    "torch.distributed.checkpoint, or merge the files of all ranks (verl.model_merger)"
+                )
             raise FormatError(
-                f"it refers to {shown(key)}, which does not belong to a file of tensors and is never run. Save the "
-                "state dict alone (torch.save(model.state_dict(), ...)), or as safetensors"
+                f"it refers to {shown(key)}, which does not belong to a file of tensors and is never run. {remedy}"
             )
         return _GLOBALS[key]
 

@@ -252,6 +252,7 @@ def read_header(reader: StorageReader, file: str) -> FileHeader:
         )
     # The length is unknown yet. Nearly all headers are in this first part, so that a remote file takes one request.
     first = reader.read(file, 0, min(file_nbytes, _FIRST_READ_BYTES))
+    checkpoint_index.reject_pointer(first, shown(file))
     header_nbytes = int.from_bytes(first[:_LENGTH_BYTES], "little")
     _check_header_length(file, file_nbytes, header_nbytes)
     header = first[_LENGTH_BYTES : _LENGTH_BYTES + header_nbytes]

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 
 from shardwise.core.errors import FormatError
 from shardwise.core.tensors import ByteRange, Strided
-from shardwise.files import join_entries
+from shardwise.files import checkpoint_index, join_entries
 from shardwise.files.checkpoint_index import CheckpointFormat, FileSelection, FormatFaults, IndexSoFar, each, listed
 from shardwise.files.join_entries import MAX_DEPTH, Chunk, FoundTensor, KeyPath, StoredView
 from shardwise.files.pickles import Other, PickledTensor, Record, read_pickle
@@ -30,7 +30,20 @@ _WEIGHTS: Final = (".bin", ".pt", ".pth")
 _INDEX_ENDING: Final = ".bin.index.json"
 _INDEX_NAME = re.compile(r".*\.bin\.index(\.[^./]+)?\.json")
 """Index files by name, those of a variant too."""
-_OF_ONE_RANK = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
+_VERL = "verl: python -m verl.model_merger merge --backend fsdp --local_dir FOLDER --target_dir OUT"
+_OF_TRAINERS: Final = {
+    re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin"): "contain local shards without their positions. "
+    "load_accelerate_model and accelerate load them on the same number of ranks. For any other number, "
+    "load them this way and save in another form (use_dcp=True)",
+    re.compile(r"\w+_world_size_\d+_rank_\d+\.pt"): "contain the shards of one rank each. Merge them, and pass the "
+    f"result ({_VERL})",
+    re.compile(r"zero_to_fp32\.py|\w*zero_pp_rank_\d+_\w+\.pt"): "DeepSpeed's, whose files hold shards of "
+    "ranks. Run zero_to_fp32.py in the folder that has it (python zero_to_fp32.py . OUT --safe_serialization), "
+    "copy config.json to OUT, and pass OUT",
+    re.compile(r"latest_checkpointed_iteration\.txt"): "Megatron's or verl's, whose folders hold shards of ranks. "
+    f"Write a model of the hub's layout, and pass it (Megatron: Megatron Bridge. {_VERL})",
+}
+"""What to do with files of trainers that hold no whole model, by their names."""
 
 
 class _TorchFiles(CheckpointFormat):
@@ -47,14 +60,13 @@ class _TorchFiles(CheckpointFormat):
 
     def hints(self, names: Sequence[str]) -> list[str]:
         sentences: list[str] = []
-        of_ranks = [name for name in names if _OF_ONE_RANK.fullmatch(name)]
-        if of_ranks:
-            sentences.append(
-                f"{listed(map(shown, of_ranks))}: contain local shards without their positions. "
-                "load_accelerate_model and accelerate load them on the same number of ranks. For any other number, "
-                "load them this way and save in another form (use_dcp=True)"
-            )
-        files = [name for name in names if name.endswith(_WEIGHTS) and name not in of_ranks]
+        rest = list(names)
+        for pattern, advice in _OF_TRAINERS.items():
+            of_trainer = [name for name in rest if pattern.fullmatch(name)]
+            if of_trainer:
+                sentences.append(f"{listed(map(shown, of_trainer))}: {advice}")
+            rest = [name for name in rest if name not in of_trainer]
+        files = [name for name in rest if name.endswith(_WEIGHTS)]
         if files:
             sentences.append(f"{listed(map(shown, files))}: if one of them holds the model, pass its path")
         return sentences
@@ -209,7 +221,6 @@ MAX_PICKLE_BYTES = 100_000_000
 """Limit on the size of a pickle, the same as that of the header of a safetensors file."""
 
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_LFS = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,14 +358,13 @@ def reject_others(reader: StorageReader, file: str) -> None:
 
 
 def _require_archive(window: FileWindow, what: str) -> None:
-    first = window.read_range(0, min(window.nbytes, len(_LFS)))
+    first = window.read_range(0, min(window.nbytes, checkpoint_index.FIRST_BYTES))
+    checkpoint_index.reject_pointer(first, what)
     if first.startswith(_LEGACY):
         raise FormatError(
             f"{what}: it is in the format that torch wrote before 1.6, which cannot be read in parts. Load it once "
             "and write it again: torch.save(torch.load(file, weights_only=True), file)"
         )
-    if first == _LFS:
-        raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself. Run `git lfs pull`")
 
 
 def _walk(

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.files.accelerate_saves import is_accelerate_file
-from shardwise.files.checkpoint_index import OF_RANKS
+from shardwise.files.checkpoint_index import MODELOPT_CONFIG, OF_RANKS
 from shardwise.files.peft_adapter import is_training_file
 from shardwise.files.urls import unsafe_name_reason
-from shardwise.saving.plan import ADAPTER, SINGLE_FILE, SavePlan
+from shardwise.saving.plan import ADAPTER, MODEL, SINGLE_FILE, SavePlan
 
 OLDER = ".older"
 """Suffix of the names of older weights that are set aside during a commit."""
@@ -143,6 +143,8 @@ def plan_commit(plan: SavePlan, folder_state: FolderState, bound: Mapping[str, b
     # Three cases. One file without a new config: one rename. One file with a new config: older weights aside,
     # config, weights. Several files: the index, then an older single file aside.
     removed = tuple(find_obsolete(plan, folder_state))
+    if plan.stem == MODEL and MODELOPT_CONFIG in folder_state.files:
+        removed = (*removed, MODELOPT_CONFIG)  # describes the codes of the older weights. Saved ones have none
     aside: list[Rename] = []
     if plan.single_file in folder_state.files and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, f"{plan.stem}.{plan.save_id}{OLDER}")]

@@ -30,6 +30,7 @@ from shardwise.files.peft_adapter import (
     LoraConfig,
     adapter_prefix,
     find_adapter_weights,
+    find_inner_adapters,
     parse_adapter_config,
 )
 from shardwise.files.remote import resolve
@@ -90,7 +91,7 @@ def find_adapter_folder(path: Path, adapter_name: str) -> Path:
     for folder in (path / adapter_name, path):
         if (folder / ADAPTER_CONFIG).is_file():
             return folder
-    inside = sorted(config.parent.name for config in path.glob(f"*/{ADAPTER_CONFIG}"))
+    inside = find_inner_adapters(path)
     remedy = f"Choose one by adapter_name: {', '.join(map(shown, inside))}" if inside else "Check the path"
     raise FormatError(f"{path}: has no {ADAPTER_CONFIG}. {remedy}")
 
