@@ -317,16 +317,16 @@ def dequantize_index(reader: StorageReader, index: CheckpointIndex) -> Checkpoin
     # Only a checkpoint with dtypes that codes have can be quantized.
     if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
         return index  # without opening a file
-    content_of_config = read_object(reader, _CONFIG)
-    config = find_quantization_config(content_of_config)
+    model_config = read_object(reader, _CONFIG)
+    config = find_quantization_config(model_config)
     # The config of mixed forms may leave out which layer has which.
     is_mixed = config is not None and config.get("quant_algo") == "MIXED_PRECISION"
     if (config is None or (is_mixed and "quantized_layers" not in config)) and (
         content := read_object(reader, MODELOPT_CONFIG)
     ):
         config = {"quant_method": "modelopt", **content}
-    if config is None and _is_of_mlx(content_of_config.get("quantization")):
-        config = content_of_config["quantization"]
+    if config is None and _is_of_mlx(model_config.get("quantization")):
+        config = model_config["quantization"]
     if config is None:
         return replace(index, quant_type=_trained_quant_type(reader)) if index.layout == DISTRIBUTED else index
     method = str(config.get("quant_method"))
