@@ -331,6 +331,9 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
     change_json(adapter / "adapter_config.json", init_lora_weights=True, use_dora=True)
     with pytest.raises(ConfigError, match="use_dora: .*Pass placement='sharded'"):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, placement="replicated"))
+    change_json(adapter / "adapter_config.json", use_dora=False, of_no_use=None, of_later={"a": 1})
+    with pytest.raises(ConfigError, match="the adapter uses of_later, which PEFT .* does not know"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     for content in ("{", "[]", "3", "[" * 100_000, '{"peft_type": "UNHEARD_OF"}'):
         (adapter / "adapter_config.json").write_text(content)
         with pytest.raises(ConfigError, match="PEFT cannot read"):
