@@ -40,8 +40,8 @@ from shardwise.transfer.read import ReadExecutor
 
 _MAX_CONFIG_BYTES = 10_000_000
 _LEFT_OUT = (
-    f"{ADAPTER_CONFIG} beside the model: this adapter is not read. Merge it (shardwise merge-adapter) or, in Python, "
-    "pass tuning=ExistingLora(...) with the folder"
+    f"{ADAPTER_CONFIG} beside the model: this adapter is not read. Merge it (shardwise merge-adapter) or, in "
+    "Python, pass tuning=ExistingLora(...) with the folder"
 )
 
 _log = logging.getLogger(__name__)
