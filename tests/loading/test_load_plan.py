@@ -115,3 +115,31 @@ def test_computed_shapes_are_compared_too():
     stored = {f"e.{i}": ((2, 2), F32) for i in range(3)}
     with pytest.raises(KeyMismatchError, match=r"stored \(3, 2, 2\) as Stack"):
         plan([tensor("experts", 4, 2, 2)], stored, matched={"experts": (experts,)})
+
+
+PREFIX = r'Pass key_mapping={r"\^net\\\.": ""}, as the names differ by net\. .*--key-mapping .\^net\\\.. .*\)\.$'
+
+
+@pytest.mark.parametrize(
+    ("names", "keys", "advice"),
+    [
+        (("a.w", "b.w", "b.stacked"), ("net.a.w", "net.b.w", "net.b.0", "loss"), PREFIX),
+        (("net.a.w", "net.b.w"), ("a.w", "b.w"), r'Pass key_mapping={r"\^": "net\."}'),
+        (("a.w",), ("base_model.model.a.lora_A.default.weight",), "with lora_ are those of a PEFT model"),
+        (("a.w", "b.w", "c.w"), ("net.a.w", "b", "c"), "Pass on_missing=Initialize.* on_unexpected=Ignore"),
+    ],
+    ids=["prefix of keys", "prefix of the model", "adapter", "other names"],
+)
+def test_names_that_differ_by_a_prefix_are_to_be_renamed(names, keys, advice):
+    stored = dict.fromkeys(keys, ((2,), F32))
+    with pytest.raises(KeyMismatchError, match=advice):
+        plan([tensor(name, 2) for name in names], stored, unmatched={key: key for key in keys})
+
+
+def test_consents_do_not_leave_out_the_whole_checkpoint():
+    tensors, stored, unmatched = [tensor("a.w", 2)], {"net.a.w": ((2,), F32)}, {"net.a.w": "net.a.w"}
+    consent = Consent(missing=Initialize(("*",)), unexpected=Ignore())
+    with pytest.raises(KeyMismatchError, match="(?s)none of the checkpoint's tensors has.*Pass key_mapping="):
+        plan(tensors, stored, unmatched=unmatched, consent=consent)
+    made = plan([*tensors, tensor("b.w", 2)], {**stored, "b.w": ((2,), F32)}, unmatched=unmatched, consent=consent)
+    assert made.missing_keys == ("a.w",)

@@ -104,7 +104,9 @@ def test_wrappers_leave_no_trace_in_the_names(tied: Path, tmp_path: Path, worlds
     reference.stock_with_adapter(tied, tmp_path / "adapter")
 
 
-def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tmp_path: Path) -> None:
+def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(
+    tied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = shardwise.from_pretrained(tied, tuning=Lora(NARROW))
     shardwise.save(shardwise.from_pretrained(tied), tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
@@ -124,6 +126,12 @@ def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tm
         shardwise.save_adapter(shardwise.from_pretrained(tied), tmp_path)
     with pytest.raises(ConfigError, match="Call save_adapter"):
         shardwise.save(model, tmp_path)
+    _, loaded = shardwise.from_pretrained(tmp_path, output_loading_info=True)
+    assert "adapter_config.json beside the model: this adapter is not read" in loaded.notes[0]
+    assert caplog.messages == [f"{tmp_path}: {loaded.notes[0]}"]
+    _, loaded = shardwise.from_pretrained(tmp_path, tuning=ExistingLora(tmp_path), output_loading_info=True)
+    assert not [note for note in loaded.notes if "not read" in note]
+    assert len(caplog.messages) == 1
 
 
 @pytest.fixture
@@ -324,6 +332,8 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     with pytest.raises(FormatError, match="has no adapter_config.json"):
         shardwise.from_pretrained(tied, tuning=ExistingLora(tied))
+    with pytest.raises(ConfigError, match=f"is an adapter. Merge it .shardwise merge-adapter {tied} {adapter} OUT"):
+        shardwise.from_pretrained(adapter)
     change_json(adapter / "adapter_config.json", init_lora_weights="pissa")
     save_file(stored, file)
     with pytest.raises(ConfigError, match=f"{adapter}: .*\n.*'pissa': changes the base's weights. Save it"):
@@ -331,6 +341,9 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
     change_json(adapter / "adapter_config.json", init_lora_weights=True, use_dora=True)
     with pytest.raises(ConfigError, match="use_dora: .*Pass placement='sharded'"):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, placement="replicated"))
+    change_json(adapter / "adapter_config.json", use_dora=False, of_no_use=None, of_later={"a": 1})
+    with pytest.raises(ConfigError, match="the adapter uses of_later, which PEFT .* does not know"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     for content in ("{", "[]", "3", "[" * 100_000, '{"peft_type": "UNHEARD_OF"}'):
         (adapter / "adapter_config.json").write_text(content)
         with pytest.raises(ConfigError, match="PEFT cannot read"):

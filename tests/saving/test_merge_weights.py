@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import shardwise
 from shardwise.cli import main
-from shardwise.core.errors import ConfigError, FormatError, ShardwiseError, StorageError
+from shardwise.core.errors import ConfigError, FormatError, KeyMismatchError, ShardwiseError, StorageError
 from shardwise.files.local_writer import LocalWriter
 from shardwise.saving.merge_weights import merge_weights
 from shardwise.saving.saving_lock import LOCK_FILE
@@ -112,6 +112,9 @@ def test_tensors_of_an_adapter_are_reported_as_no_model(tmp_path: Path) -> None:
     [note] = [note for note in report.notes if "adapter" in note]
     assert note.startswith("2 of 3 tensors are an adapter's")
     assert "adapter's" in str(report)
+    small_qwen3().save_pretrained(tmp_path)
+    with pytest.raises(KeyMismatchError, match=r"\nPass the weights of the model alone: the keys with lora_"):
+        merge_weights(tmp_path / "run", tmp_path / "whole", base=tmp_path)
 
 
 @pytest.mark.parametrize("has_config", [True, False])

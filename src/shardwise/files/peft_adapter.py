@@ -10,7 +10,7 @@ import contextlib
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -134,13 +134,18 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
         fields["adapted_names"] = tuple(adapted)
     config = LoraConfig(**{"r": 8, "lora_alpha": 8, **fields})
     # What is left in ``content`` is not used here: it must have no effect on merged weights.
-    unknown = [name for name, value in content.items() if name not in WITHOUT_EFFECT and value not in _UNUSED]
-    if unknown:
+    if unknown := list_unknown_options(content, ()):
         raise ConfigError(
-            f"{what}: the adapter uses {', '.join(shown(name) for name in sorted(unknown))}, with which it cannot "
+            f"{what}: the adapter uses {', '.join(unknown)}, with which it cannot "
             "be merged. Merge it with the version of PEFT that made it, or keep it apart from its base"
         )
     return config
+
+
+def list_unknown_options(content: Mapping[str, object], known: Collection[str]) -> list[str]:
+    """Return the options in an adapter's config that are used, not ``known``, and may change its model."""
+    names = content.keys() - WITHOUT_EFFECT - set(known)
+    return sorted(shown(name) for name in names if content[name] not in _UNUSED)
 
 
 _UNUSED: Final[tuple[object, ...]] = (None, False, [], {}, "")

@@ -19,7 +19,7 @@ from shardwise.files.checkpoint_index import CheckpointIndex, is_there, parse_ob
 from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, OpenStorage, open_storage
 from shardwise.files.open_checkpoint import may_be_read
-from shardwise.files.peft_adapter import adapter_prefix, find_adapter_weights
+from shardwise.files.peft_adapter import ADAPTER_CONFIG, adapter_prefix, find_adapter_weights
 from shardwise.files.storage import read_limited
 from shardwise.files.stored_tensors import stored_tensors
 from shardwise.files.urls import AdapterFiles, HubOptions, ModelFiles, is_url, shown, without_secrets
@@ -39,6 +39,10 @@ from shardwise.ranks.world import Clock, World
 from shardwise.transfer.read import ReadExecutor
 
 _MAX_CONFIG_BYTES = 10_000_000
+_LEFT_OUT = (
+    f"{ADAPTER_CONFIG} beside the model: this adapter is not read. Merge it (shardwise merge-adapter) or, in "
+    "Python, pass tuning=ExistingLora(...) with the folder"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +102,7 @@ def build_and_load(
             # After open_model(), because a tuning may depend on the configs of stored adapters.
             with world.collective("describe the tuning"):
                 tuning = meta_model.comparable_tuning(keywords, opened.adapters)
+                left_out = not opened.adapters and (opened.directory / ADAPTER_CONFIG).is_file()
             world.require_equal(tuning, "what is tuned, and how,")
             built, pairs = build_together(world, opened, keywords)
             untied, already_read_bytes = decide_ties(world, built, pairs, opened.source, options)
@@ -112,6 +117,10 @@ def build_and_load(
                 tuned = meta_model.prepare_for_training(
                     built, untied, keywords, adapters=opened.adapters, casts_to=casts_to
                 )
+                if left_out:
+                    tuned = replace(tuned, notes=(_LEFT_OUT, *tuned.notes))
+                    if world.rank == 0:
+                        _log.warning("%s: %s", without_secrets(os.fspath(name_or_path)), _LEFT_OUT)
                 if keywords.get("use_kernels", False):
                     kernels.require_whole_experts(tuned.base)
             with world.collective("wrap and shard"):

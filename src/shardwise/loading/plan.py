@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -35,8 +36,12 @@ REMEDIES: Final = {
     "uninitialized": "a checkpoint that stores them, as neither _init_weights nor reset_parameters sets them "
     "(a new adapter: from_pretrained(..., tuning=Lora(config)), not get_peft_model)",
     "uncomputable": "buffers=... with a callable that computes them",
+    "unread": "a checkpoint of this model",
 }
 """Advice by kind of fault."""
+
+OF_AN_ADAPTER: Final = ".lora_"
+"""Part of the keys of a LoRA's matrices in PEFT's models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +206,15 @@ class _LoadPlanner:
         # After the fills: once a fill has reported codes without scales, the keys of the scales are not reported
         # again.
         self.check_unexpected()
+        # Consents that leave the whole checkpoint out would give a model of random values.
+        reads = any(isinstance(fill, FromCheckpoint) for fill in self.fills.values())
+        if self.missing and self.unexpected and not reads and "missing" not in self.faults:
+            self.fault("unread", "none of the checkpoint's tensors has a name of the model's")
         # In the order of REMEDIES, whatever the order in which they were found.
         if self.faults:
             ordered = {kind: self.faults[kind] for kind in REMEDIES if kind in self.faults}
             head = f"the checkpoint {self.index.root} does not fit the model"
-            raise KeyMismatchError(describe_faults(head, ordered, self.remedies))
+            raise KeyMismatchError(describe_faults(head, ordered, self.choose_remedies()))
         return LoadPlan(
             layout=self.layout,
             fills=self.fills,
@@ -215,6 +224,34 @@ class _LoadPlanner:
             mismatched_keys=tuple(self.mismatched),
             duplicates=self.duplicates,
         )
+
+    def choose_remedies(self) -> Mapping[str, str]:
+        """Return ``remedies``, or other advice if the missing tensors are stored with an adapter or a prefix."""
+        lacking = {*self.missing, *self.faults.get("missing", ())}
+        keys = self.bindings.unmatched.keys()
+        advice = ""
+        if lacking and any(OF_AN_ADAPTER in key for key in keys):
+            advice = (
+                "the weights of the model alone: the keys with lora_ are those of a PEFT model "
+                "(load_accelerate_model(model, folder, only=AdapterOnly()), then save_adapter, writes the adapter)"
+            )
+        else:
+            # {"net.": 21} with keys net.norm.weight, ... and a model that lacks norm.weight, ...
+            in_keys = Counter(prefix for key in keys for prefix in _prefixes_before(key, lacking))
+            in_names = Counter(prefix for name in lacking for prefix in _prefixes_before(name, keys))
+            for prefixes, regex, replacement in ((in_keys, "^{}", ""), (in_names, "^", "{}")):
+                for prefix, count in prefixes.most_common(1):
+                    # Half of them: others may be made of several keys, as stacked experts are.
+                    if 2 * count >= len(lacking):
+                        old, new = regex.format(re.escape(prefix)), replacement.format(prefix)
+                        advice = (
+                            f'key_mapping={{r"{old}": "{new}"}}, as the names differ by {prefix} (files: renamed '
+                            f"by shardwise merge-weights --key-mapping '{old}' '{new}')"
+                        )
+        if not advice:
+            return self.remedies
+        others = {kind: remedy for kind, remedy in self.remedies.items() if kind != "unexpected"}
+        return {**others, "missing": advice, "unread": advice}
 
     def fill(self, tensor: TensorLayout) -> Fill:
         """Return the fill of a parameter or a persistent buffer. Faults are collected, and a fill is returned."""
@@ -333,6 +370,12 @@ class _LoadPlanner:
                 if name.endswith("_extra_state"):
                     renamed += " (extra state of a module, which cannot be loaded yet)"
                 self.fault("unexpected", f"{key}{renamed}")
+
+
+def _prefixes_before(name: str, names: Collection[str]) -> list[str]:
+    """Return the prefixes of a name, with their dot, without which it is one of ``names``."""
+    stops = [stop + 1 for stop, letter in enumerate(name) if letter == "."]
+    return [name[:stop] for stop in stops if name[stop:] in names]
 
 
 def _keys(expression: Expression) -> str:

@@ -15,6 +15,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.core.errors import ConfigError, FormatError, private
 from shardwise.core.expression import Bindings, Expression, Unstored, concat, slice_dim
 from shardwise.core.tensors import DType
+from shardwise.files.checkpoint_index import parse_object
+from shardwise.files.peft_adapter import ADAPTER_CONFIG
+from shardwise.files.urls import shown
 from shardwise.fsdp.named_tensors import TensorRef, collect_tensors
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.models import pretrained
@@ -28,10 +31,15 @@ def read_config(
 
     Raises:
         ConfigError: there is none, it cannot be read, or it does not have an override.
+        FormatError: the folder is that of an adapter, whose config is invalid.
     """
     if directory.is_dir() and not (directory / "config.json").is_file():
-        if (directory / "adapter_config.json").is_file():
-            raise ConfigError(f"{directory}: is an adapter. Pass its base, and tuning=ExistingLora(...)")
+        if (adapter := directory / ADAPTER_CONFIG).is_file():
+            base = parse_object(adapter.read_bytes(), what=str(adapter)).get("base_model_name_or_path") or "BASE"
+            raise ConfigError(
+                f"{directory}: is an adapter. Merge it (shardwise merge-adapter {shown(str(base))} {directory} "
+                "OUT) and pass OUT or, in Python, pass its base and tuning=ExistingLora(...)"
+            )
         raise ConfigError(
             f"no usable config in {directory}: there is no config.json, so the model's class is unknown. Copy the "
             "model's into it or, in Python, pass config= (a distributed checkpoint has none of its own)"

@@ -31,6 +31,7 @@ from shardwise.files.torch_files import TorchFileContents, read_torch_file
 from shardwise.files.urls import HubOptions, shown
 from shardwise.fsdp.torch_private import to_torch
 from shardwise.loading.meta_model import ModelOptions, build_meta_model, get_model_class, load_config
+from shardwise.loading.plan import OF_AN_ADAPTER
 from shardwise.models import pretrained
 from shardwise.models.pretrained import assign_keys, rename_keys
 from shardwise.ranks.call_arguments import check_options, get_hints
@@ -58,10 +59,6 @@ _BLOCK_ELEMENTS = 8 << 20
 
 
 OPTIMIZER_FILE = "optimizer.bin"
-
-
-_OF_AN_ADAPTER = ".lora_"
-"""Of names that PEFT gives to what it adds."""
 
 
 @dataclass(frozen=True)
@@ -460,7 +457,7 @@ def _keep_names(
     to_save = TensorsToSave({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, executor)
     if index.ignored:
         notes.append(f"not taken along: {', '.join(map(shown, index.ignored[:5]))}")
-    adapted = sum(_OF_AN_ADAPTER in key for key in to_save.by_key)
+    adapted = sum(OF_AN_ADAPTER in key for key in to_save.by_key)
     if adapted:
         notes.append(
             f"{adapted:,} of {len(to_save.by_key):,} tensors are an adapter's, and its base is not taken along: "

@@ -27,7 +27,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import ConfigError, find_private, private, require_private
 from shardwise.core.untrusted import Pattern
-from shardwise.files.peft_adapter import ADAPTER_CONFIG, CHANGES_THE_BASE, SAVE_AS_LORA, read_peft_version
+from shardwise.files.checkpoint_index import parse_object
+from shardwise.files.peft_adapter import (
+    ADAPTER_CONFIG,
+    CHANGES_THE_BASE,
+    SAVE_AS_LORA,
+    list_unknown_options,
+    read_peft_version,
+)
 from shardwise.fsdp.gradients import count_data_parallel_ranks, require_synchronized
 from shardwise.fsdp.named_tensors import local_tensor
 from shardwise.fsdp.torch_private import original_class
@@ -52,17 +59,27 @@ def read_lora_config(folder: Path) -> LoraConfig:
     """Return the config of the adapter in a folder, with the version of PEFT that the file has.
 
     Raises:
-        ConfigError: it is not the config of a LoRA, or PEFT cannot read it.
+        ConfigError: it is not the config of a LoRA, has options of a later version of PEFT, or PEFT cannot read it.
     """
     from peft import LoraConfig, PeftConfig
+    from peft import __version__ as peft_version
 
     try:
-        config = PeftConfig.from_pretrained(str(folder))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of options that PEFT does not know: checked below
+            config = PeftConfig.from_pretrained(str(folder))
     except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{folder}: PEFT cannot read adapter_config.json, {error}") from error
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{folder}: is a {config.peft_type}. Only a LORA can be trained, pass one")
-    config.peft_version = read_peft_version(folder / ADAPTER_CONFIG)
+    file = folder / ADAPTER_CONFIG
+    known = [field.name for field in dataclasses.fields(LoraConfig)]
+    if unknown := list_unknown_options(parse_object(file.read_bytes(), what=str(file)), known):
+        raise ConfigError(
+            f"{file}: the adapter uses {', '.join(unknown)}, which PEFT {peft_version} does not know. Use the "
+            "version of PEFT that made it"
+        )
+    config.peft_version = read_peft_version(file)
     return config
 
 
