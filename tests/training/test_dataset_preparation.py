@@ -398,6 +398,14 @@ def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
             load_data(file, tiny.tokenizer(), masked=masked, own=keys)
 
 
+def test_a_text_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
+    name = tmp_path / "rows.jsonl"
+    name.write_bytes('{"text": "Hi"}\n{"text": "A café is open"}\n'.encode("latin-1"))
+    shown = r"the dataset: a text is not UTF-8, b'A caf\\xe9 is open'. Save the file that has it as UTF-8"
+    with pytest.raises(ConfigError, match=shown):
+        load_data(name, tiny.tokenizer(), own=ShardwiseArguments(method="grpo", dataset_prompt_column="text"))
+
+
 def test_a_number_in_a_column_of_text_is_named() -> None:
     rows = datasets.Dataset.from_dict({"text": [5]}).to_iterable_dataset()
     with pytest.raises(ConfigError, match="row 1 of the dataset: text: is int, not text. Write text"):

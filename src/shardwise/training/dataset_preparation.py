@@ -95,7 +95,8 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
     Collective: yes, over the default process group.
 
     Raises:
-        ShardwiseError: the same on every rank.
+        ConfigError: the same on every rank, if a text of a row is not UTF-8, which datasets sees when it is read.
+        ShardwiseError: any other, the same on every rank.
     """
     with World.current(call="datasets") as world:
         # Two exchanges: all ranks but the first of a node wait in the first one, so the caches are filled when they
@@ -105,6 +106,10 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
         failure = None
         try:
             yield
+        except UnicodeDecodeError as error:
+            text = error.object[max(0, error.start - 20) : error.end + 20]
+            fault = ConfigError(f"the dataset: a text is not UTF-8, {text!r}. Save the file that has it as UTF-8")
+            failure = Failure.from_error(fault)
         except Exception as error:
             failure = Failure.from_error(error)
         if not local_rank:
