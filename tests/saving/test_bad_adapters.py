@@ -156,6 +156,14 @@ def test_configs_that_cannot_be_merged(case: str, base: Path, adapter: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("place", ["run", "run/step-8"])
+def test_a_checkpoint_of_a_training_is_no_adapter(place: str, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "step-8").mkdir(parents=True)
+    (tmp_path / "run" / "step-8" / "shardwise.checkpoint.json").write_text("{}")
+    with pytest.raises(FormatError, match="has no adapter_config.json. It is of a Checkpointer: restore it"):
+        merge_adapter(base, tmp_path / place, tmp_path / "out")
+
+
 def test_however_large_factors_are_they_are_merged_block_by_block(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch
 ) -> None:

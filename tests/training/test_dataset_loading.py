@@ -107,6 +107,14 @@ def test_a_file_that_is_missing_is_not_sought_on_the_hub_alone(tmp_path: Path) -
         load(str(tmp_path / "rows.jsonl"))
 
 
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    name = str(tmp_path / "rows.jsonl")
+    Path(name).touch()
+    for mixed in (mixture(), mixture({"path": name})):
+        with pytest.raises(ConfigError, match=f"{name}: is an empty file, without rows"):
+            load(None if mixed.datasets else name, mixed)
+
+
 def test_a_column_that_a_dataset_of_a_mixture_lacks_is_named(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", 3, "a")
     with pytest.raises(ConfigError, match="cannot be loaded as a dataset.*nothing"):
@@ -126,10 +134,10 @@ def test_datasets_that_cannot_be_loaded_are_named(name: Any, message: str) -> No
 
 
 def test_a_file_with_a_broken_row_is_named(tmp_path: Path) -> None:
-    tiny.write_rows(tmp_path / "rows.jsonl", '{"text": "a"}', '{"text": ')
-    with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
+    tiny.write_rows(tmp_path / "rows.jsonl", '{"text": "a"}', "", '{"text": ')
+    with pytest.raises(ConfigError, match=r"rows.jsonl: line 3 is not JSON. Write one object on each line"):
         load(str(tmp_path / "rows.jsonl"))
-    with pytest.raises(ConfigError, match=r"rows.jsonl: cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl: line 3 is not JSON"):
         load(None, mixture({"path": str(tmp_path / "rows.jsonl")}))
 
 

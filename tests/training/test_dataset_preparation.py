@@ -13,10 +13,11 @@ from tests.integrations.requirements import require_patched_names
 from tests.training import tiny, trl_templates
 from tests.training.test_dataset_loading import mixture, script
 from trl.data_utils import extract_prompt
+from trl.trainer import kto_trainer, sft_trainer
 
 from shardwise.core.errors import ConfigError
 from shardwise.training import dataset_preparation
-from shardwise.training.arguments import ShardwiseArguments
+from shardwise.training.arguments import ShardwiseArguments, TrainMethod
 from shardwise.training.chat_rows import MalformedRowError, to_messages
 
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -397,10 +398,53 @@ def test_rows_that_trl_would_not_name(tmp_path: Path) -> None:
             load_data(file, tiny.tokenizer(), masked=masked, own=keys)
 
 
+def test_a_text_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
+    name = tmp_path / "rows.jsonl"
+    name.write_bytes('{"text": "Hi"}\n{"text": "A café is open"}\n'.encode("latin-1"))
+    shown = r"the dataset: a text is not UTF-8, b'A caf\\xe9 is open'. Save the file that has it as UTF-8"
+    with pytest.raises(ConfigError, match=shown):
+        load_data(name, tiny.tokenizer(), own=ShardwiseArguments(method="grpo", dataset_prompt_column="text"))
+
+
 def test_a_number_in_a_column_of_text_is_named() -> None:
     rows = datasets.Dataset.from_dict({"text": [5]}).to_iterable_dataset()
     with pytest.raises(ConfigError, match="row 1 of the dataset: text: is int, not text. Write text"):
         list(dataset_preparation.check_when_read(rows, "text", "sft", num_proc=None))
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "changes", "message"),
+    [
+        ("sft", {"messages": ASKED}, {"messages": ASKED[:1]}, "messages: none has the role 'assistant'"),
+        (
+            "sft",
+            {"prompt": ASKED[:1], "completion": ASKED[1:]},
+            {"completion": ASKED[:1]},
+            "messages: none has the role 'assistant'",
+        ),
+        (
+            "kto",
+            {"prompt": "a", "completion": "b", "label": True},
+            {"label": None},
+            "label: is null, not a boolean",
+        ),
+        ("kto", {"prompt": "a", "completion": "b", "label": "no"}, {}, "label: is str, not a boolean"),
+    ],
+)
+def test_a_row_that_trl_fails_on_is_named(
+    method: TrainMethod, row: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    number = 2 if changes else 1
+    module: Any = {"sft": sft_trainer, "kto": kto_trainer}[method]
+    trainer = module.SFTTrainer if method == "sft" else module.KTOTrainer
+    data = [None, datasets.Dataset.from_list([row, {**row, **changes}])]
+    training = SimpleNamespace(assistant_only_loss=True)
+    with (
+        dataset_preparation.preparing_together(trainer, 0, data, method, training),
+        pytest.raises(ConfigError, match=f"row {number} of the dataset: {message}"),
+        module.global_then_local_main_first(),
+    ):
+        raise RuntimeError
 
 
 def test_rows_of_json_are_searched_for_images_once(tmp_path: Path) -> None:

@@ -319,6 +319,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"report_to": "wandb"}, "report_to: wandb cannot be used, WandbCallback requires wandb"),
     ({"dataset_name": "nulls.jsonl"}, "row 2 of the dataset: text: is null"),
     ({"dataset_name": "nulls.jsonl", "dataset_streaming": True}, "row 2 of the dataset: text: is null"),
+    ({"dataset_name": "unanswered.jsonl", "assistant_only_loss": True}, "row 2 of the dataset: messages: none has"),
+    ({"method": "kto", "dataset_name": "unlabeled.jsonl"}, "row 2 of the dataset: label: is null, not a boolean"),
     ({"dataset_name": "nulls.jsonl", "assistant_only_loss": True}, "assistant_only_loss: the rows have no chats"),
     ({**_SAMPLED, "dataset_name": "nulls.jsonl"}, "prompt: is no column of the dataset"),
     # Before the model is loaded, whose padding token has no embedding.
@@ -346,6 +348,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_invalid_configurations_are_one_error_on_all_ranks(folder: Path) -> None:
     tiny.write_rows(folder / "images.jsonl", {**tiny.chat("Hi", "Ho"), "images": ["a.png"]})
     tiny.write_rows(folder / "nulls.jsonl", {"text": "Hi"}, {"text": None})
+    tiny.write_rows(folder / "unanswered.jsonl", tiny.chat("Hi", "Ho"), tiny.chat("Hi"))
+    labeled = [{"prompt": "Hi", "completion": "Ho", "label": label} for label in (True, None)]
+    tiny.write_rows(folder / "unlabeled.jsonl", *labeled)
     tiny.write_rows(folder / "long.jsonl", *[{"prompt": "Hi " * 9, "completion": "Ho"} for _ in range(4)])
     tiny.write_rows(folder / "words.jsonl", {"text": "Hi"}, {"text": "Hi <9>"})
     tiny.write_rows(folder / "one.jsonl", tiny.chat("Hi", "Ho"))

@@ -63,7 +63,8 @@ class TrainState:
         data: object with the state of the data position. If the state is equal on all ranks, any number of ranks
             can resume from it. Otherwise each rank has its own, and as many ranks are needed.
         scaler: a gradient scaler. The first rank's is saved.
-        user: JSON of the user. The first rank's is saved.
+        user: JSON of the user. The first rank's is saved. A restore returns it as ``RestoreReport.user``, and
+            leaves this one as it is.
     """
 
     model: nn.Module

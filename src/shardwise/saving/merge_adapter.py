@@ -20,7 +20,7 @@ from shardwise.core.layout import TensorKind
 from shardwise.core.save_reports import MergeAdapterReport
 from shardwise.core.tensors import DType, parse_size
 from shardwise.core.untrusted import require_quick_patterns
-from shardwise.files.checkpoint_index import without_wrappers
+from shardwise.files.checkpoint_index import TRAINING_HEADER, without_wrappers
 from shardwise.files.join_entries import merge_indexes
 from shardwise.files.local_reader import CombinedReader, LocalReader, open_storage
 from shardwise.files.local_writer import LocalWriter
@@ -93,6 +93,8 @@ def find_adapter_folder(path: Path, adapter_name: str) -> Path:
             return folder
     inside = find_inner_adapters(path)
     remedy = f"Choose one by adapter_name: {', '.join(map(shown, inside))}" if inside else "Check the path"
+    if any((folder / TRAINING_HEADER).is_file() for folder in (path, *path.glob("step-*"))):
+        remedy = "It is of a Checkpointer: restore it into the model with its LoRA, and call save_adapter"
     raise FormatError(f"{path}: has no {ADAPTER_CONFIG}. {remedy}")
 
 

@@ -74,9 +74,7 @@ def tokenize(
         raise ConfigError(f"{column}: many LoRAs train on rows of text. Remove the column, or train one LoRA")
     tokenize_rows = tokenize_pairs if method == "dpo" else _tokenize
     tokenized: list[datasets.Dataset | None] = []
-    with preparing_together(
-        trl_objects.trl_class(method, "Trainer"), local_rank, data, getattr(args, "dataset_text_field", "text")
-    ):
+    with preparing_together(trl_objects.trl_class(method, "Trainer"), local_rank, data, method, args):
         for rows in data:
             if rows is not None:
                 rows = tokenize_rows(rows, args, processor)

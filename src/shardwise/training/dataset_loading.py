@@ -7,6 +7,8 @@ alignment handbook and of open-r1.
 import copy
 import errno
 import glob
+import json
+import os.path
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -144,10 +146,18 @@ def _mix_weighted(mixture: Mapping[str, Any], train_split: str) -> Mapping[str, 
 
 
 def _find_builder(name: str) -> str | None:
-    """Return the builder for a local file, or None for a folder or a name on the hub."""
+    """Return the builder for a local file, or None for a folder or a name on the hub.
+
+    Raises:
+        ConfigError: the file is empty.
+    """
     file = Path(name)
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
-    return _BUILDERS.get(suffix) if file.is_file() else None
+    if not file.is_file():
+        return None
+    if not file.stat().st_size:
+        raise ConfigError(f"{name}: is an empty file, without rows. Write rows, or leave it out")
+    return _BUILDERS.get(suffix)
 
 
 def _split(splits: Mapping[str, AnyDataset], name: str, size: float, seed: int = 0) -> Mapping[str, AnyDataset]:
@@ -177,6 +187,8 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
         raise
     except Exception as error:  # of datasets, pyarrow, the hub: any
         cause = error.__cause__ or error
+        if names.endswith(".jsonl") and os.path.isfile(names) and not isinstance(cause, OSError):
+            _require_json_lines(Path(names))
         message = redact(f"{names}: cannot be loaded as a dataset, {str(cause) or repr(cause)}", names, {})
         remedy = "Check the name and the rows"
         if Path(names).suffix in _BUILDERS and not Path(names).exists():
@@ -184,3 +196,17 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
             remedy = "If that is the cache of datasets, set another folder by env: {HF_DATASETS_CACHE: FOLDER}"
         raise ConfigError(f"{message}. {remedy}") from error
+
+
+def _require_json_lines(file: Path) -> None:
+    """Check that each line of a file that cannot be loaded is JSON. pyarrow counts rows within a block.
+
+    Raises:
+        ConfigError: naming the first line that is not.
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line.strip() or b"{}")
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{file}: line {number} is not JSON. Write one object on each line") from error

@@ -95,7 +95,8 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
     Collective: yes, over the default process group.
 
     Raises:
-        ShardwiseError: the same on every rank.
+        ConfigError: the same on every rank, if a text of a row is not UTF-8, which datasets sees when it is read.
+        ShardwiseError: any other, the same on every rank.
     """
     with World.current(call="datasets") as world:
         # Two exchanges: all ranks but the first of a node wait in the first one, so the caches are filled when they
@@ -105,6 +106,10 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
         failure = None
         try:
             yield
+        except UnicodeDecodeError as error:
+            text = error.object[max(0, error.start - 20) : error.end + 20]
+            fault = ConfigError(f"the dataset: a text is not UTF-8, {text!r}. Save the file that has it as UTF-8")
+            failure = Failure.from_error(fault)
         except Exception as error:
             failure = Failure.from_error(error)
         if not local_rank:
@@ -114,7 +119,7 @@ def first_local_rank_first(local_rank: int) -> Iterator[None]:
 
 @contextmanager
 def preparing_together(
-    trainer: type, local_rank: int, rows: Sequence[AnyDataset | None], text_field: str
+    trainer: type, local_rank: int, rows: Sequence[AnyDataset | None], method: TrainMethod, training: Any
 ) -> Iterator[None]:
     """Have a class of TRL prepare datasets within the block on the first rank of each node first.
 
@@ -124,7 +129,8 @@ def preparing_together(
         trainer: the class.
         local_rank: of this process on its node.
         rows: the datasets.
-        text_field: the column of rows that are text alone.
+        method: of the class.
+        training: its arguments.
 
     Raises:
         ConfigError: the same on every rank, if a row cannot be prepared. It names the row if that is malformed.
@@ -142,7 +148,12 @@ def preparing_together(
                 for dataset in rows:
                     # Rows with images are checked in image_rows.
                     if isinstance(dataset, datasets.Dataset) and find_image_column(dataset) is None:
-                        _require_usable_rows(dataset, _text_columns(dataset, text_field))
+                        _require_usable_rows(
+                            dataset,
+                            _text_columns(dataset, getattr(training, "dataset_text_field", "text")),
+                            is_masked=getattr(training, "assistant_only_loss", False),
+                            is_labeled=method == "kto" and "label" in get_column_names(dataset),
+                        )
                 why = redact(f"{type(error).__name__}: {error}", "", {})
                 raise ConfigError(f"the dataset cannot be prepared, {why}. Check its rows") from error
 
@@ -463,9 +474,23 @@ def _require_no_media(
     return True
 
 
-def _require_usable_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> None:
-    for index, row in enumerate(dataset.select_columns(columns)):
+def _require_usable_rows(
+    dataset: datasets.Dataset, columns: Sequence[str], *, is_masked: bool = False, is_labeled: bool = False
+) -> None:
+    for index, row in enumerate(dataset.select_columns([*columns, *(["label"] if is_labeled else [])])):
         _require_usable(columns, row, index)
+        with naming_row(index):
+            chats = [row[name] for name in columns if isinstance(row[name], list)]
+            if is_masked and chats:
+                _require_answer([message for chat in chats for message in chat])
+            if is_labeled and not isinstance(label := row["label"], bool | int | float):
+                kind = "null" if label is None else type(label).__name__
+                raise MalformedRowError(f"label: is {kind}, not a boolean. Write true or false")
+
+
+def _require_answer(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not any(message["role"] == "assistant" for message in messages):
+        raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row")
 
 
 def _text_columns(dataset: AnyDataset, text_field: str) -> list[str]:
@@ -689,6 +714,5 @@ def _tokenize(
         raise MalformedRowError("chat_template_kwargs: is not a mapping. Write {NAME: VALUE, ...}")
     for index, message in enumerate(chat["messages"]):
         require_message(message, f"messages[{index}]")
-    if not any(message["role"] == "assistant" for message in chat["messages"]):
-        raise MalformedRowError("messages: none has the role 'assistant'. Add one, or remove the row")
+    _require_answer(chat["messages"])
     return masks(chat["messages"], chat.get("tools"), chat.get("chat_template_kwargs"))

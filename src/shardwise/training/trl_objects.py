@@ -638,7 +638,7 @@ def make_trainer(
     # The failure of one rank is kept until the block below, which raises it on all ranks.
     failure, trainer = None, None
     try:
-        with dataset_preparation.preparing_together(base, local_rank, data, _text_field(arguments.training)):
+        with dataset_preparation.preparing_together(base, local_rank, data, method, training):
             trainer = trainer_class(model=model, args=arguments.training, **keywords)
     except ShardwiseError:
         raise
