@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.checkpoints import bases
 from tests.small_checkpoints import small_qwen3
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardwise
 from shardwise import Checkpointer, TrainState
@@ -50,6 +52,22 @@ def test_a_base_is_the_same_on_any_number_of_ranks(worlds, base, tmp_path):
     assert len(identity(one)["samples"]) == 25
     assert worlds(2).run(bases.restore, str(base), three) == [SAME] * 2
     assert bases.restore(str(base), three) == SAME
+
+
+def test_experts_that_a_pass_registers_again_are_the_same_base(tmp_path):
+    """In another order: PEFT does so with the parameter that has an adapter, and not with the others."""
+    sizes = {"hidden_size": 16, "head_dim": 8, "num_hidden_layers": 1, "num_experts": 8, "moe_intermediate_size": 8}
+    config = Qwen3MoeConfig(vocab_size=32, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    zoo.save_original(Qwen3MoeForCausalLM(config), tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    models = [shardwise.from_pretrained(tmp_path / "base", tuning=shardwise.Lora(lora)) for _ in range(2)]
+    models[0](input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    orders = [[name for name, _ in model.named_parameters()] for model in models]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+    checkpointer = Checkpointer(tmp_path / "run", only=shardwise.options.AdapterOnly())
+    checkpointer.save(1, TrainState(models[0]))
+    assert checkpointer.restore(TrainState(models[1])).base.startswith("nothing differs")
 
 
 def test_what_several_ranks_hold_counts_once():

@@ -352,7 +352,7 @@ class Checkpointer:
             world_size=world.size,
             holds=describe_selection(self._only),
             adapter=adapter_settings(collected.model, self._only),
-            others=collected.others,
+            others=collected.others[0],
             equal_generators=agreement.equal_generators,
             data=agreement.data,
             user=contents.user,

@@ -116,13 +116,20 @@ class CollectedState:
     signature: tuple[tuple[tuple[str, ...], TensorKind, tuple[int, ...], bool], ...]
 
     @cached_property
-    def others(self) -> str:
-        """Digest of the names and shapes of the model's tensors that are not stored."""
+    def others(self) -> tuple[str, str]:
+        """Digests of the names and shapes of the model's tensors that are not stored.
+
+        The first is of all in the order of their names, since a pass may change the model's order: PEFT registers
+        experts with an adapter again. The second, in the model's order, is in headers of earlier versions.
+        """
         others: list[tuple[str, tuple[int, ...]]] = []
         for item in self.model_tensors:
             if item.kind.is_saved and item.fqn not in self.stored:
                 others.append((item.fqn, tuple(item.tensor.shape)))
-        return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
+        in_order, as_found = (
+            hashlib.sha256(repr(names).encode()).hexdigest()[:32] for names in (sorted(others), others)
+        )
+        return in_order, as_found
 
     @cached_property
     def base(self) -> BaseSamples:
