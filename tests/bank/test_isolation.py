@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetCo
 
 import shardwise
 from shardwise.bank.batch import RequestCounts, require_equal_requests
+from shardwise.bank.sampling import Sample
 from shardwise.core.errors import ConfigError, RankMismatchError, TrainingError
 
 
@@ -133,10 +134,15 @@ def test_bases_that_couple_adapters_are_refused(base):
         shardwise.AdapterBank(images)
     with pytest.raises(ConfigError, match="Qwen3Model has no language model head"):
         shardwise.AdapterBank(tiny().model)
-    compiled = shardwise.from_pretrained(base)
-    compiled.model.layers[0].compile(backend="eager")
-    with pytest.raises(ConfigError, match=r"model.layers.0 is compiled without adapters"):
-        shardwise.AdapterBank(compiled)
+    compiled = bank_of(base, {"x": X})
+    compiled._model.model.layers[0].compile(backend="eager")
+    for call in (
+        lambda: shardwise.AdapterBank(compiled._model),
+        lambda: compiled.compute_logprobs([("x", rows_for("x", X, 0))]),
+        lambda: compiled.generate([Sample("x", [3], max_tokens=1)]),
+    ):
+        with pytest.raises(ConfigError, match=r"model.layers.0 is compiled without adapters"):
+            call()
     with pytest.raises(ConfigError, match="is not a transformers model without adapters"):
         shardwise.AdapterBank(
             shardwise.from_pretrained(base, tuning=shardwise.Lora(LoraConfig(target_modules=["q_proj"])))

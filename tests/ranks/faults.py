@@ -316,6 +316,12 @@ def exit_on(rank: int) -> None:
     threading.Event().wait()
 
 
+def killed_on(rank: int) -> None:
+    with World.current(call="load") as world, world.collective("open files"):
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def sleep_on(rank: int) -> None:
     if dist.get_rank() == rank:
         threading.Event().wait()

@@ -62,6 +62,14 @@ def test_values_come_by_rank_and_errors_as_they_are(monkeypatch, forked):
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("forked")
+def test_a_rank_that_was_killed_is_named_before_what_others_lost():
+    """Here the store, which the first rank has."""
+    with pytest.raises(RankEndedError, match=r"rank 0: its process ended with exit code -9 .*dmesg"):
+        run_spawned(2, faults.killed_on, 0)
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("forked")
 def test_a_signal_ends_all_ranks_until_the_first_one_can_be_asked():
     """Before, they import TRL and have no handlers. Of the others, those that are not ready go on."""
     with pytest.raises(StoppedNowError) as caught:

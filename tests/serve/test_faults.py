@@ -17,16 +17,17 @@ import httpx
 import pytest
 import tinker
 import torch
-from tests.serve.conftest import Served
+from tests.serve.conftest import Served, make_base, serving
 from tests.serve.users import User, make_message
 from tests.support.local_ranks import LIMIT_S
 from tinker.proto import tinker_public_pb2 as protobuf
 
 from shardwise.bank import batch, losses, passes
-from shardwise.core.errors import StorageError, TrainingError
+from shardwise.core.errors import RankLostError, StorageError, TrainingError
 from shardwise.files.local_writer import LocalWriter
 from shardwise.serve import app
 from shardwise.serve.operations import OffloadModels, Pass, SaveModel
+from shardwise.serve.records import Settings
 
 STEP = {"adam_params": {"learning_rate": 1e-2}}
 
@@ -549,3 +550,32 @@ def test_the_seq_id_that_is_waited_for(users: dict[str, User]) -> None:
     assert (waiting.status_code, waiting.json()["queue_state_reason"]) == (408, "waiting for seq_id 7")
     ada.send(make_message(model, 7))
     assert isinstance(ada.retrieve(late), bytes)
+
+
+def test_what_waits_when_a_rank_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused with the reason, and the connections are closed without a traceback."""
+    is_held = threading.Event()
+
+    def lose(_turn: Any) -> Any:
+        is_held.set()
+        raise RankLostError("rank 1 is lost")
+
+    with (
+        serving(make_base(), tmp_path, Settings("base", "base"), {"ada": {}}) as served,
+        ThreadPoolExecutor() as pool,
+    ):
+        user = User(served.url, served.keys["ada"])
+        model = user.create()
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the thread of the turns ends
+        monkeypatch.setattr(served.engine, "run", lose)
+        waiting = [pool.submit(user.retrieve, user.send(make_message(model, number)).json()) for number in (2, 1)]
+        assert is_held.wait(LIMIT_S)
+        served.server.stop()
+        for answer in waiting:
+            refused = answer.result(LIMIT_S)
+            assert refused["category"] == "server"
+            assert "one of its ranks failed or is lost" in refused["error"]
+        user.http.close()
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -18,7 +18,7 @@ from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.losses import LOSSES, complete_config
 from shardwise.bank.memory import estimate_pass
 from shardwise.bank.passes import FusedPass, PlacedRequest, PlannedPass, SharedBase
-from shardwise.bank.rows import Request, UnpaddedRow, no_random_numbers, parse_rows
+from shardwise.bank.rows import Request, UnpaddedRow, no_random_numbers, parse_rows, require_not_compiled
 from shardwise.core.errors import ConfigError, RankLostError, RankMismatchError, ShardwiseError, TrainingError
 from shardwise.core.formatting import in_bytes
 from shardwise.fsdp.named_tensors import reshard
@@ -310,6 +310,7 @@ def plan_call(
     """
     # Each rank checks and counts its own rows.
     with base.world.all_gather("check the rows") as exchange:
+        require_not_compiled(base.model)
         placed, counts_here = [], []
         for request in _require_requests(requests):
             request = request if is_training else replace(request, backward=False)

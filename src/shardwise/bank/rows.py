@@ -252,12 +252,28 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
             "shardwise.from_pretrained without tuning="
         )
     # All reasons at once, so that a caller does not find them one by one.
-    faults = [*_find_module_faults(model), *_find_config_faults(model), *_find_sharding_faults(model, ranks)]
+    faults = [*_find_compiled(model), *_find_module_faults(model), *_find_config_faults(model)]
+    _require_none(model, [*faults, *_find_sharding_faults(model, ranks)])
+    return model
+
+
+def require_not_compiled(model: nn.Module) -> None:
+    """Raise ConfigError if the base of a bank has been compiled since, as :func:`require_base` does."""
+    _require_none(model, list(_find_compiled(model)))
+
+
+def _require_none(model: nn.Module, faults: Sequence[str]) -> None:
     if faults:
         raise ConfigError(
             f"{type(model).__name__} cannot be the base of many adapters:\n  " + "\n  ".join(faults[:20])
         )
-    return model
+
+
+def _find_compiled(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if is_compiled_in_place(module):
+            # A compiled graph is not guarded on hooks, so it would not see adapters that are added later.
+            yield f"{canonical_name(name) or 'the model'} is compiled without adapters. Load it without compiling"
 
 
 def _find_module_faults(model: PreTrainedModel) -> Iterator[str]:
@@ -266,9 +282,6 @@ def _find_module_faults(model: PreTrainedModel) -> Iterator[str]:
     if getattr(model.config, "is_encoder_decoder", False):
         yield "it has an encoder, for which a bank has no rows. Use a causal language model"
     for name, module in model.named_modules():
-        if is_compiled_in_place(module):
-            # A compiled graph is not guarded on hooks, so it would not see adapters that are added later.
-            yield f"{canonical_name(name) or 'the model'} is compiled without adapters. Load it without compiling"
         if normalizes_over_rows(module):
             yield f"{canonical_name(name)} is a {type(module).__name__}, which normalizes over all adapters' rows"
         # None, a text, or a dict by layer type.

@@ -27,7 +27,7 @@ from shardwise.bank.compose import Unit, compose_passes
 from shardwise.bank.kernels import row_keys, stable_key
 from shardwise.bank.passes import SharedBase
 from shardwise.bank.routes import Route, group_rows
-from shardwise.bank.rows import Request, RowTensors, make_scored_row
+from shardwise.bank.rows import Request, RowTensors, make_scored_row, require_not_compiled
 from shardwise.core.errors import ConfigError
 from shardwise.fsdp.torch_private import to_device
 
@@ -133,6 +133,7 @@ def sample_tokens(
     """Sample from this rank's prompts. Collective: yes. Errors: see ``AdapterBank.generate``."""
     # All ranks need the lengths of all sequences, to compose the same batches.
     with base.world.all_gather("check the samples") as exchange:
+        require_not_compiled(base.model)
         rows_by_sample = [_open_sample(base, sample, adapters) for sample in samples]
         rows = [row for of_sample in rows_by_sample for row in of_sample]
         scored = [each for each in samples if each.prompt_logprobs or each.top_prompt_logprobs]

@@ -62,6 +62,8 @@ _OUT_OF_STEP = (
 )
 """The reason of a mismatch, and what to do."""
 
+ADVICE_ON_ENDS = "Check its output, and the kernel log (dmesg) for the OOM killer"
+
 WARN_S, WARN_AGAIN_S = 5.0, 30.0
 """Seconds after which a rank that has made no call yet is logged, and logged again."""
 
@@ -378,8 +380,8 @@ class ControlChannel:
         for number in watched:
             beat = heartbeats.get(number)
             if beat and self._verdict is None and (cause := beat.loss(self.timeouts.heartbeat_timeout_s)):
-                advice = "Check its output, and the kernel log (dmesg) for the OOM killer"
-                self._announce(keys, RankLostError(f"rank {number} ({beat.process}) is lost: {cause}. {advice}"))
+                text = f"rank {number} ({beat.process}) is lost: {cause}. {ADVICE_ON_ENDS}"
+                self._announce(keys, RankLostError(text))
         # Before the first meeting only: who has been in a meeting has joined.
         if self._meeting_number == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])

@@ -32,7 +32,7 @@ from shardwise.core import machine
 from shardwise.core.console import surviving_console
 from shardwise.core.errors import RankLostError, ShardingError, ShardwiseError
 from shardwise.core.phases import phase
-from shardwise.ranks.control_channel import WARN_AGAIN_S, WARN_S, waiting_for
+from shardwise.ranks.control_channel import ADVICE_ON_ENDS, WARN_AGAIN_S, WARN_S, waiting_for
 from shardwise.ranks.failure_detection import get_detector
 from shardwise.ranks.outcomes import Failure, decode, encode
 from shardwise.ranks.stop_signals import (
@@ -99,6 +99,9 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     # The cause, not its consequences: other ranks lost their peer, or were ended because the first one had failed.
     if failures:
         error = failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
+        # A signal ended the first one, as the OOM killer's: others have lost it, or the store that it held.
+        if first is not None and isinstance(error, RankLostError) and (context.processes[first].exitcode or 0) < 0:
+            error = failures.get(first, error)
         # A rank that ended by the request itself has waited for another one, which is no error of either.
         codes = {128 + number for number in (*STOP_SIGNALS, RELAYED)}
         has_waited = first is not None and context.processes[first].exitcode in codes
@@ -164,7 +167,10 @@ def _read_outcome(file: Path, rank: int, exit_code: int | None) -> Any:
     """Return the value or the error of a rank."""
     # A folder that was removed may have been made again by another user.
     if not file.exists() or file.parent.stat().st_uid != os.getuid():
-        return RankEndedError(f"rank {rank}: its process ended with exit code {exit_code}")
+        text = f"rank {rank}: its process ended with exit code {exit_code}"
+        if exit_code is not None and exit_code < 0:
+            text += f" ({signal.strsignal(-exit_code)}). {ADVICE_ON_ENDS}"
+        return RankEndedError(text)
     outcome = decode(file.read_bytes())
     if not isinstance(outcome, Failure):
         return outcome

@@ -126,6 +126,8 @@ class App:
                 response = _answer_error(StatusError(503, describe_fault(error)))
             except ClientDisconnect:  # in the middle of its body
                 response = Response(status_code=400)
+            except asyncio.CancelledError:  # when the server ends
+                response = _answer_error(StatusError(503, "the server is stopping"))
             path = request.url.path
             if response.status_code != 408 and path not in _UNLOGGED:
                 entry = {

@@ -176,10 +176,11 @@ class Server:
     def _run(self, stop: StopRequest) -> None:
         asyncio.set_event_loop(self._loop)
         assert self._http is not None
-        tasks = [
+        tasks = {
             self._loop.create_task(each) for each in (_tidy_regularly(self._service), _watch(self._service, stop))
-        ]
+        }
         self._loop.run_until_complete(self._http.serve(sockets=[self._listener]))
+        tasks |= asyncio.all_tasks(self._loop)  # calls of clients that have not sent all of their body, for example
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -216,9 +217,10 @@ class Server:
     def stop(self) -> None:
         """Answer what waits for a result, and close connections."""
         if self._http is not None and self._thread is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._service.end)  # nothing waits if the last turn was taken
             self._http.should_exit = True
             self._thread.join(5.0)
-            if self._thread.is_alive():  # clients that wait for results keep their connections
+            if self._thread.is_alive():  # calls that still run keep their connections
                 self._http.force_exit = True
                 self._thread.join(5.0)
         self._loop.close()

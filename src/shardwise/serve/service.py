@@ -90,6 +90,12 @@ _STOPPING_SAMPLES_S: Final = 60.0
 
 _NOT_CARRIED_OUT: Final = Refusal("the server has not carried out the request. Send it again", is_users=False)
 
+_ENDED: Final = Refusal(
+    "the server has ended, since one of its ranks failed or is lost. Once it runs again, make a new ServiceClient "
+    "and go on from the last save_state",
+    is_users=False,
+)
+
 _REPLACED: Final = Refusal("the checkpoint to sample from: a save over it has failed. Save it again")
 
 _log = logging.getLogger(__name__)
@@ -735,6 +741,13 @@ class Service:
             if self.store is not None and model.is_created:
                 self._put_save(model, "shutdown", model.key, model.model_id)  # after what the model has queued
         self._has_work.set()
+
+    def end(self) -> None:
+        """Take no more requests, and refuse those without a result, which no rank carries out any more."""
+        self.is_stopping = True
+        for request in self.futures.values():
+            if request.result is None:
+                self._set_result(request, _ENDED)
 
     def _put_save(self, model: Model, name: str, key: UserKey, queue: str) -> None:
         """Queue a save of a model that its user has not asked for."""
