@@ -239,6 +239,12 @@ class ShardwiseTrainer(_Trainer):
         shield_data_workers(loader)
         return loader
 
+    def keep_column(self, name: str) -> None:
+        """Hand a column of the datasets to the collator, also with ``remove_unused_columns``."""
+        trainer: Any = self
+        trainer._set_signature_columns_if_needed()
+        trainer._signature_columns.append(name)
+
     def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
         self._sampler = super()._get_train_sampler(*positional, **keywords)
         return self._sampler

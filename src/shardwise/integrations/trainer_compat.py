@@ -145,12 +145,6 @@ def redirect_through_root(trainer: Any) -> None:
     setattr(trainer, REDIRECTION, RootRedirection())
 
 
-def keep_column(trainer: Any, name: str) -> None:
-    """Have a trainer hand a column to its collator, also with ``remove_unused_columns``."""
-    trainer._set_signature_columns_if_needed()
-    trainer._signature_columns.append(name)
-
-
 class ComputesInNormalMode:
     """Hooks by which a sharded model leaves torch's inference mode while it computes, with the other ranks.
 

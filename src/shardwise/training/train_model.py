@@ -17,7 +17,6 @@ from shardwise.files.urls import without_secrets
 from shardwise.fsdp.torch_private import accelerator
 from shardwise.integrations.trainer import ShardwiseTrainer
 from shardwise.integrations.trainer_checkpoints import complete_steps
-from shardwise.integrations.trainer_compat import keep_column
 from shardwise.ranks.stop_signals import StopRequest
 from shardwise.ranks.timeouts import Timeouts
 from shardwise.ranks.world import World
@@ -57,7 +56,7 @@ def train(config: RunConfig, local_rank: int) -> TrlOutcome:
                     setattr(trainer, name, ImageRows(rows, column, processor))
             max_length = arguments.training.max_length
             if max_length is not None and isinstance(trainer.train_dataset, ImageRows):
-                keep_column(trainer, ROW)
+                trainer.keep_column(ROW)
                 trainer.data_collator = ImageCollator(trainer.data_collator, max_length)
             checkpointing = arguments.training.gradient_checkpointing_kwargs or {}
             is_reentrant = bool(checkpointing.get("use_reentrant"))
