@@ -107,6 +107,13 @@ def test_a_file_that_is_missing_is_not_sought_on_the_hub_alone(tmp_path: Path) -
         load(str(tmp_path / "rows.jsonl"))
 
 
+def test_files_that_cannot_be_mixed_are_not_missing(tmp_path: Path) -> None:
+    text = tiny.write_rows(tmp_path / "text.jsonl", {"a": "Hi"})
+    lists = tiny.write_rows(tmp_path / "lists.jsonl", {"a": [{"b": 1}]})
+    with pytest.raises(ConfigError, match="cannot be loaded as a dataset.* Check the name and the rows$"):
+        load(None, mixture({"path": str(text)}, {"path": str(lists)}))
+
+
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
     name = str(tmp_path / "rows.jsonl")
     Path(name).touch()

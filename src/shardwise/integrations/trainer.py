@@ -387,7 +387,7 @@ class ShardwiseTrainer(_Trainer):
         self._events.share_metrics(metrics if isinstance(metrics, dict) else {})
         return metrics
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+    def set_initial_training_values(self, args: Any, dataloader: Any, *others: Any) -> Any:
         """Count steps like the Trainer. Raises ConfigError if there is no batch, on every rank."""
         batches: Any = dataloader
         if compat.has_length(dataloader) and len(batches) == 0:
@@ -396,7 +396,7 @@ class ShardwiseTrainer(_Trainer):
                 f"the dataset to train on: has fewer rows ({rows}) than a batch of all ranks. "
                 "Add rows, train on fewer ranks or with a smaller batch, or do not set dataloader_drop_last"
             )
-        return super().set_initial_training_values(args, dataloader)
+        return super().set_initial_training_values(args, dataloader, *others)
 
     def _make_batches(
         self,

@@ -191,7 +191,8 @@ def _call(names: str, read: Callable[..., Any], *args: Any, **keywords: Any) -> 
             _require_json_lines(Path(names))
         message = redact(f"{names}: cannot be loaded as a dataset, {str(cause) or repr(cause)}", names, {})
         remedy = "Check the name and the rows"
-        if Path(names).suffix in _BUILDERS and not Path(names).exists():
+        missing = [name for name in names.split(", ") if not Path(name).exists()]
+        if not Path(names).exists() and any(Path(name).suffix in _BUILDERS for name in missing):
             remedy = "There is no such file on this machine. Check the path"
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
             remedy = "If that is the cache of datasets, set another folder by env: {HF_DATASETS_CACHE: FOLDER}"
