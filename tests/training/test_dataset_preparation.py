@@ -285,6 +285,15 @@ def test_messages_of_json_and_variables_of_some_templates(tmp_path: Path) -> Non
         assert list(load_data(name, tiny.tokenizer(), dataset_streaming=streaming)[0]) == wanted
 
 
+def test_streams_of_other_columns_are_mixed(tmp_path: Path) -> None:
+    streams = []
+    for column in ("messages", "conversations"):
+        name = str(tiny.write_rows(tmp_path / f"{column}.jsonl", {column: ASKED}))
+        streams.append(datasets.load_dataset("json", data_files=name, split="train", streaming=True))
+    rows = datasets.concatenate_datasets(streams)
+    assert list(dataset_preparation.convert_to_messages(rows, "sft", num_proc=None)) == [{"messages": ASKED}] * 2
+
+
 def test_texts_of_prompts_beside_chats_are_left_out(tmp_path: Path) -> None:
     """The published files of the alignment handbook have both."""
     rejected = [ASKED[0], {**ASKED[1], "content": "No"}]

@@ -661,6 +661,8 @@ def _map_rows(
             texts = _map_rows(dataset.remove_columns(column), make_examples, num_proc, others)
             return datasets.concatenate_datasets([texts, dataset.select_columns(column)], axis=1)
         options["features"] = datasets.Features(features) if features else None
+    else:  # a batch of a stream would join rows of two datasets, which may have other columns
+        options["batch_size"] = 1
     mapped: AnyDataset = dataset.map(
         partial(_make_batch, _digest_code(), tuple(features or ()), as_json, make_examples),
         batched=True,
