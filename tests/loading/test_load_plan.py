@@ -127,8 +127,9 @@ PREFIX = r'Pass key_mapping={r"\^net\\\.": ""}, as the names differ by net\. .*-
         (("net.a.w", "net.b.w"), ("a.w", "b.w"), r'Pass key_mapping={r"\^": "net\."}'),
         (("a.w",), ("base_model.model.a.lora_A.default.weight",), "with lora_ are those of a PEFT model"),
         (("a.w", "b.w", "c.w"), ("net.a.w", "b", "c"), "Pass on_missing=Initialize.* on_unexpected=Ignore"),
+        (("net.a.w", "b.w", "c.w"), ("a.w", "d.w"), "Pass on_missing=Initialize.* on_unexpected=Ignore"),
     ],
-    ids=["prefix of keys", "prefix of the model", "adapter", "other names"],
+    ids=["prefix of keys", "prefix of the model", "adapter", "other names", "a head of others"],
 )
 def test_names_that_differ_by_a_prefix_are_to_be_renamed(names, keys, advice):
     stored = dict.fromkeys(keys, ((2,), F32))
@@ -141,5 +142,7 @@ def test_consents_do_not_leave_out_the_whole_checkpoint():
     consent = Consent(missing=Initialize(("*",)), unexpected=Ignore())
     with pytest.raises(KeyMismatchError, match="(?s)none of the checkpoint's tensors has.*Pass key_mapping="):
         plan(tensors, stored, unmatched=unmatched, consent=consent)
+    other = {"d.w": ((2,), F32)}  # a part of a model that has new tensors only
+    assert plan(tensors, other, unmatched={"d.w": "d.w"}, consent=consent).missing_keys == ("a.w",)
     made = plan([*tensors, tensor("b.w", 2)], {**stored, "b.w": ((2,), F32)}, unmatched=unmatched, consent=consent)
     assert made.missing_keys == ("a.w",)

@@ -322,6 +322,12 @@ def killed_on(rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def killed_before_a_collective(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
 def sleep_on(rank: int) -> None:
     if dist.get_rank() == rank:
         threading.Event().wait()

@@ -66,6 +66,8 @@ def test_a_rank_that_was_killed_is_named_before_what_others_lost():
     """Here the store, which the first rank has."""
     with pytest.raises(RankEndedError, match=r"rank 0: its process ended with exit code -9 .*dmesg"):
         run_spawned(2, faults.killed_on, 0)
+    with pytest.raises(RankEndedError, match=r"rank 0: its process ended with exit code -9 .*dmesg"):
+        run_spawned(2, faults.killed_before_a_collective, 0)
 
 
 @pytest.mark.distributed

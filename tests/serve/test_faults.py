@@ -28,6 +28,7 @@ from shardwise.files.local_writer import LocalWriter
 from shardwise.serve import app
 from shardwise.serve.operations import OffloadModels, Pass, SaveModel
 from shardwise.serve.records import Settings
+from shardwise.serve.service import Service
 
 STEP = {"adam_params": {"learning_rate": 1e-2}}
 
@@ -556,7 +557,14 @@ def test_what_waits_when_a_rank_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is refused with the reason, and the connections are closed without a traceback."""
-    is_held = threading.Event()
+    is_held, retrieving = threading.Event(), threading.Semaphore(0)
+    original = Service.retrieve
+
+    async def retrieve(*args: Any) -> Any:
+        retrieving.release()
+        return await original(*args)
+
+    monkeypatch.setattr(Service, "retrieve", retrieve)
 
     def lose(_turn: Any) -> Any:
         is_held.set()
@@ -572,10 +580,12 @@ def test_what_waits_when_a_rank_is_lost(
         monkeypatch.setattr(served.engine, "run", lose)
         waiting = [pool.submit(user.retrieve, user.send(make_message(model, number)).json()) for number in (2, 1)]
         assert is_held.wait(LIMIT_S)
+        for _ in waiting:
+            assert retrieving.acquire(timeout=LIMIT_S)
         served.server.stop()
         for answer in waiting:
             refused = answer.result(LIMIT_S)
             assert refused["category"] == "server"
-            assert "one of its ranks failed or is lost" in refused["error"]
+            assert "one of its ranks is lost" in refused["error"]
         user.http.close()
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -206,15 +206,17 @@ class _LoadPlanner:
         # After the fills: once a fill has reported codes without scales, the keys of the scales are not reported
         # again.
         self.check_unexpected()
-        # Consents that leave the whole checkpoint out would give a model of random values.
-        reads = any(isinstance(fill, FromCheckpoint) for fill in self.fills.values())
-        if self.missing and self.unexpected and not reads and "missing" not in self.faults:
+        # Consents that leave out a checkpoint of other names would give a model of random values.
+        advice = self.find_advice()
+        of_base = [fill for name, fill in self.fills.items() if OF_AN_ADAPTER not in name]
+        reads = any(isinstance(fill, FromCheckpoint) for fill in of_base)
+        if advice and self.missing and self.unexpected and not reads and "missing" not in self.faults:
             self.fault("unread", "none of the checkpoint's tensors has a name of the model's")
         # In the order of REMEDIES, whatever the order in which they were found.
         if self.faults:
             ordered = {kind: self.faults[kind] for kind in REMEDIES if kind in self.faults}
             head = f"the checkpoint {self.index.root} does not fit the model"
-            raise KeyMismatchError(describe_faults(head, ordered, self.choose_remedies()))
+            raise KeyMismatchError(describe_faults(head, ordered, self.choose_remedies(advice)))
         return LoadPlan(
             layout=self.layout,
             fills=self.fills,
@@ -225,30 +227,35 @@ class _LoadPlanner:
             duplicates=self.duplicates,
         )
 
-    def choose_remedies(self) -> Mapping[str, str]:
-        """Return ``remedies``, or other advice if the missing tensors are stored with an adapter or a prefix."""
-        lacking = {*self.missing, *self.faults.get("missing", ())}
+    def find_advice(self) -> str:
+        """Return what to pass if the missing tensors are stored with an adapter or a prefix, or ""."""
+        lacking = {self.base_name(name) for name in (*self.missing, *self.faults.get("missing", ()))}
         keys = self.bindings.unmatched.keys()
-        advice = ""
         if lacking and any(OF_AN_ADAPTER in key for key in keys):
-            advice = (
+            return (
                 "the weights of the model alone: the keys with lora_ are those of a PEFT model "
                 "(load_accelerate_model(model, folder, only=AdapterOnly()), then save_adapter, writes the adapter)"
             )
-        else:
-            # {"net.": 21} with keys net.norm.weight, ... and a model that lacks norm.weight, ...
-            in_keys = Counter(prefix for key in keys for prefix in _prefixes_before(key, lacking))
-            in_names = Counter(prefix for name in lacking for prefix in _prefixes_before(name, keys))
-            for prefixes, regex, replacement in ((in_keys, "^{}", ""), (in_names, "^", "{}")):
-                for prefix, count in prefixes.most_common(1):
-                    # Half of them: others may be made of several keys, as stacked experts are.
-                    if 2 * count >= len(lacking):
-                        old, new = regex.format(re.escape(prefix)), replacement.format(prefix)
-                        advice = (
-                            f'key_mapping={{r"{old}": "{new}"}}, as the names differ by {prefix} (files: renamed '
-                            f"by shardwise merge-weights --key-mapping '{old}' '{new}')"
-                        )
-        if not advice:
+        num_saved = sum(item.kind.is_saved and OF_AN_ADAPTER not in item.fqn for item in self.layout.tensors)
+        # {"net.": 21} with keys net.norm.weight, ... and a model that lacks norm.weight, ...
+        in_keys = Counter(prefix for key in keys for prefix in _prefixes_before(key, lacking))
+        in_names = Counter(prefix for name in lacking for prefix in _prefixes_before(name, keys))
+        for prefixes, regex, replacement in ((in_keys, "^{}", ""), (in_names, "^", "{}")):
+            for prefix, count in prefixes.most_common(1):
+                # Half of the model: other heads have similar names, which are not its own. Not all of it: some
+                # tensors are made of several keys, as stacked experts are.
+                if 2 * count >= num_saved:
+                    old, new = regex.format(re.escape(prefix)), replacement.format(prefix)
+                    return (
+                        f'key_mapping={{r"{old}": "{new}"}}, as the names differ by {prefix} (files: renamed '
+                        f"by shardwise merge-weights --key-mapping '{old}' '{new}')"
+                    )
+        return ""
+
+    def choose_remedies(self, advice: str) -> Mapping[str, str]:
+        """Return ``remedies`` with other advice for missing tensors, unless they are those of a merge or none."""
+        is_of_names = "key_mapping" in advice
+        if not advice or not self.remedies or (is_of_names and self.remedies["missing"] != REMEDIES["missing"]):
             return self.remedies
         others = {kind: remedy for kind, remedy in self.remedies.items() if kind != "unexpected"}
         return {**others, "missing": advice, "unread": advice}

@@ -99,9 +99,11 @@ def run_spawned(size: int, function: RankFunction, *args: Any, asks_first: bool 
     # The cause, not its consequences: other ranks lost their peer, or were ended because the first one had failed.
     if failures:
         error = failures[min(failures, key=lambda rank: (_priority(failures[rank]), rank != first))]
-        # A signal ended the first one, as the OOM killer's: others have lost it, or the store that it held.
-        if first is not None and isinstance(error, RankLostError) and (context.processes[first].exitcode or 0) < 0:
-            error = failures.get(first, error)
+        # A signal ended the first one, as the OOM killer's: others have lost it, or the store that it held, or
+        # raised another library's error of their connection to it.
+        if first is not None and isinstance(error, RankLostError | RankError):
+            is_killed = (context.processes[first].exitcode or 0) < 0
+            error = failures.get(first, error) if is_killed else error
         # A rank that ended by the request itself has waited for another one, which is no error of either.
         codes = {128 + number for number in (*STOP_SIGNALS, RELAYED)}
         has_waited = first is not None and context.processes[first].exitcode in codes

@@ -91,7 +91,7 @@ _STOPPING_SAMPLES_S: Final = 60.0
 _NOT_CARRIED_OUT: Final = Refusal("the server has not carried out the request. Send it again", is_users=False)
 
 _ENDED: Final = Refusal(
-    "the server has ended, since one of its ranks failed or is lost. Once it runs again, make a new ServiceClient "
+    "the server has ended, perhaps because one of its ranks is lost. Once it runs again, make a new ServiceClient "
     "and go on from the last save_state",
     is_users=False,
 )
