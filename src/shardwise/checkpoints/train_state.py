@@ -126,10 +126,8 @@ class CollectedState:
         for item in self.model_tensors:
             if item.kind.is_saved and item.fqn not in self.stored:
                 others.append((item.fqn, tuple(item.tensor.shape)))
-        in_order, as_found = (
-            hashlib.sha256(repr(names).encode()).hexdigest()[:32] for names in (sorted(others), others)
-        )
-        return in_order, as_found
+        sorted_digest = hashlib.sha256(repr(sorted(others)).encode()).hexdigest()[:32]
+        return sorted_digest, hashlib.sha256(repr(others).encode()).hexdigest()[:32]
 
     @cached_property
     def base(self) -> BaseSamples:

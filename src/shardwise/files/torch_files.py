@@ -60,13 +60,13 @@ class _TorchFiles(CheckpointFormat):
 
     def hints(self, names: Sequence[str]) -> list[str]:
         sentences: list[str] = []
-        rest = list(names)
+        remaining = list(names)
         for pattern, advice in _OF_TRAINERS.items():
-            of_trainer = [name for name in rest if pattern.fullmatch(name)]
+            of_trainer = [name for name in remaining if pattern.fullmatch(name)]
             if of_trainer:
                 sentences.append(f"{listed(map(shown, of_trainer))}: {advice}")
-            rest = [name for name in rest if name not in of_trainer]
-        files = [name for name in rest if name.endswith(_WEIGHTS)]
+            remaining = [name for name in remaining if name not in of_trainer]
+        files = [name for name in remaining if name.endswith(_WEIGHTS)]
         if files:
             sentences.append(f"{listed(map(shown, files))}: if one of them holds the model, pass its path")
         return sentences

@@ -231,11 +231,15 @@ class _LoadPlanner:
         """Return what to pass if the missing tensors are stored with an adapter or a prefix, or ""."""
         lacking = {self.base_name(name) for name in (*self.missing, *self.faults.get("missing", ()))}
         keys = self.bindings.unmatched.keys()
-        if lacking and any(OF_AN_ADAPTER in key for key in keys):
+        if not lacking or not self.remedies:  # a caller that gives no advice
+            return ""
+        if any(OF_AN_ADAPTER in key for key in keys):
             return (
                 "the weights of the model alone: the keys with lora_ are those of a PEFT model "
                 "(load_accelerate_model(model, folder, only=AdapterOnly()), then save_adapter, writes the adapter)"
             )
+        if self.remedies["missing"] != REMEDIES["missing"]:  # a merge, which takes no key_mapping
+            return ""
         num_saved = sum(item.kind.is_saved and OF_AN_ADAPTER not in item.fqn for item in self.layout.tensors)
         # {"net.": 21} with keys net.norm.weight, ... and a model that lacks norm.weight, ...
         in_keys = Counter(prefix for key in keys for prefix in _prefixes_before(key, lacking))
@@ -253,9 +257,8 @@ class _LoadPlanner:
         return ""
 
     def choose_remedies(self, advice: str) -> Mapping[str, str]:
-        """Return ``remedies`` with other advice for missing tensors, unless they are those of a merge or none."""
-        is_of_names = "key_mapping" in advice
-        if not advice or not self.remedies or (is_of_names and self.remedies["missing"] != REMEDIES["missing"]):
+        """Return ``remedies``, with the advice of :meth:`find_advice` for missing tensors if there is one."""
+        if not advice:
             return self.remedies
         others = {kind: remedy for kind, remedy in self.remedies.items() if kind != "unexpected"}
         return {**others, "missing": advice, "unread": advice}
