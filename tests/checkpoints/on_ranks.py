@@ -27,7 +27,6 @@ from torch.distributed.fsdp import fully_shard
 import shardwise
 from shardwise import Checkpointer, TrainState
 from shardwise.checkpoints import step_folders, summaries, write
-from shardwise.core.errors import StorageError
 from shardwise.core.phases import current_phases
 from shardwise.files.local_writer import open_writer
 from shardwise.options import AdapterOnly, Ignore, StateOptions
@@ -193,6 +192,8 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
         training.schedule.mean = [training.model.head.weight.detach()]
     elif fault == "no json":
         state = TrainState(training.model, user={"at": {1, 2}})
+    elif fault == "complex128":
+        training.model.register_buffer("phases", torch.ones(3, dtype=torch.complex128))
     elif fault == "other optimizer":
         state = TrainState(training.model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     elif fault == "step":
@@ -243,16 +244,18 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
 def fail_to_tidy_up(folder: str, mode: str) -> tuple[Any, ...]:
     """A checkpoint that counts by the time something fails is known of by the next one."""
     training = Training()
-    checkpointer = Checkpointer(folder, mode=mode, keep=2)
+    checkpointer = Checkpointer(folder, mode=mode, keep=1)
 
     def save() -> None:
-        checkpointer.save(1, training.state)
+        checkpointer.save(2, training.state)
         checkpointer.wait()
 
-    with mock.patch.object(step_folders, "remove", side_effect=StorageError("struck")):
+    checkpointer.save(1, training.state)
+    checkpointer.wait()
+    with mock.patch.object(step_folders, "remove", side_effect=LookupError("struck")):
         error = attempt(save)
     there = checkpointer.steps()
-    checkpointer.save(2, training.state)
+    checkpointer.save(3, training.state)
     checkpointer.close()
     return error, there, checkpointer.steps()
 
@@ -494,6 +497,17 @@ def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | N
         for step in steps:
             training.step()
             checkpointer.save(step, training.state)
+
+
+def save_after_other_calls(folder: str) -> tuple[list[str], list[int]]:
+    """Ranks are in different calls, and then in saves of different modes, before they save together."""
+    training, checkpointer = Training(), Checkpointer(folder, mode="async")
+    other = Checkpointer(folder, mode=("async", "sync")[tiny.rank()])
+    first = attempt(lambda: [checkpointer.steps, lambda: checkpointer.save(1, training.state)][tiny.rank()]())
+    second = attempt(lambda: other.save(1, training.state))
+    checkpointer.save(2, training.state)
+    checkpointer.wait()
+    return [first[0], second[0]], checkpointer.steps()
 
 
 def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
 from tests.support.files import flip_bit
-from tests.support.world import require_same_error
+from tests.support.world import agreed, require_same_error
 from torch import nn
 
 import shardwise
@@ -32,6 +32,7 @@ CALLS = {
     "shard in the data": ("ConfigError", "data.rank_0.at: is a DTensor, and those are stored for the model"),
     "shard in a schedule": ("ConfigError", "schedulers.0.mean.0: is a DTensor, and those are stored for the model"),
     "no json": ("ConfigError", "user: is not JSON"),
+    "complex128": ("ShardingError", "model.phases: is torch.complex128, which a checkpoint cannot hold"),
     "other optimizer": ("ShardingError", "is not the model's"),
     "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
     "other steps": (
@@ -79,9 +80,9 @@ def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_counts_is_known_of_though_something_failed_after(worlds, tmp_path, mode):
     for error, there, then in worlds(2).run(on_ranks.fail_to_tidy_up, str(tmp_path), mode):
-        assert error == ("StorageError", "struck")
-        assert there == [1]
-        assert then == [1, 2]
+        assert error == ("CheckpointError", "LookupError: struck")
+        assert there == [1, 2]
+        assert then == [3]
 
 
 def test_a_wait_that_is_interrupted_loses_sight_of_nothing(worlds, tmp_path):
@@ -348,6 +349,12 @@ def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
 def shardwise_place(step: Path, path: tuple[str, ...]):
     with LocalReader(step) as reader:
         return read_metadata(reader).objects[path]
+
+
+def test_a_save_in_the_background_after_calls_that_did_not_meet(worlds, tmp_path):
+    kinds, steps = agreed(worlds(2), on_ranks.save_after_other_calls, str(tmp_path))
+    assert kinds == ["RankMismatchError"] * 2
+    assert steps == [2]
 
 
 @pytest.mark.parametrize("is_renewed", [False, True])

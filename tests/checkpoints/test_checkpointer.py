@@ -609,10 +609,10 @@ def folder_for_all():
 
 
 @contextmanager
-def closed(folder):
+def closed(folder, mode=0o000):
     """As that of another user."""
     user = os.geteuid()
-    folder.chmod(0o000)
+    folder.chmod(mode)
     try:
         if user == 0:
             os.seteuid(65534)
@@ -634,6 +634,23 @@ def test_a_step_that_may_not_be_entered_is_left_alone(folder_for_all):
         with pytest.raises(StorageError, match="step-1"):
             remove_incomplete_steps(folder)
     assert steps_in(folder) == [1, 2]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_old_step_that_may_not_be_removed_stays(folder_for_all, caplog, mode):
+    folder, state = folder_for_all, TrainState(tiny.Tiny())
+    folder.chmod(0o777)
+    with Checkpointer(folder, keep=1, mode=mode) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        with closed(folder / "step-1", 0o555):
+            for step in (2, 3):
+                checkpointer.save(step, state)
+                checkpointer.wait()
+        assert checkpointer.steps() == [1, 3]
+        assert "Step 3 is complete: remove step 1 yourself" in caplog.text
+        assert checkpointer.save(4, state).step == 4
+    assert steps_in(folder) == [4]
 
 
 def test_a_newest_step_that_may_not_be_entered_is_named(folder_for_all):

@@ -125,6 +125,7 @@ class _Deaf:
 
     def __init__(self) -> None:
         self.meetings: dict[str, Any] = {}
+        self.calls: dict[str, int] = {}
 
     def add(self, *_: object) -> None: ...
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -131,9 +131,12 @@ def fail_nested(inner: bool) -> tuple[str, str, list[int]]:
 def in_threads() -> list[list[Any]]:
     """Blocks of two worlds of the same ranks, each in a thread of its own."""
     told: list[list[Any]] = [[], []]
+    foreground = World.current()
+    foreground.join()
+    both = foreground, World.current(foreground=foreground)
 
     def work(place: int) -> None:
-        with World.current(purpose=f"/{place}") as world:
+        with both[place] as world:
             for number in range(20):
                 with world.all_gather("count") as exchange:
                     exchange.local = (place, number, world.rank)
@@ -145,6 +148,40 @@ def in_threads() -> list[list[Any]]:
     for thread in threads:
         thread.join()
     return told
+
+
+def begin_another_call(left: int) -> tuple[str, str, list[int]]:
+    """A rank leaves a call by a generator that it keeps, and goes on to the next one."""
+    timeouts = Timeouts(heartbeat_interval_s=0.1, heartbeat_timeout_s=8, join_timeout_s=3600)
+
+    def count() -> Generator[None]:
+        with World.current(timeouts=timeouts, call="count") as world:
+            while True:
+                world.all_gather_object(world.rank)
+                yield
+
+    counting = count()
+    next(counting)
+    error = "", ""
+    if dist.get_rank() != left:
+        error = attempt(next, counting)
+    with World.current(timeouts=timeouts, call="save") as world:
+        ranks = world.all_gather_object(world.rank)
+    counting.close()
+    return *error, ranks
+
+
+def nest_calls() -> list[int]:
+    """A call within another one, again and again, in which ranks wait for each other at different times."""
+    timeouts = Timeouts(heartbeat_interval_s=0.01, heartbeat_timeout_s=3600, join_timeout_s=3600)
+    with World.current(timeouts=timeouts, call="count") as outer:
+        for number in range(20):
+            with World.current(timeouts=timeouts, call="save") as inner:
+                time.sleep(0.02 * (number % 2 == inner.rank))
+                inner.all_gather_object(None)
+            time.sleep(0.02 * (number % 3 == outer.rank))
+            ranks = outer.all_gather_object(outer.rank)
+    return ranks
 
 
 def interrupted(error: type[BaseException]) -> tuple[str, str]:

@@ -164,6 +164,19 @@ def test_blocks_in_threads(worlds):
     assert worlds(2).run(faults.in_threads) == [told] * 2
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_rank_that_has_begun_another_call_is_not_waited_for(worlds, left):
+    ends = worlds(2).run(faults.begin_another_call, left)
+    kind, text, _ = ends[1 - left]
+    assert kind == "RankMismatchError"
+    assert f"rank {left} has begun another call, and rank {1 - left} waits for it in count" in text
+    assert [ranks for *_, ranks in ends] == [[0, 1]] * 2
+
+
+def test_calls_may_be_nested(worlds):
+    assert worlds(2).run(faults.nest_calls) == [[0, 1]] * 2
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_in_a_block_ends_the_call_of_the_others(worlds, kind):
     (lost, text), mine = worlds(2).run(faults.interrupted, kind)

@@ -194,6 +194,8 @@ def spoil(fault: str, state: dict[str, torch.Tensor], parts: dict[str, torch.Ten
             state[name] = state[name].to("meta") if rank == 1 else state[name]
         case "no tensor":
             state[name] = [1.0]
+        case "sparse":
+            state[name] = torch.eye(5).to_sparse()
         case "no mapping on rank 1":
             return list(state) if rank == 1 else state
         case "twice":

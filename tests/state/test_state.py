@@ -87,6 +87,7 @@ FAULTS = {
     "ties on rank 1": ("KeyMismatchError", "rank 1: embed.weight and head.weight: are one tensor"),
     "meta on rank 1": ("ShardingError", "rank 1: 1 tensors of the given state are on meta"),
     "no tensor": ("ConfigError", "blocks.1.linear.weight in the state is a list"),
+    "sparse": ("ConfigError", "blocks.1.linear.weight in the state is a torch.sparse_coo"),
     "no mapping on rank 1": ("ConfigError", "rank 1: state: is a "),
     "twice": ("ConfigError", "state: has blocks.1.linear.weight twice"),
     "nobody": ("KeyMismatchError", "missing"),

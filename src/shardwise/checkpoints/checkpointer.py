@@ -44,9 +44,6 @@ from shardwise.transfer.workers import renew_thread_pool
 
 _MAX_STEP = 10**15
 
-_BACKGROUND = "/checkpoint"
-"""Purpose of the world in which the ranks' threads meet."""
-
 
 class Checkpointer:
     """Keeps the training state in a folder, in the format of ``torch.distributed.checkpoint``.
@@ -168,17 +165,17 @@ class Checkpointer:
         with clock.phase("wait"):
             self.wait()
         with ExitStack() as stack:
-            # Joined before the ranks meet for the first time, so that a rank lost from then on is missed there.
             background = None
-            if self._mode == "async":
-                background = self._world("save", _BACKGROUND)
-                background.join()
-                # Only __exit__: if anything below raises, the threads of the other ranks learn that this one has
-                # left. The thread enters it.
-                stack.push(background)
-            # In the caller's thread: ranks agree on the content, and with "async" the state is copied. What is left
-            # is the writing.
             with self._world("save") as world:
+                # Joined before the ranks meet for the first time, so that a rank lost from then on is missed there.
+                if self._mode == "async":
+                    background = self._world("save", world)
+                    background.join()
+                    # Only __exit__: if anything below raises, the threads of the other ranks learn that this one
+                    # has left. The thread enters it.
+                    stack.push(background)
+                # In the caller's thread: ranks agree on the content, and with "async" the state is copied. What is
+                # left is the writing.
                 job = self._agree_on_job(world, clock, step, state)
                 report = job.report
                 if background is None:
@@ -319,9 +316,9 @@ class Checkpointer:
             raise
         self._newest = step
 
-    def _world(self, call: str, purpose: str = "") -> World:
+    def _world(self, call: str, foreground: World | None = None) -> World:
         group, timeouts = self._options.process_group, self._options.timeouts
-        return World.current(group, timeouts, purpose=purpose, call=f"Checkpointer.{call}")
+        return World.current(group, timeouts, call=f"Checkpointer.{call}", foreground=foreground)
 
     def _find_latest(self, world: World) -> int | None:
         """Return the newest step without missing or truncated files. Collective: yes."""

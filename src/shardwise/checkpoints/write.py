@@ -100,7 +100,7 @@ def write_and_commit(world: World, job: Job) -> CheckpointReport:
 
     Raises:
         StorageError: another save holds the lock or has taken it over, or bytes could not be written. The
-            checkpoint is not committed then, unless removing an older one failed.
+            checkpoint is not committed then.
         ShardingError: ``.metadata`` would be larger than readers accept. Nothing is written then.
         RankLostError: a rank has been lost.
     """
@@ -187,7 +187,12 @@ def _commit(job: Job, saving: Saving, written: Sequence[WrittenFile], metadata: 
         folders = {step: job.root / step_folders.step_folder_name(step) for step in earlier}
         complete = [*(step for step in earlier if step_folders.is_complete_folder(folders[step])), job.step]
         oldest = complete[-job.keep :][0]  # of those that stay
-        removed = step_folders.remove(job.root, [step for step in earlier if step < oldest])
+        for step in earlier:
+            if step < oldest:
+                try:
+                    removed += step_folders.remove(job.root, [step])
+                except StorageError as error:  # this save has been committed, and says what is left of another
+                    _log.warning("%s. Step %d is complete: remove step %d yourself", error, job.step, step)
     locked.release()
     return removed, sum(files.values())
 

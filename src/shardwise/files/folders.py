@@ -1,8 +1,11 @@
-"""Lists and removes nested folders."""
+"""Lists and removes nested folders, and makes temporary ones."""
 
+import errno
 import os
-from collections.abc import Collection
-from contextlib import suppress
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from shardwise.core.errors import StorageError
 from shardwise.files.local_writer import LocalWriter
@@ -54,3 +57,26 @@ def remove_folder(root: str | os.PathLike[str]) -> None:
             os.rmdir(root)
     except OSError as error:
         raise StorageError(f"{os.fspath(root)}: cannot be removed ({error.strerror or error})") from error
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a folder for files that a library writes, until the end of the block.
+
+    Raises:
+        StorageError: it is full. Errors of the system do not tell which file that is of.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+            yield Path(folder)
+    except (OSError, RuntimeError) as error:
+        reason = "no space left"
+        if isinstance(error, OSError):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            reason = error.strerror or reason
+        elif "inline_container" not in str(error):  # torch's writer of archives, which does not know the reason
+            raise
+        raise StorageError(
+            f"{tempfile.gettempdir()}: temporary files cannot be written, {reason}. Free space there, or set TMPDIR"
+        ) from error

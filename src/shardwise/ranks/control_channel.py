@@ -78,15 +78,24 @@ class ControlChannel:
         global_ranks: the ranks of the group in the default group.
         timeouts: how long to wait.
         call: description of this rank's call, the same on all ranks.
+        number: of the call among those with this name, the same on all ranks. None to count it when it is joined.
     """
 
     def __init__(
-        self, store: Any, name: str, rank: int, global_ranks: Sequence[int], timeouts: Timeouts, call: str
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        global_ranks: Sequence[int],
+        timeouts: Timeouts,
+        call: str,
+        number: int | None = None,
     ) -> None:
         self.rank, self.global_ranks, self.size = rank, global_ranks, len(global_ranks)
         self.timeouts = timeouts
         self._name = name
         self._call = call
+        self.number = number
         self._store = store
         self._keys: KeyStore | None = None
         self._meeting_number = 0
@@ -244,8 +253,10 @@ class ControlChannel:
 
     def _join(self) -> KeyStore:
         # A number of its own for each call of this rank. The n-th call of a rank meets the n-th of the others.
-        number = KeyStore(self._store, self._name).add(f"calls/{self.rank}", 1)
-        keys = KeyStore(self._store, f"{self._name}/call{number}")
+        if self.number is None:
+            self.number = KeyStore(self._store, self._name).add(f"calls/{self.rank}", 1)
+            self._detector.calls[self._name] = self.number
+        keys = KeyStore(self._store, f"{self._name}/call{self.number}")
         # Before "here": a rank that is here, and has never had a heartbeat, would not be missed.
         self._detector.has_started.wait()
         keys.set(f"here/{self.rank}", b"")
@@ -385,10 +396,33 @@ class ControlChannel:
         # Before the first meeting only: who has been in a meeting has joined.
         if self._meeting_number == 0 and self._verdict is None:
             self._find_absent(keys, [number for number in watched if number not in heartbeats])
+        if self._verdict is None:
+            self._find_departed(keys, step, watched)
         waited_s = running_s() - self._waiting_s
         if self._verdict is None and waited_s > self.timeouts.meeting_timeout_s:
             slow = self._detector.waits_for or "another rank"
             self._announce(keys, RankLostError(f"waited for {waited_s:.0f} s for {slow}. {ADVICE_ON_WAITS}"))
+
+    def _find_departed(self, keys: KeyStore, step: int, watched: Sequence[int]) -> None:
+        """Announce a rank that has begun a later call, while this one waits for it in a meeting of this call.
+
+        It may still be in this call, too: a generator that it has left, and not closed.
+        """
+        key = f"{keys.prefix}/{step}"
+        meeting, begun = self._detector.meetings.get(key), self._detector.calls.get(self._name)
+        if meeting is None or begun is None:
+            return
+        later = []
+        for number in watched:
+            beat = self._detector.heartbeats.get(number)
+            if beat and (status := beat.status) and status.calls.get(self._name, 0) > begun:
+                later.append(number)
+        # Looked up after the heartbeats: a rank that makes the same calls begins a later one after this meeting,
+        # whose result stays until this rank has read it. (The first rank, which makes it, does not wait any more.)
+        if later and not keys.has(f"{step}/all") and self._detector.meetings.get(key) is meeting:
+            text = f"rank {later[0]} has begun another call, and rank {self.global_ranks[self.rank]} waits for it"
+            error = RankMismatchError(f"{text} in {self._call}: {_OUT_OF_STEP}. The next calls meet again")
+            self._announce(keys, error)
 
     def _find_absent(self, keys: KeyStore, unknown: list[int]) -> None:
         now = running_s()

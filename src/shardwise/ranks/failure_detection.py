@@ -128,6 +128,7 @@ class Detector:
         error: the exception that ended the heartbeat thread, if any.
         heartbeats: those of the watched processes, by rank among all that use the store.
         meetings: those in which this rank waits, by their keys.
+        calls: number of calls that this rank has begun, by the name under which ranks meet.
         waits_for: description of the rank that this one has been waiting for, "" for none.
         watchers: their ``watch(store)`` is called at each heartbeat, on its thread and over its connection.
     """
@@ -139,6 +140,7 @@ class Detector:
         self.error: Exception | None = None
         self.heartbeats: dict[int, Heartbeat] = {}
         self.meetings: dict[str, Meeting] = {}
+        self.calls: dict[str, int] = {}
         self.waits_for = ""
         self._warn_at = 0.0
         self._interval_s = _INTERVAL_S
@@ -195,7 +197,7 @@ class Detector:
             while self._store() is not None and not self._has_ended:
                 count += 1
                 meetings = dict(self.meetings)  # once: other threads enter and leave meetings in between
-                status = RankStatus.here(meetings, self.waits_for)
+                status = RankStatus.here(meetings, self.waits_for, dict(self.calls))
                 keys.set(f"beat/{self._rank}", f"{count} {status.to_json()}".encode())
                 self.has_started.set()
                 for watcher in tuple(self.watchers):

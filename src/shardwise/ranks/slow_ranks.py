@@ -39,6 +39,7 @@ class RankStatus:
         phase_s: seconds since the main thread entered or left a phase, or work below.
         busy: work of the main thread on which others may wait, "" for none.
         waits_for: description of the ranks that it waits for, "" for none.
+        calls: number of calls that it has begun, by the name under which ranks meet.
     """
 
     meetings: Mapping[str, float] = field(default_factory=dict)
@@ -46,14 +47,15 @@ class RankStatus:
     phase_s: float = 0.0
     busy: str = ""
     waits_for: str = ""
+    calls: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, meetings: Mapping[str, Meeting], waits_for: str) -> RankStatus:
+    def here(cls, meetings: Mapping[str, Meeting], waits_for: str, calls: Mapping[str, int]) -> RankStatus:
         """Return the status of this process."""
         now = time.monotonic()
         phase, busy, changed_s = main_thread_work()
         seconds = {key: round(now - meeting.since_s, 1) for key, meeting in meetings.items()}
-        return cls(seconds, phase, round(now - changed_s, 1), busy, waits_for)
+        return cls(seconds, phase, round(now - changed_s, 1), busy, waits_for, calls)
 
     @classmethod
     def from_json(cls, text: str) -> RankStatus:

@@ -121,8 +121,8 @@ class World:
         size: int,
         group: dist.ProcessGroup | None = None,
         timeouts: Timeouts | None = None,
-        purpose: str = "",
         call: str = "a call",
+        foreground: World | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -142,8 +142,10 @@ class World:
             # Groups with some of the same ranks meet under keys of their own.
             group_name = "all" if group is None else group.group_name
             self.global_ranks = dist.get_process_group_ranks(group)
-            name, store = f"shardwise/{group_name}{purpose}", torch_private.default_store()
-            self.channel = ControlChannel(store, name, rank, self.global_ranks, self.timeouts, call)
+            name, store, number = f"shardwise/{group_name}", torch_private.default_store(), None
+            if foreground is not None and foreground.channel is not None:
+                name, number = f"{name}/background", foreground.channel.number
+            self.channel = ControlChannel(store, name, rank, self.global_ranks, self.timeouts, call, number)
             weakref.finalize(self, self.channel.close)
 
     @classmethod
@@ -151,8 +153,8 @@ class World:
         cls,
         group: dist.ProcessGroup | None = None,
         timeouts: Timeouts | None = None,
-        purpose: str = "",
         call: str = "a call",
+        foreground: World | None = None,
     ) -> World:
         """Return the given group's ranks, else the default group's, else this process alone. Collective: no.
 
@@ -160,9 +162,10 @@ class World:
             group: a process group, or None for the default one.
             timeouts: how long ranks wait for each other. None for the timeout that the process group was given, if
                 it is not torch's default.
-            purpose: distinguishes calls that the same ranks make in two threads at once.
             call: name of the public function, for messages. Ranks that meet in different calls all raise one
                 RankMismatchError.
+            foreground: that of the call whose work this one goes on with on another thread, joined. None for a call
+                of its own.
         """
         if not dist.is_initialized():
             return cls(0, 1, call=call)
@@ -172,7 +175,7 @@ class World:
             # The time of the process group is for slow ranks. A lost one is found by its heartbeat.
             limit_s = max(given_s, Timeouts().heartbeat_timeout_s)
             timeouts = Timeouts(join_timeout_s=limit_s, meeting_timeout_s=limit_s)
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, purpose, call)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, timeouts, call, foreground)
 
     def begin_call(self, name: str) -> None:
         """Name the public call of the next phases, for a world that lasts longer than a call. Collective: no.

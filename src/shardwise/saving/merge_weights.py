@@ -1,7 +1,6 @@
 """Merges a sharded checkpoint into files under the names of the hub, or under its own if the model is unknown."""
 
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from shardwise.core.save_reports import MergeWeightsReport
 from shardwise.core.tensors import gaps, numel, parse_size, row_blocks
 from shardwise.files.checkpoint_index import DISTRIBUTED, CheckpointIndex, with_keys, without_wrappers
 from shardwise.files.distributed import holds_optimizer, open_state, read_metadata
+from shardwise.files.folders import temporary_folder
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader, OpenStorage, open_storage
 from shardwise.files.local_writer import LocalWriter
@@ -300,8 +300,8 @@ def _write_around_tensors(writer: LocalWriter, file: str, outputs: NamedOutputs)
     empty = {
         path: torch.empty(shape, dtype=to_torch(dtype), device="cpu") for path, (_, dtype, shape) in tensors.items()
     }
-    with tempfile.TemporaryDirectory() as folder:
-        sparse = Path(folder, outputs.torch_file)
+    with temporary_folder() as folder:
+        sparse = folder / outputs.torch_file
         with torch.serialization.skip_data():
             torch.save(nest_values({**empty, **outputs.objects}), sparse)
         with LocalReader(folder) as reader:

@@ -3,11 +3,9 @@
 import logging
 import os
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from shardwise.core import machine
 from shardwise.core.errors import ConfigError, StorageError
 from shardwise.core.save_reports import SaveReport
 from shardwise.core.tensors import parse_size
+from shardwise.files.folders import temporary_folder
 from shardwise.files.local_reader import open_storage
 from shardwise.files.local_writer import open_writer
 from shardwise.files.storage import StorageWriter
@@ -172,22 +171,22 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
 
 def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[str, bytes], dict[str, bytes] | None]:
     """Return the small files of a save (configs, code, tokenizer), and a tokenizer's additional chat templates."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    with temporary_folder() as folder:
         if isinstance(request.names, AdapterOnly):
-            peft_private.save_config(request.model, request.names.adapter, folder)
+            peft_private.save_config(request.model, request.names.adapter, str(folder))
             adapters: Any = request.model.peft_config
             # Configs of other adapters than LoRA do not have the field.
             if parameters := getattr(adapters[request.names.adapter], "target_parameters", None):
                 _warn_of_engines(tuple(sorted(parameters)))
         else:
-            revert.save_configs(request.model, _choose_config_dtype(request, plan), Path(folder))
+            revert.save_configs(request.model, _choose_config_dtype(request, plan), folder)
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):
                 raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained. Pass a tokenizer or processor")
-            tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(str(folder))
         # Written to a folder first, because these libraries write files only. The save commits their content.
-        paths = sorted(Path(folder).iterdir())
+        paths = sorted(folder.iterdir())
         folders = [path.name for path in paths if path.is_dir() and path.name != TEMPLATES_FOLDER]
         if folders:
             raise ConfigError(
@@ -195,7 +194,7 @@ def _config_files(request: prepare.SaveRequest, plan: SavePlan) -> tuple[dict[st
                 "Leave tokenizer=... out, and call its save_pretrained afterwards"
             )
         files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-        templates = {path.name: path.read_bytes() for path in Path(folder, TEMPLATES_FOLDER).glob("*.jinja")}
+        templates = {path.name: path.read_bytes() for path in (folder / TEMPLATES_FOLDER).glob("*.jinja")}
         return files, None if tokenizer is None else templates
 
 

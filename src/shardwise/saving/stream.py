@@ -236,8 +236,9 @@ def iter_hf_tensors(
             engine.load_weight(key, tensor)
 
     All ranks iterate in step, and may leave the loop early only after the same tensor. If the loop of one rank ends
-    early, by an exception for example, the others raise, unless all later tensors have been sent. Parameters must
-    not change meanwhile. The caller owns each tensor. It is ready on the caller's current stream.
+    early, by an exception for example, the others raise, unless all later tensors have been sent. A rank that keeps
+    the iterator in a variable has left the loop with its next call of shardwise. Parameters must not change
+    meanwhile. The caller owns each tensor. It is ready on the caller's current stream.
 
     Collective: yes, from the first tensor to the last. Memory: two buckets, or one larger tensor and a bucket. If
     the ranks of a machine have the model on the CPU, that much for all of them together.
@@ -258,7 +259,7 @@ def iter_hf_tensors(
         KeyMismatchError: the checkpoint has tensors that are computed from the model's.
         CheckpointError: (or a subclass) the failure of one rank.
         RankMismatchError: the ranks have different models or arguments, or different values of parameters that
-            several of them hold.
+            several of them hold, or one has left its loop and is in another call.
         RankLostError: a rank has been lost, or has left its loop.
 
     Every error is the same on every rank.

@@ -6,7 +6,6 @@ A whole state is in one file, a file for each rank, or a folder that counts when
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils import serialization
 
 from shardwise.core.errors import FormatError, ShardingError, StorageError
 from shardwise.core.formatting import first_line
+from shardwise.files.folders import temporary_folder
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.local_writer import open_writer
@@ -135,8 +135,8 @@ def write_torch_file(saving: Saving, name: str, state: Any) -> int:
 
 def _measure_size(state: Any) -> int:
     """Return the bytes of the file that ``torch.save`` writes. Memory: none, because this writes a sparse file."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        path = Path(folder, "archive")  # the name that torch gives to archives without one
+    with temporary_folder() as folder:
+        path = folder / "archive"  # the name that torch gives to archives without one
         with torch.serialization.skip_data():
             torch.save(state, path)
         return path.stat().st_size

@@ -102,8 +102,9 @@ def describe_tensors(tensors: Mapping[str, Any]) -> dict[str, matching.SourceTen
         ShardingError: a tensor is on meta, or is not placed as shards.
     """
     for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name} in the state is a {type(value).__name__}. Pass tensors only")
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(f"{name} in the state is a {kind}. Pass dense tensors only")
     require_values(tensors, "the given state")
     describe = cache(matching.SourceTensor)  # one object for equal tensors, which a message has once
     provided: dict[str, matching.SourceTensor] = {}

@@ -8,11 +8,9 @@ replicated tensor writes a part of it, or one of them all of it.
 from __future__ import annotations
 
 import pickle
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -20,14 +18,21 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from shardwise.core.errors import ShardingError
 from shardwise.core.layout import locate_box
-from shardwise.core.tensors import Box, ByteRange, Strided, numel
+from shardwise.core.tensors import Box, ByteRange, DType, Strided, numel
 from shardwise.files.distributed import MAX_METADATA_BYTES
+from shardwise.files.folders import temporary_folder
 from shardwise.files.join_entries import METADATA
 from shardwise.files.local_reader import LocalReader
 from shardwise.files.storage import StorageWriter
 from shardwise.files.torch_files import KnownArchives, read_torch_tensor
 from shardwise.fsdp.named_tensors import local_boxes, raw_bytes, strided_view
-from shardwise.fsdp.torch_private import copy_all, make_storage_info, release_pinned_memory, save_without_data
+from shardwise.fsdp.torch_private import (
+    copy_all,
+    from_torch_or_other,
+    make_storage_info,
+    release_pinned_memory,
+    save_without_data,
+)
 from shardwise.transfer.memory import gc_disabled
 from shardwise.transfer.move_plan import Boxes, first_holder_shares, shares_in_turn
 from shardwise.transfer.staging import HostStaging, as_memoryview, pinned_bytes, row_slices
@@ -75,8 +80,8 @@ def envelope(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
     """
     # The archive depends on shape and dtype only. So one is written for each form, and its envelope used for
     # all chunks.
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        place = Path(folder, "archive")
+    with temporary_folder() as folder:
+        place = folder / "archive"
         save_without_data(partial(torch.empty, shape, dtype=dtype), place)
         with LocalReader(folder) as reader:
             nbytes = reader.size(place.name)
@@ -154,6 +159,11 @@ def plan_tensors(
     in_turn = shares_in_turn((boxes[flat_key(path)], tensor.dtype.itemsize) for path, tensor in tensors.items())
     for (path, tensor), shares in zip(tensors.items(), in_turn, strict=True):
         key, shape, dtype = flat_key(path), tuple(tensor.shape), tensor.dtype
+        if from_torch_or_other(dtype) is DType.OTHER:
+            raise ShardingError(
+                f"{key}: is {dtype}, which a checkpoint cannot hold. If it is a buffer, register it with "
+                "persistent=False"
+            )
         planned[key] = path, shape, dtype
         if key in buffers:
             shares = first_holder_shares(boxes[key])
